@@ -13,7 +13,7 @@ from rlhf_spmd.parallel.world import World
 
 @contextlib.contextmanager
 def nccl_branches() -> Iterator[None]:
-    """This process's CPU tensors are taken for those of a device with nccl and without exact bits; torch computes, as there is no GPU."""
+    """CPU tensors of this process are taken for those of a device with nccl and without exact bits; torch computes, without a GPU."""
     before, unavailable = devices._CPU, choice.unavailable
     devices._CPU = replace(before, nccl=True, exact=False)
     choice.unavailable = lambda *_: "here is no GPU"  # type: ignore[assignment]

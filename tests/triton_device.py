@@ -21,6 +21,7 @@ if DEVICE.type == "cpu":
     import triton.language as tl
     from triton.runtime import interpreter
 
+    convert_float = interpreter._convert_float
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -37,5 +38,30 @@ if DEVICE.type == "cpu":
         product = np.einsum("mk,kn->mn", values(a), values(b), dtype=d.data.dtype)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    def convert(x: Any, given: Any, wanted: Any, mode: Any) -> Any:
+        """Compiled kernels round to the nearest bfloat16, ties to even; the interpreter cuts off."""
+        if given == tl.float32 and wanted == tl.bfloat16:
+            return torch.from_numpy(np.array(x)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return convert_float(x, given, wanted, mode)
+
+    interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patch
     interpreter.InterpreterBuilder.create_dot = dot
+
+    patch_lang, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[tuple[bool, ...]] = set()
+
+    def patch_once(fn: Any) -> Any:
+        """Triton patches its whole language again at each call of a function inside a kernel, which takes milliseconds."""
+        modules = tuple(lang in fn.__globals__.values() for lang in (tl, tl.core))
+        if modules in patched:
+            return interpreter._LangPatchScope()
+        patched.add(modules)
+        return patch_lang(fn)
+
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        patched.clear()
+        return run_grid(self, *arguments, **options)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = run

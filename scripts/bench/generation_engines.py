@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import median, peak_mib, timed
+from measure import device_kernels, median, peak_mib, timed
 from shapes import fill, has_weights, peer_model
 
 Rows = list[tuple[list[int], int]]  # prompt ids, tokens wanted
@@ -237,20 +237,6 @@ def profile_ours(generate: Generate, rows: Rows) -> list[list[Any]]:
     ]
 
 
-def kernels_of_ours(generate: Generate, rows: Rows) -> list[list[Any]]:
-    """[kernel, launches, milliseconds on the device] of one repetition cut to 32 tokens a row, the 30 largest; their sum first."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
-        generate([(prompt, min(n, 32)) for prompt, n in rows])
-        torch.cuda.synchronize()
-    kernels = [each for each in profiler.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
-    found = sorted(((each.self_device_time_total / 1e3, each.count, each.key) for each in kernels), reverse=True)
-    whole = [["all", sum(count for _, count, _ in found), round(sum(ms for ms, *_ in found), 1)]]
-    return whole + [[name[:150], count, round(ms, 1)] for ms, count, name in found[:30]]
-
-
 def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if case["engine"] == "export_openvino":
@@ -270,7 +256,7 @@ def main() -> None:
             figures["group_sampling"] = group_sampling(generate, case["vocab"], 3 * case["repeats"])
             figures["profile"] = profile_ours(generate, rows)
         if case["engine"] == "ours" and case["device"] == "cuda":
-            figures["kernels"] = kernels_of_ours(generate, rows)
+            figures["kernels"] = device_kernels(lambda: generate([(prompt, min(n, 32)) for prompt, n in rows]))
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized() and case["engine"] == "ours_2_ranks":
         figures = over_ranks(figures)
     if int(os.environ.get("RANK", 0)) == 0:

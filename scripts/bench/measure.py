@@ -133,6 +133,20 @@ def run_case(command: Sequence[str], env: dict[str, str], out: Path, timeout_s: 
     return {"error": (of_rank or lines or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1][-300:]}
 
 
+def device_kernels(run: Callable[[], Any]) -> list[list[Any]]:
+    """[kernel, launches, milliseconds on the GPU] of one run, the 40 largest; their sum first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    kernels = [each for each in profiler.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
+    found = sorted(((each.self_device_time_total / 1e3, each.count, each.key) for each in kernels), reverse=True)
+    whole = [["all", sum(count for _, count, _ in found), round(sum(ms for ms, *_ in found), 1)]]
+    return whole + [[name[:150], count, round(ms, 1)] for ms, count, name in found[:40]]
+
+
 def rounded(share: float) -> float:
     """To three digits, also where little of the machine is used."""
     return float(f"{share:.3g}")

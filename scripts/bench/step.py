@@ -1,6 +1,7 @@
-"""Seconds per phase and tokens/s of one PPO step and one SFT step.
+"""Seconds per phase and tokens/s of one PPO, GRPO or SFT step.
 
     python scripts/bench/step.py --model quickstart --ranks 1 2 --out step.json
+    python scripts/bench/step.py --model qwen3_0.6b --ranks 1 --programs grpo --steps 3 --out step_gpu.json  # on a GPU
 
 Runs ``rlhf_spmd.train`` and ``rlhf_spmd.sft`` under torchrun on models with random weights and random token ids, in a temporary
 directory, and takes the figures from their ``metrics.jsonl``: medians over the steps after the first. All rows have the same
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import config_of
 
 from rlhf_spmd.data.sort_digits import LLAMA
 
@@ -33,7 +35,8 @@ FIRST_ID = 4  # below it are the special tokens
 
 @dataclass(frozen=True)
 class Work:
-    """A model and what a step does with it. PPO: ``num_prompts`` * ``n`` rows; SFT: ``sft_rows`` rows of the same lengths."""
+    """A model and what a step does with it. PPO and GRPO: ``num_prompts`` * ``n`` rows; SFT: ``sft_rows`` rows of the same lengths.
+    ``shape``: the model's name among ``shapes``, in place of the sizes here."""
 
     hidden_size: int
     intermediate_size: int
@@ -47,6 +50,7 @@ class Work:
     sft_rows: int
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
+    shape: str = ""
 
 
 WORK = {
@@ -54,6 +58,7 @@ WORK = {
     "quickstart": Work(192, 512, 4, 16, 32, 4, 12, 12, 2, 128),
     "S": Work(256, 768, 4, 4096, 16, 4, 64, 64, 1, 64),
     "M": Work(512, 1536, 8, 8192, 16, 4, 64, 64, 1, 64),
+    "qwen3_0.6b": Work(1024, 3072, 28, 151936, 32, 8, 256, 512, 1, 256, 16, 8, "qwen3_0.6b"),
 }
 
 
@@ -63,6 +68,8 @@ def write_model(directory: Path, work: Work) -> None:
 
     sizes = {key: value for key, value in asdict(work).items() if key in LLAMA}
     config = {**LLAMA, **sizes, "head_dim": work.hidden_size // work.num_attention_heads, "max_position_embeddings": 1024}
+    if work.shape:
+        config = config_of(work.shape)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(FIRST_ID, work.vocab_size))]
@@ -89,6 +96,8 @@ def write_rows(path: Path, work: Work, num_rows: int, with_responses: bool) -> N
 def overrides(program: str, root: Path, work: Work, steps: int) -> dict[str, Any]:
     model, data = root / "model", root / f"{program}.jsonl"
     run = {"run.steps": steps, "run.export": False, "data.path": data}
+    if program == "grpo":
+        run |= {"algorithm.name": "grpo", "algorithm.use_kl_loss": False}
     if program == "sft":
         return {**run, "data.train_batch_size": work.sft_rows, "models.actor.path": model, "models.actor.random_init": True}
     return {
@@ -108,7 +117,7 @@ def overrides(program: str, root: Path, work: Work, steps: int) -> dict[str, Any
 def run_program(program: str, ranks: int, root: Path, settings: dict[str, Any], extra: list[str]) -> list[dict[str, float]]:
     """The metrics of every step after the first."""
     run_dir = root / f"{program}_{ranks}"
-    module = {"ppo": "rlhf_spmd.train", "sft": "rlhf_spmd.sft"}[program]
+    module = "rlhf_spmd.sft" if program == "sft" else "rlhf_spmd.train"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
     arguments = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
@@ -154,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WORK, default="quickstart")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--programs", choices=("ppo", "sft"), nargs="+", default=["ppo", "sft"])
+    parser.add_argument("--programs", choices=("ppo", "grpo", "sft"), nargs="+", default=["ppo", "sft"])
     parser.add_argument("--steps", type=int, default=6, help="steps of each run; the first one is not counted")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings, for every run")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
@@ -165,7 +174,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         write_model(root / "model", work)
-        write_rows(root / "ppo.jsonl", work, 4 * work.num_prompts, with_responses=False)
+        for program in ("ppo", "grpo"):
+            write_rows(root / f"{program}.jsonl", work, 4 * work.num_prompts, with_responses=False)
         write_rows(root / "sft.jsonl", work, 4 * work.sft_rows, with_responses=True)
         for program in args.programs:
             for ranks in args.ranks:

@@ -212,7 +212,7 @@ def main() -> None:
         root = Path(name)
         for model in args.models:
             write_model(root / model, model, with_weights=not (args.no_files or is_large(model)))
-            for rank in args.lora:
+            for rank in () if is_large(model) else args.lora:  # large ones begin with B at zero
                 write_adapter(root / model, rank)
             done: list[dict[str, Any]] = []
             print(table(HEADS, [], 3), flush=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import median, memory_mib, peak_mib, reset_peak, timed
+from measure import device_kernels, median, memory_mib, peak_mib, reset_peak, timed
 from shapes import config_of, fill, has_weights, is_large, peer_model
 from torch import Tensor
 
@@ -146,8 +146,9 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     layout = Layout(**case["layout"])
     mesh = build_mesh(world, range(world.size), layout)
     rank = case["lora"]
+    adapter = adapter_of(Path(case["path"]), rank)
     lora = (
-        LoraConfig(rank, alpha=2.0 * rank, path=str(adapter_of(Path(case["path"]), rank)), bits=case["bits"]) if rank else None
+        LoraConfig(rank, alpha=2.0 * rank, path=str(adapter) if adapter.exists() else None, bits=case["bits"]) if rank else None
     )
     engine = TrainEngine(
         read_spec(case["path"]),
@@ -225,6 +226,8 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
         "peak_mib": peak,
         "losses": losses[:3],
     }
+    if case["variant"] == "ours" and case["device"] == "cuda":
+        figures["kernels"] = device_kernels(step.run)
     if step.ranks > 1:
         gathered = over_ranks(figures, step)
         if gathered is None:

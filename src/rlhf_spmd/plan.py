@@ -109,7 +109,7 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
         described[role] = replace(one, config=without_exactness(one.config))
     graph = trace(Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {}))
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)
-    return Run(config, planned_nodes(graph, described, work, config.sampling), work, graph, described)
+    return Run(config, planned_nodes(graph, described, work), work, graph, described)
 
 
 def without_exactness(config: Any) -> Any:

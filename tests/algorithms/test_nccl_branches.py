@@ -143,11 +143,11 @@ def connections(world: World, config: str, given: list[str]) -> tuple[set[str], 
     group that had not been connected, and messages between two ranks, whose first is sent when they are connected."""
     met, labels, late, events = dict[Any, int](), set[str](), list[str](), itertools.count()
     first: list[int] = []
-    connect, note = Group.connect, Group._note
+    meet, note = Group.meet, Group._note
 
-    def noted_connecting(self: Group, exchanges: torch.device | None = None) -> None:
-        connect(self, exchanges)
-        if exchanges is not None and self.size > 1:
+    def noted_meeting(self: Group, device: torch.device) -> None:
+        meet(self, device)
+        if self.size > 1:
             met.setdefault(self.process_group, next(events))
 
     def noted(self: Group, operation: str, label: str, *sizes: Any, **more: Any) -> None:
@@ -161,11 +161,11 @@ def connections(world: World, config: str, given: list[str]) -> tuple[set[str], 
         if first and at >= first[0]:
             late.append(f"{operation} {label} on {self.name} {self.ranks}")
 
-    Group.connect, Group._note = noted_connecting, noted  # type: ignore[method-assign]
+    Group.meet, Group._note = noted_meeting, noted  # type: ignore[method-assign]
     try:
         gpu_abilities.train_here(world, config, given)
     finally:
-        Group.connect, Group._note = connect, note  # type: ignore[method-assign]
+        Group.meet, Group._note = meet, note  # type: ignore[method-assign]
     return labels, late
 
 

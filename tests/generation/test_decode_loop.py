@@ -14,7 +14,8 @@ import tasks
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
 from rlhf_spmd.generation import CallLimits, Completion, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.runner import Runner, padded_size
+from rlhf_spmd.generation.graphs import padded_size
+from rlhf_spmd.generation.runner import Runner
 from rlhf_spmd.generation.sequence import Drawing
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
@@ -64,10 +65,10 @@ def test_tokens_and_log_probs_keep_their_bits(
     sizes = []
     decode = Runner._decode
 
-    def padded(self: Runner, rows: Any, repeats: int, history: Any) -> None:
+    def padded(self: Runner, rows: Any, repeats: int) -> None:
         self.pads = True  # as for graphs
         sizes.append((padded_size(len(rows)), repeats))
-        decode(self, rows, repeats, history)
+        decode(self, rows, repeats)
 
     monkeypatch.setattr(Runner, "_decode", padded)
     found, generator = generate(path, SAMPLED, attention=attention, **changes)

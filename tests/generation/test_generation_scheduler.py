@@ -98,8 +98,10 @@ class Chaos:
         """As the loop on the device: rows have guessed all of their tokens but the last, and rightly."""
         most = self.rng.randint(2, 5) if self.rng.random() < self.often else 0
         if most and (tokens := scheduler.look_ahead(step, most)) > 1:
-            for i, (row, *_) in enumerate(step.work):
-                count = min(tokens, row.limit - row.length)
+            for i, item in enumerate(step.work):
+                if not item.decodes:
+                    continue
+                row, count = item.row, min(tokens, item.row.limit - item.row.length)
                 row.draft = texts[row.index][row.length : row.length + count - 1]
                 step.work[i] = step.work[i]._replace(num_tokens=count)
             self.done["look ahead"] += 1
@@ -117,6 +119,12 @@ def draw(row: Row, text: list[int], last: int, stops: bool) -> None:
         if token != guess or row.stopped:
             break
     row.draft = []
+
+
+def end_rows(scheduler: Scheduler, step: Step) -> None:
+    for row in (item.row for item in step.work if item.samples):
+        if row.stopped or row.length >= row.limit:
+            scheduler.end(row)
 
 
 def run_to_the_end(
@@ -160,7 +168,8 @@ def run_to_the_end(
         for row, _, _, samples in step.work:
             if samples:
                 draw(row, texts[row.index], lasts[row.index], stops[row.index])
-        scheduler.complete(step)
+        scheduler.advance(step)
+        end_rows(scheduler, step)
         check_pages(scheduler)
         num_steps += 1
         # left alone, the oldest row is never preempted and gains a token in every step
@@ -220,6 +229,65 @@ def test_ten_thousand_random_schedules() -> None:
         counts["shared"] += scheduler.stats.hit_tokens > 0
     assert min(counts["preempted"], counts["shared"]) > 1000, counts  # the schedules are not all easy
     assert len(chaos.done) == 6 and min(chaos.done.values()) > 500, chaos.done
+
+
+def run_ahead(rng: random.Random, most: int) -> Scheduler:
+    """As on a device: up to ``most`` steps are planned before the tokens of the first are read, placeholders stand for these, and
+    rows that have stopped go on till it is known."""
+    page_size, max_num_seqs, count = rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 6)
+    stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
+    prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
+    news = [rng.randint(1, 9) for _ in prompts]
+    ends = [len(prompt) + rng.randint(1, new) for prompt, new in zip(prompts, news, strict=True)]  # some stop at their limit
+    texts = [prompt + [1000 * (i + 1) + j for j in range(news[i])] for i, prompt in enumerate(prompts)]
+    limits = GenerationConfig(
+        page_size=page_size,
+        num_pages=max(-(-len(text) // page_size) for text in texts) + rng.choice((0, 0, 1, 2, 5, 20)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
+    )
+    scheduler, interner, cache = Scheduler(limits), Interner(page_size), FakeCache(limits, texts)
+    rows = [row_of(i, prompt, news[i], contents=interner.contents(prompt)) for i, prompt in enumerate(prompts)]
+    for row in rows:
+        scheduler.add(row)
+    launched: list[list[tuple[Row, int, int]]] = []
+    while not scheduler.finished:
+        here = set(scheduler.running)
+        step = scheduler.schedule()
+        cache.begun |= {row.index: 0 for row in scheduler.running if row not in here}
+        check_pages(scheduler)
+        if step.work:
+            repeats, drawn = scheduler.look_ahead(step, rng.randint(1, 4)) if rng.random() < 0.7 else 0, []
+            for i, item in enumerate(step.work):
+                row, length = item.row, item.row.length
+                number = min(repeats, row.limit - length) if repeats and item.decodes else 1
+                if item.samples:
+                    drawn.append((row, length, number))
+                    row.draft = texts[row.index][length : length + number - 1]
+                step.work[i] = item._replace(num_tokens=item.num_tokens + len(row.draft))
+            cache.run(step)
+            for row, _, number in drawn:
+                row.draft = []
+                row.tokens += [-1] * number
+            scheduler.advance(step)
+            launched.append(drawn)
+        for _ in range(max(len(launched) - most, 0) if step.work else 1):
+            for row, first, number in launched.pop(0):
+                last = ends[row.index]
+                if not row.ended and first < last <= first + number:
+                    del row.tokens[last:]
+                    scheduler.end(row)
+            check_pages(scheduler)
+    assert scheduler.pages.num_free == limits.num_pages and not scheduler._claimed
+    assert [row.length for row in rows] == ends and all(row.ended for row in rows)
+    return scheduler
+
+
+def test_schedules_that_are_planned_before_tokens_are_read() -> None:
+    rng, preempted = random.Random(1), 0
+    for number in range(4000):
+        preempted += run_ahead(rng, number % 3).stats.preemptions > 0
+    assert preempted > 300
 
 
 @settings(max_examples=50, deadline=None)
@@ -294,7 +362,8 @@ def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> N
     step = scheduler.schedule()
     first.tokens.append(7)
     first.stopped = True
-    scheduler.complete(step)
+    scheduler.advance(step)
+    end_rows(scheduler, step)
     second.tokens += [7, 8, 9]  # it was preempted with three tokens
     scheduler.add(second)
     (work,) = scheduler.schedule().work

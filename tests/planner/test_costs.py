@@ -205,7 +205,10 @@ def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: f
         for row in drawing:
             row.tokens.append(7)
             row.stopped = row.num_new == ends[row]
-        scheduler.complete(step)
+        scheduler.advance(step)
+        for row in drawing:
+            if row.stopped:
+                scheduler.end(row)
     return seconds
 
 

@@ -341,7 +341,7 @@ def test_settings_of_gpus_are_planned_where_there_are_none(capsys: pytest.Captur
     """A graph is planned where the generator can capture one."""
     own = "models={actor: {generation: {attention: triton, enforce_eager: false, steps_per_sync: 8}}}"
     cluster = ("cluster.nodes=1", "cluster.gpus_per_node=8", "cluster.gpu=h200", f"plan.out={tmp_path / 'plan.yaml'}")
-    for more, captured in ((), True), (("sampling.top_p=0.9",), False), (("models.actor.generation.attention=torch",), False):
+    for more, captured in ((), True), (("sampling.top_p=0.9",), True), (("models.actor.generation.attention=torch",), False):
         found = made(capsys, *large("actor", "reward"), *cluster, own, *more)
         call = found["calls"]["actor.generate_sequences"]
         assert call["graphs"] is (captured and call["pp"] * call["tp"] == 1), more

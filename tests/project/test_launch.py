@@ -57,7 +57,7 @@ def test_scripts_parse(script):
 def test_everything_that_the_gpu_day_names_exists():
     script = (ROOT / "scripts" / "gpu_day.sh").read_text()
     benchmarks = re.findall(r"\$bench/(\w+\.py)((?:[^\n]|\\\n)*)", script)
-    assert len(benchmarks) == 4
+    assert len(benchmarks) == 9
     for name, arguments in benchmarks:
         source = (ROOT / "scripts" / "bench" / name).read_text()
         assert all(f'"{option}"' in source for option in re.findall(r"--[\w-]+", arguments)), (name, arguments)
@@ -74,14 +74,14 @@ def test_everything_that_the_gpu_day_names_exists():
 def test_every_part_of_the_gpu_day_starts_is_limited_and_leaves_its_log(tmp_path):
     """Where there is no GPU too; a part that meets its limit does not stop the next one."""
     own = environment(LIMIT="1", CUDA_VISIBLE_DEVICES="")
-    subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path)], cwd=ROOT, env=own, check=True, timeout=LIMIT_S)
+    subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path), "first"], cwd=ROOT, env=own, check=True, timeout=LIMIT_S)
     lines = [line.split() for line in (tmp_path / "summary.txt").read_text().splitlines() if not line.startswith("#")]
-    names = ["tests", "ppo", "agreement", "train_1.7b", "train_8b", "nano"]
+    names = ["kernels", "attention", "nano", "train_1.7b"]
     assert [(name, status) for name, status, _ in lines] == [(name, "124") for name in names]
     assert {path.name for path in tmp_path.iterdir()} == {"summary.txt", "results.json", *(f"{name}.log" for name in names)}
     assert json.loads((tmp_path / "results.json").read_text()) == {}
     refused = subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path), "nanno"], cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2 and "no part 'nanno'; there are: tests ppo" in refused.stderr
+    assert refused.returncode == 2 and "no part 'nanno'; there are: kernels attention" in refused.stderr
 
 
 def test_torchrun_without_arguments_explains_itself():

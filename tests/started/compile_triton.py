@@ -1,38 +1,80 @@
-"""Compile the Triton attention for a Hopper GPU, which need not be there, and print the PTX of its kernels. Argument: fp32 or bf16."""
+"""Compile the Triton attention for a Hopper GPU, which need not be there, and print a line of JSON for each kernel: its registers and
+spilled bytes, shared memory, and how often instructions stand in its PTX. Argument: fp32 or bf16.
 
+``products``: multiplications of the matrix products of a thread that stand there, where these are not tensor cores' work.
+"""
+
+import json
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlhf_spmd.generation import triton_attention as ours
+from rlhf_spmd.generation import paged_kernels
+from rlhf_spmd.generation.triton_attention import SPLIT_KEYS, TileShape
 
 TYPES = {
     "tiles": "*i32",
     "table": "*i32",
     "slots": "*i64",
+    "positions": "*i64",
     "parts": "*fp32",
+    "arrived": "*i32",
     "scale": "fp32",
     "cap": "fp32",
     "head_elements": "i64",
 }
+UNALIGNED = ("table_stride", "num_splits", "kv_heads", "heads", "scale", "cap")  # others are multiples of 16, which Triton uses
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma.sync": "mma.sync", "cp.async": r"cp.async.c[ag]\.", "fma": "fma.rn"}
 
 
-def compile_kernel(kernel: Any, dtype: str, **sizes: Any) -> str:
+def compile_kernel(name: str, dtype: str, options: dict[str, Any], **sizes: Any) -> Any:
+    kernel = getattr(paged_kernels, name)
     names = kernel.arg_names
     pointers = dict.fromkeys(("q", "k", "v", "pages", "out"), f"*{dtype}")
     types = {name: "constexpr" if name in sizes else (pointers | TYPES).get(name, "i32") for name in names}
     constants = {(names.index(name),): value for name, value in sizes.items()}
-    source = ASTSource(kernel, types, constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=ours.OPTIONS).asm["ptx"]
+    aligned = [i for i, name in enumerate(names) if name not in sizes and name not in UNALIGNED]
+    source = ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def describe(name: str, compiled: Any, products: int = 0) -> dict[str, Any]:
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "--fmad=false", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled, registers = (re.search(pattern, said) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers"))
+    assert spilled and registers, said
+    facts = {"name": name, "registers": int(registers[1]), "spilled": int(spilled[1]), "shared": compiled.metadata.shared}
+    return {**facts, "products": products, "instructions": {key: len(re.findall(it, ptx)) for key, it in INSTRUCTIONS.items()}}
+
+
+def attention(form: str, dtype: str, group: int, page: int, dim: int, window: int) -> dict[str, Any]:
+    itemsize = 4 if dtype == "fp32" else 2
+    if form == "chunks":
+        shape, extra = TileShape.of_chunks(dim, itemsize, page, group), {}
+    else:
+        shape, extra = TileShape.of_singles(dim, itemsize, page, group), {"TILED": window > 0, "PARTS": window == 0}
+    sizes = {"GROUP": group, "PAGE": page, "DIM": dim, "WINDOW": window, "CAPPED": window > 0, "SPLIT": SPLIT_KEYS, **extra}
+    sizes |= {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "BLOCK_D": shape.elements}
+    compiled = compile_kernel(f"attend_{form}", dtype, shape.options, **sizes)
+    walks = (2 + (window > 0)) if form == "chunks" else 1
+    products = walks * 2 * shape.rows * shape.keys * shape.elements // (32 * shape.warps)
+    return describe(f"attend_{form}{', windows' if window else ''}", compiled, products)
 
 
 if __name__ == "__main__":
     dtype = sys.argv[1]
-    sizes = {"GROUP": 6, "DIM": 80, "WINDOW": 700, "SPLIT": ours.SPLIT_KEYS, "BLOCK_M": ours.tile_rows(6), "BLOCK_D": 128}
-    for parts in (True, False):
-        print(compile_kernel(ours._attend, dtype, PAGE=16, CAPPED=True, PARTS=parts, BLOCK_N=32, **sizes))
-    print(compile_kernel(ours._add_parts, dtype, **sizes))
-    print(compile_kernel(ours._write, dtype, DIM=80, BLOCK_D=128))
+    for form in ("chunks", "singles"):
+        print(json.dumps(attention(form, dtype, group=2, page=64, dim=128, window=0)))
+        print(json.dumps(attention(form, dtype, group=6, page=16, dim=80, window=700)))
+    print(json.dumps(describe("locate_rows", compile_kernel("locate_rows", dtype, {"num_warps": 1}, PAGE=16, BLOCK_H=8))))
+    print(json.dumps(describe("write", compile_kernel("write", dtype, {}, DIM=80, BLOCK_D=128))))

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 from rlhf_spmd.generation.sequence import Drawing
@@ -51,9 +53,10 @@ class GenerationConfig:
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them (what is drawn after a stop is dropped), see
-      [generation.md](generation.md#several-tokens-between-looks-of-the-host); 1 with `pp` above 1 and with `speculative_tokens`
-    - enforce_eager: `false`: steps that draw one token of each row are captured as CUDA graphs (CUDA devices, attention
-      `triton` or `flash_attn`)
+      [generation.md](generation.md#several-tokens-between-looks-of-the-host); null: 8 where steps are captured as CUDA graphs,
+      else 1. Always 1 with `pp` above 1 and with `speculative_tokens`
+    - enforce_eager: `true`: no CUDA graphs. null: steps of rows that decode are captured on CUDA devices (attention `triton` or
+      `flash_attn`) where `tp` is 1; `false`: also with `tp` above 1, which was never tried
     - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
       `pp`
     - rebalance_steps: generator steps between looks at how many rows each replica has left: rows move where one has less than
@@ -77,8 +80,8 @@ class GenerationConfig:
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    steps_per_sync: int = 1
-    enforce_eager: bool = True
+    steps_per_sync: int | None = None
+    enforce_eager: bool | None = None
     micro_batches: int | None = None
     rebalance_steps: int = 0
     speculative_tokens: int = 0
@@ -110,8 +113,13 @@ class GenerationConfig:
     def check_device(self, where: str) -> None:
         """Raises ValueError for what this process's device cannot; a plan may be for others."""
         check_backend(self.attention, model_device(), f"{where}.attention")
-        if not self.enforce_eager and not can(model_device()).graphs:
-            raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here is true")
+        if self.enforce_eager is False and not can(model_device()).graphs:
+            raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here are true and null")
+
+    def captures(self, device: torch.device, tp: int, pp: int) -> bool:
+        """Whether steps of rows that decode become CUDA graphs on such a device, if attention and experts allow it."""
+        wanted = self.enforce_eager is False or (self.enforce_eager is None and tp == 1)
+        return wanted and can(device).graphs and pp == 1 and not self.speculative_tokens
 
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run; ``words`` say where it comes
@@ -190,14 +198,6 @@ class SamplingConfig:
     def drawn_by(self, drawing: Drawing) -> SamplingConfig:
         """That of a row which is drawn so."""
         return replace(self, n=1, **drawing._asdict())
-
-    @property
-    def plain(self) -> bool:
-        """Draws every token by the same steps on tensors of the same shapes, as a CUDA graph needs it; of a row's own settings it
-        knows nothing."""
-        changed = self.logit_bias or self.forbidden_token_ids or self.allowed_token_ids is not None or self.min_response_length
-        penalised = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
-        return self.top_p == 1.0 and not (self.logprobs or changed or penalised)
 
     @property
     def log_prob_temperature(self) -> float:

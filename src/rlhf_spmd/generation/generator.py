@@ -20,6 +20,7 @@ from rlhf_spmd.generation.balancing import RowCounts, exchange, pack, plan_moves
 from rlhf_spmd.generation.cache_room import cache_room
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import CallLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache
 from rlhf_spmd.generation.lanes import Lane, Lanes, share_out
@@ -56,6 +57,7 @@ class Generator:
         self.local_size = local_size
         self.kept: list[Row] = []
         self._lanes: Lanes | None = None  # of the kept rows, if their pages are kept too
+        self._graphs: list[Graphs] = []  # by lane; they outlive the calls
 
     def generate(
         self,
@@ -235,11 +237,12 @@ class Generator:
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
         num_seqs, share = config.max_num_seqs // number, total // number
         lanes = []
-        for its in share_out(rows, [()] * number):
+        self._graphs += [Graphs() for _ in range(number - len(self._graphs))]
+        for its, graphs in zip(share_out(rows, [()] * number), self._graphs, strict=False):
             most = sum(sorted((needs[row] for row in its), reverse=True)[:num_seqs])
             num_pages = share if config.num_pages else max(min(most, share), 1)
             cache = KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend)
-            lanes.append(Lane(replace(config, num_pages=num_pages, max_num_seqs=num_seqs), cache))
+            lanes.append(Lane(replace(config, num_pages=num_pages, max_num_seqs=num_seqs), cache, graphs))
         return lanes
 
     @property

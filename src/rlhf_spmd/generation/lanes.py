@@ -5,8 +5,10 @@ stages there are several, so that every stage has work: lanes take turns, and wh
 next one computes a step of another. Before its next step a lane waits for the tokens of its last one, and meanwhile the steps
 of the others go through the stages. Every rank of a replica runs the same schedulers in the same order.
 
-A step of a lane: its scheduler plans which rows compute which tokens (:meth:`Lane.start`), the runner computes and draws them, the
-drawn ones are appended to their rows, which may end with that, and the scheduler frees what has ended (:meth:`Lane.finish`).
+A step of a lane: its scheduler plans which rows compute which tokens, and the runner launches them (:meth:`Lane.start`). The drawn
+tokens come later (:meth:`Lane.finish`): rows may end with them, and the scheduler frees what has ended. Until then placeholders
+stand for them at the end of a row's tokens, so that on devices whose work is queued the next step is planned and launched before
+the tokens of the last one are read. What such a step draws after a stop is dropped.
 """
 
 from __future__ import annotations
@@ -14,19 +16,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.episodes import Episodes
+from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.runner import Call, Runner
+from rlhf_spmd.generation.runner import Call, Launched, Runner
 from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler, Step
 from rlhf_spmd.generation.sequence import Completion, Interner, Notes, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.generation.stages import Stages
+
+PENDING = -1  # in a row's tokens: one that is drawn and not yet read
+
+
+class Window(NamedTuple):
+    """A step under way. ``drawn``: (row, where its first new token stands, how many it gets) of each row that draws some."""
+
+    step: Step
+    launched: Launched
+    drawn: list[tuple[Row, int, int]]
 
 
 class Lane:
@@ -35,10 +48,11 @@ class Lane:
 
     runner: Runner
 
-    def __init__(self, config: GenerationConfig, cache: KVCache) -> None:
+    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs) -> None:
         self.scheduler, self.cache, self.interner = Scheduler(config), cache, Interner(config.page_size)
+        self.graphs = graphs
         self.rows: dict[int, Row] = {}
-        self.step: Step | None = None  # under way
+        self.windows: deque[Window] = deque()  # under way, the oldest first
 
     def enter(self, rows: Sequence[Row], call: Call, stages: Stages) -> None:
         """``rows`` are at work in ``call``; those that the scheduler does not know yet wait there."""
@@ -50,8 +64,7 @@ class Lane:
                 row.min_new = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
-        self.runner = Runner(call, rows, self.cache, stages)
-        self.repeats = 0  # of the step under way; 0: it is one that cannot be repeated
+        self.runner = Runner(call, rows, self.cache, stages, self.graphs)
         guesses = call.config.speculative_tokens
         self.speculation = Speculation(rows, guesses) if guesses else None
         self.ends, self.version, self._before = call.ends, call.version, [row.num_new for row in rows]
@@ -74,45 +87,67 @@ class Lane:
         log_probs, at_one, *top = self.runner.noted(row)
         return row.completion(Notes(log_probs, at_one, torch.full((row.num_new,), self.version), *top))
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        """Launch the next step. False: there is none until the tokens of those under way are read, or environments answer."""
         step = self.scheduler.schedule()
-        if step.work:  # otherwise its rows wait for environments
-            self.step = step
-            most = self.runner.max_repeats
-            self.repeats = self.scheduler.look_ahead(step, most) if most else 0
-            self.runner.start(step, self.repeats)
+        if not step.work:
+            return False
+        repeats, alone = 0, not step.copies and all(item.decodes for item in step.work)
+        if self.runner.max_repeats and (self.runner.splits or alone):
+            repeats = self.scheduler.look_ahead(step, self.runner.max_repeats)
+        drawn = []
+        for item in step.work:
+            row = item.row
+            if item.samples:
+                count = min(repeats, row.limit - row.length) if repeats and item.decodes else 1 + len(row.draft)
+                drawn.append((row, row.length, count))
+        self.windows.append(Window(step, self.runner.start(step, repeats), drawn))
+        if self.speculation is None:  # otherwise how many tokens a row gets is not known yet
+            for row, _, count in drawn:
+                row.tokens += [PENDING] * count
+            self.scheduler.advance(step)
+        return True
 
     def finish(self, stats: GenerationStats, episodes: Episodes | None) -> Step:
-        """Take the tokens of the step under way; returns the step."""
-        step, self.step = self.step, None
-        assert step is not None, "no step is under way"
-        drawn = self.runner.finish()
+        """Take the tokens of the oldest step under way; returns the step."""
+        step, launched, drawn = self.windows.popleft()
+        tokens = self.runner.finish(launched)
         stats.steps += 1
-        if not self.repeats:
-            stats.prefill_tokens += sum(item.num_tokens for item in step.work) - len(drawn)
-        tokens = iter(drawn)
-        for row in (item.row for item in step.work if item.samples):
-            count = min(self.repeats, row.limit - row.length) if self.repeats else 1 + len(row.draft)
-            self._append(row, list(islice(tokens, count)), stats)
+        stats.prefill_tokens += sum(item.num_tokens - item.samples for item in step.work)
+        for row, first, count in drawn:
+            stats.prefill_tokens -= len(row.draft)
+            new, tokens = tokens[:count], tokens[count:]
+            if not row.ended:  # by a stop in a step that was read after this one was launched
+                self._fill(row, first, new, stats)
         if episodes is not None:
             episodes.record(self, step)
-        self.scheduler.complete(step)
+        if self.speculation is not None:
+            self.scheduler.advance(step)
+        for row, first, count in drawn:
+            last = first + count if self.speculation is None else row.length
+            if not row.ended and not row.held and (row.stopped or last >= row.limit):
+                self.scheduler.end(row)
         return step
 
-    def _append(self, row: Row, drawn: Sequence[int], stats: GenerationStats) -> None:
-        """All tokens up to the first that the row's draft did not foresee, or that ends the row."""
-        before, ends = row.length, self.ends
+    def _fill(self, row: Row, first: int, drawn: Sequence[int], stats: GenerationStats) -> None:
+        """Put the tokens where their placeholders are, from ``first`` on: all up to the first that the row's draft did not foresee,
+        or that ends the row."""
+        guesses, ends = row.draft, self.ends
         for number, token in enumerate(drawn):
-            row.tokens.append(token)
+            at = first + number
+            row.tokens[at : at + 1] = [token]
             row.stopped = token in ends.token_ids
-            if ends.strings is not None and not row.stopped and row.num_new >= row.min_new:
-                row.stopped = ends.strings.completed_by_last(row.tokens, row.turn_start)
-            if row.stopped or (not self.repeats and row.draft[number : number + 1] != [token]):
+            if ends.strings is not None and not row.stopped and at + 1 - row.prompt_length >= row.min_new:
+                row.stopped = ends.strings.completed_by_last(row.tokens[: at + 1], row.turn_start)
+            if row.stopped or (self.speculation is not None and guesses[number : number + 1] != [token]):
                 break
-        new = row.length - before
+        new = at + 1 - first
         stats.decode_tokens += new
+        if row.stopped:  # what was computed behind it counts for nothing, should an environment go on with the row
+            del row.tokens[at + 1 :]
+            row.num_computed = min(row.num_computed, at)
         if self.speculation is not None:
-            stats.draft_tokens += len(row.draft)
+            stats.draft_tokens += len(guesses)
             stats.accepted_tokens += new - 1
             self.speculation.note(row, new)
             row.draft = [] if row.stopped else self.speculation.guess(row)
@@ -178,22 +213,29 @@ class Lanes:
     ) -> None:
         """When it ends no step is under way any more."""
         turns, interrupted = deque(busy), False
+
+        def finish(lane: Lane) -> None:
+            nonlocal interrupted
+            step = lane.finish(stats, episodes)
+            call.tick()
+            if call.portions is not None:
+                for row in (item.row for item in step.work if item.row.ended):
+                    if episodes is None or row.request.row_id not in episodes.rows:  # otherwise its last answer is to come
+                        call.portions.note(lane, row)
+                call.portions.hand_out()
+            interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))
+
         while turns:
             lane = turns.popleft()
-            if lane.step is not None:
-                step = lane.finish(stats, episodes)
-                call.tick()
-                if call.portions is not None:
-                    for row in (item.row for item in step.work if item.row.ended):
-                        if episodes is None or row.request.row_id not in episodes.rows:  # otherwise its last answer is to come
-                            call.portions.note(lane, row)
-                    call.portions.hand_out()
-                interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))
+            ahead = lane.runner.runs_ahead and episodes is None and not (interrupted or lane.scheduler.finished)
+            while len(lane.windows) > ahead:
+                finish(lane)
             if not interrupted and not lane.scheduler.finished:
-                lane.start()
+                if not lane.start() and lane.windows:
+                    finish(lane)
                 turns.append(lane)
                 if episodes is not None:
-                    episodes.take_in(wait=all(lane.step is None for lane in turns))
+                    episodes.take_in(wait=not any(lane.windows for lane in turns))
                     if call.portions is not None:
                         call.portions.hand_out()
 

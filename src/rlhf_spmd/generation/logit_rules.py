@@ -27,14 +27,21 @@ class LogitRules:
         self.uses_history = self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
         known = sorted(token for token in stop_ids if token < vocab_size)
         self.stop_ids = torch.tensor(known, dtype=torch.int64, device=device)
-        self.bias = _bias(sampling, vocab_size).to(device)
-        self.has_bias = bool(self.bias.any())
+        bias = _bias(sampling, vocab_size)
+        self.has_bias = bool(bias.any())  # on the host, which need not wait for a device then
+        self.bias = bias.to(device)
         self.has_minimum = any(row.min_new for row in rows)
         self.least = torch.tensor([row.prompt_length + row.min_new for row in rows], device=device)  # tokens before an end
         self.prompts = torch.tensor([row.prompt_length for row in rows], device=device)
         self.processors = {
             i: (row.prompt_length, row.request.processors) for i, row in enumerate(rows) if row.request.processors
         }
+
+    def constants(self) -> tuple[float, ...]:
+        """What a captured :meth:`apply` has fixed: its numbers, and where its tensors lie."""
+        tensors = self.stop_ids, self.bias, self.least, self.prompts
+        numbers = self.repetition, self.frequency, self.presence, self.has_bias, self.has_minimum, len(self.stop_ids)
+        return *numbers, *(tensor.data_ptr() for tensor in tensors)
 
     def apply(self, logits: Tensor, lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
         """New logits [B, V] for the next token of the rows ``lines`` [B], whose first ``lengths`` [B] tokens lie in ``tokens`` (a line

@@ -1,22 +1,21 @@
 """Runs the steps of one lane on this rank: forward pass of its pipeline stage, draws, and the tokens' way to every stage.
 
 All tokens of a call, prompts and drawn ones, lie in one buffer [rows, longest] on the device, beside their log-probs. A step
-gathers its inputs from it, draws a token behind each row's last one (and behind each guess), and writes it there. So a step that
-computes one token of each row can be repeated at once: the host looks at the tokens after the last repetition, and drops what was
-drawn after a stop. A row that has come to its limit stays where it is: it computes and writes its last token again, the same one.
-Nothing of such a step depends on the host, so it can be captured as a CUDA graph, one for each size of batch, and replayed.
-Batches are then padded with copies of their first row, whose tokens go to a line that nobody reads.
+gathers its inputs from it, draws a token behind each row's last one (and behind each guess), and writes it there. So rows that
+decode, one token each, can go on at once: the host looks at the tokens after the last repetition, and drops what was drawn after a
+stop. A row that has come to its limit stays where it is: it computes and writes its last token again, the same one. Nothing of
+that depends on the host, so it is captured as a CUDA graph, one for each size of batch, and replayed (``graphs``). Batches are
+then padded with copies of their first row, whose tokens go to a line that nobody reads.
 
 Legend: B rows of a step, ``state`` int64 [8, B]: what a draw needs of them, see :meth:`Runner._state`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,50 +25,34 @@ from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.portions import Portions
-from rlhf_spmd.generation.sampler import row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import Alike, Drawings, alike_rows, build_drawings, draw_rows, row_keys
 from rlhf_spmd.generation.scheduler import Step, Work
 from rlhf_spmd.generation.sequence import NotFinite, Row
 from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.generation.step_pages import fill_lines
 from rlhf_spmd.generation.stopping import Ends
 from rlhf_spmd.kernels import can, on_device
+from rlhf_spmd.kernels.devices import HostCopy
+from rlhf_spmd.kernels.drawings import DrawsRows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
 
 NOT_FINITE = -1  # sent in place of a drawn token whose log-prob is not finite, so that every rank's host hears of it
-Alike = list[tuple[SamplingConfig, Tensor | None]]  # which of a step's draws follow which settings; None: all of them
+DECODED_PER_LOOK = 8  # tokens of a row between two looks of the host, where steps are captured
 
 
-def padded_size(num_rows: int) -> int:
-    """Rows of the graph that serves so many: powers of two up to 16, then multiples of 16."""
-    return 1 << (num_rows - 1).bit_length() if num_rows <= 16 else -(-num_rows // 16) * 16
+class Launched(NamedTuple):
+    """A step that is queued on the device. ``lines``: of each token that it draws; ``places`` int64: where these lie in the tokens;
+    ``drawn``: the tokens, on their way to the host, on the last stage."""
 
-
-@cache
-def capture_stream() -> torch.cuda.Stream:
-    """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for each stream that it has seen."""
-    return torch.cuda.Stream()
-
-
-@cache
-def _say_not_captured(rank: int) -> None:
-    if rank == 0:
-        logging.getLogger(__name__).warning(
-            "enforce_eager=false: no CUDA graphs with attention=torch, top_p below 1, experts, tp above 1, logprobs, penalties, masks, "
-            "minimal lengths, guesses, pp above 1, or rows that draw otherwise than others; steps run without"
-        )
-
-
-class _Captured(NamedTuple):
-    """A step of decoding, and the tensors that it reads and goes on from: see :meth:`Runner._decode_once`."""
-
-    graph: torch.cuda.CUDAGraph
-    state: Tensor
-    table: Tensor
+    lines: list[int]
+    places: Tensor
+    drawn: HostCopy | None
 
 
 @dataclass(frozen=True)
@@ -89,90 +72,116 @@ class Call:
 
 
 class Runner:
-    """For ``rows``, by their index; ``stages`` is shared by the runners of a call. ``max_repeats``: of a step; 0: it looks at each."""
+    """For ``rows``, by their index; ``stages`` is shared by the runners of a call, ``graphs`` by those of a lane.
 
-    def __init__(self, call: Call, rows: Sequence[Row], cache: KVCache, stages: Stages) -> None:
-        self.decoder, self.mesh, self.cache, self.stages = call.decoder, call.mesh, cache, stages
+    - max_repeats: tokens that a row which decodes may draw before the host looks at them; 0: it looks at each.
+    - splits: rows that decode are computed apart from the others of a step, so that they can be repeated beside them.
+    - runs_ahead: a step may be launched before the tokens of the last one are read.
+    """
+
+    def __init__(self, call: Call, rows: Sequence[Row], cache: KVCache, stages: Stages, graphs: Graphs) -> None:
+        self.decoder, self.mesh, self.cache, self.stages, self.graphs = call.decoder, call.mesh, cache, stages, graphs
         decoder, sampling, config, self.device = call.decoder, call.sampling, call.config, cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
         self.rules = build_rules(sampling, call.ends.token_ids, rows, decoder.spec.vocab_size, self.device)
-        self.width, self.most = max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
-        tokens = fill_lines([*(row.tokens for row in rows), ()], self.width, np.int64)  # the last line is that of padding
-        self.tokens = torch.from_numpy(tokens).to(self.device).view(-1)
+        drawings = [row.request.drawing or sampling.drawing for row in rows]
+        number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
+        self.samplings = [sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
+        self._sampling_of = np.array([number[drawing] for drawing in drawings])
+        alone = decoder.pp == 1 and not config.speculative_tokens  # else others decide what follows a step
+        alone = alone and not (self.rules and self.rules.processors)
+        self._in_one_pass = isinstance(decoder.ops, DrawsRows)
+        self.captures = self.splits = self.pads = alone and self._can_capture(config)
+        each = config.steps_per_sync or (DECODED_PER_LOOK if self.captures else 1)
+        self.max_repeats = each if alone and (each > 1 or self.captures) else 0
+        self._most_rows = padded_size(config.max_num_seqs)
+        self.runs_ahead = alone and can(self.device).streams
+        self._allocate(rows, sampling.logprobs)
         self.row_ids = [row.request.row_id for row in rows]
         seeds, numbers = zip(*(row.request.drawn_as or (call.seed, row.request.row_id) for row in rows), strict=True)
         keys = row_keys(seeds, torch.tensor([row.step for row in rows]), torch.tensor(numbers)).tolist()
         prompts, limits = [row.prompt_length for row in rows], [row.limit for row in rows]
         firsts = [(i * self.width, i * self.most - length) for i, length in enumerate(prompts)]
         self._constants = np.array([*zip(*firsts, strict=True), prompts, limits, keys], dtype=np.int64)  # by line, see _state
-        drawings = [row.request.drawing or sampling.drawing for row in rows]
-        number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
-        self.samplings = [sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
-        self._sampling_of = np.array([number[drawing] for drawing in drawings])
-        tempered = any(each.log_prob_temperature != 1.0 for each in self.samplings)
-        dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
-        # by line and number in the response: at the sampling temperature, and at 1 where that differs
-        self.log_probs = torch.zeros(1 + tempered, len(tokens) * self.most, dtype=dtype, device=self.device)
-        shape = len(rows) * self.most, sampling.logprobs
-        self.top_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        self.top_log_probs = torch.zeros(shape, dtype=dtype, device=self.device)
-        repeatable = decoder.pp == 1 and not config.speculative_tokens  # else others decide what follows a step
-        self.captures = self.pads = repeatable and not config.enforce_eager and self._can_capture()
-        looks_ahead = repeatable and (config.steps_per_sync > 1 or not config.enforce_eager)
-        self.max_repeats = config.steps_per_sync if looks_ahead else 0
-        if not (config.enforce_eager or self.captures):
-            _say_not_captured(call.mesh.replica.rank)
-        self._graphs: dict[torch.Size, _Captured] = {}
-        self._places: Tensor | None = None  # of the tokens of the step under way
-        self._lines: list[int] = []  # of each of these
-        self._drawn: Tensor | None = None  # the tokens themselves, on the last stage
 
-    def start(self, step: Step, repeats: int = 0) -> None:
-        """This stage's part of a step, or with ``repeats`` of so many: ``step`` then draws a token of each row, whose pages have room
-        for so many more, and a row gets as many as its limit leaves. On GPUs the host does not wait for it.
+    def _allocate(self, rows: Sequence[Row], num_top: int) -> None:
+        """The buffers of the call, with a line for each row and more for padding: new ones, or for graphs those of earlier calls."""
+        lines, width, most = len(rows) + 1, max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
+        notes = 1 + any(each.log_prob_temperature != 1.0 for each in self.samplings)
+        arena = self.graphs.arena if self.captures else Arena()
+        take, notes = partial(arena.take, device=self.device), 2 if self.captures else notes
+        num_tokens, num_notes = arena.size("tokens", lines * width), arena.size("notes", lines * most)
+        dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
+        self.width, self.most = width, most
+        self.tokens = take("tokens", (num_tokens,), torch.int64)
+        self.history = self.tokens[: lines * width].view(lines, width)
+        filled = fill_lines([row.tokens for row in rows], width, np.int64)
+        self.tokens[: filled.size] = torch.from_numpy(filled).view(-1)
+        # by line and number in the response: at the sampling temperature, and at 1 where that differs
+        self.log_probs = take("log_probs", (notes, num_notes), dtype).zero_()
+        self.top_ids = take("top_ids", (num_notes, num_top), torch.int64).zero_()
+        self.top_log_probs = take("top_log_probs", (num_notes, num_top), dtype).zero_()
+
+    def start(self, step: Step, repeats: int = 0) -> Launched:
+        """This stage's part of a step. With ``repeats`` its rows that decode draw so many tokens, for which their pages have room, or
+        as many as their limit leaves. On GPUs the host does not wait for it.
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        rows = [item.row for item in step.work if item.samples]
-        counts = [min(repeats, row.limit - row.length) if repeats else 1 + len(row.draft) for row in rows]
-        lines = np.repeat([row.index for row in rows], counts).astype(np.int64)
-        ends = [row.length + number for row, count in zip(rows, counts, strict=True) for number in range(count)]
-        state = self._state(lines, ends)
-        self._lines, self._places, self._drawn = lines.tolist(), state[2] + state[1], None
-        history = self.tokens.view(-1, self.width)[:, : max(ends, default=0)]
-        if repeats:
-            self._decode(rows, repeats, history)
-        else:
-            hidden = self._forward(step)
-            if not rows:
-                return
-            if self.decoder.is_last:
-                draws = None if all(sampling.greedy for sampling in self.samplings) else self._host_draws(lines, ends)
-                self._draw(self._last_tokens(hidden, step.work), state, self._alike(lines), history, draws)
-        if self.decoder.is_last:
-            finite = self.log_probs[-1].index_select(0, state[3] + state[1]).isfinite()
-            self._drawn = torch.where(finite, self.tokens.index_select(0, self._places), NOT_FINITE)
-            self.stages.send_tokens(self._drawn)
-        else:
-            self.stages.expect_tokens(len(ends), self.device)
+        if step.copies:
+            self.cache.copy_pages(step.copies)
+        decoding = [item.row for item in step.work if item.decodes] if repeats else []
+        others = [item for item in step.work if not (repeats and item.decodes)]
+        lines, ends = self._drawn_by(step.work, repeats)
+        places, notes = (self._constants[:2, lines] + ends).astype(np.int64)
+        tokens_at = on_device(places, self.device)
+        if others:
+            hidden = self._forward(others)
+            some, lengths = self._drawn_by(others, 0)
+            if self.decoder.is_last and len(some):
+                history = self.history[:, : int(lengths.max())]
+                self._draw(self._last_tokens(hidden, others), self._state(some, lengths), *self._settings(some), history)
+        if decoding:
+            self._decode(decoding, repeats)
+        drawn = None
+        if self.decoder.is_last and len(lines):
+            finite = self.log_probs[-1].index_select(0, on_device(notes, self.device)).isfinite()
+            values = torch.where(finite, self.tokens.index_select(0, tokens_at), NOT_FINITE)
+            self.stages.send_tokens(values)
+            drawn = HostCopy(values)
+        elif len(lines):
+            self.stages.expect_tokens(len(lines), self.device)
+        return Launched(lines.tolist(), tokens_at, drawn)
 
-    def finish(self) -> list[int]:
-        """Token ids that the started step drew, row by row: of each row that samples one, one more for each token of its draft, or as
-        many as its repetitions gave. The same on every rank of the replica.
+    def finish(self, launched: Launched) -> list[int]:
+        """Token ids that a started step drew, in the order of its work: of each row that samples one, one more for each token of its
+        draft, or as many as its repetitions gave. The same on every rank of the replica. Steps are finished in their order.
 
         Raises NotFinite. Collective over the replica: every rank of it must call, in program order.
         """
-        if not self._lines:
+        if not launched.lines:
             return []
-        assert self._places is not None, "no step is under way"
-        drawn = self._drawn
-        if drawn is None:
-            drawn = self.stages.take_tokens()
-            self.tokens.index_copy_(0, self._places, drawn)
-        token_ids: list[int] = drawn.tolist()
+        if launched.drawn is None:
+            taken = self.stages.take_tokens()
+            self.tokens.index_copy_(0, launched.places, taken)
+            token_ids: list[int] = taken.tolist()
+        else:
+            token_ids = launched.drawn.tolist()
         if NOT_FINITE in token_ids:
-            raise NotFinite(self.row_ids[self._lines[token_ids.index(NOT_FINITE)]])
+            raise NotFinite(self.row_ids[launched.lines[token_ids.index(NOT_FINITE)]])
         return token_ids
+
+    def _drawn_by(self, work: Sequence[Work], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each token that ``work`` draws: its row's line, and the tokens that stand before it."""
+        rows = [item.row for item in work if item.samples]
+        counts = [
+            min(repeats, item.row.limit - item.row.length) if repeats and item.decodes else 1 + len(item.row.draft)
+            for item in work
+            if item.samples
+        ]
+        lines = np.repeat(np.array([row.index for row in rows], dtype=np.int64), counts)
+        ends = [row.length + number for row, count in zip(rows, counts, strict=True) for number in range(count)]
+        return lines, np.array(ends, dtype=np.int64)
 
     def extend(self, row: Row, token_ids: Sequence[int]) -> None:
         """Tokens that were not drawn follow those of ``row``; their log-probs are 0, whatever was drawn there after a stop."""
@@ -193,8 +202,10 @@ class Runner:
             if tensor.numel():
                 self.mesh.pp.broadcast(tensor, self.decoder.pp - 1, "generation:log_probs")
         shape = len(self.row_ids), self.most
-        log_probs = self.log_probs.cpu()[:, : math.prod(shape)]
-        top_ids, top_log_probs = (top.cpu().view(*shape, top.shape[1]) for top in (self.top_ids, self.top_log_probs))
+        used = math.prod(shape)
+        log_probs = self.log_probs[:, :used].cpu()
+        tops = (self.top_ids, self.top_log_probs)
+        top_ids, top_log_probs = (top[:used].cpu().view(*shape, top.shape[1]) for top in tops)
         return log_probs[0].view(shape), log_probs[-1].view(shape), top_ids, top_log_probs
 
     def noted(self, row: Row) -> list[Tensor]:
@@ -203,21 +214,19 @@ class Runner:
         parts = self.log_probs[0], self.log_probs[-1], self.top_ids, self.top_log_probs
         return [part[first : first + row.num_new].cpu() for part in parts]
 
-    def _forward(self, step: Step) -> Tensor:
-        """Hidden states after this stage's layers, those of all tokens of the step in the order of its work."""
-        if step.copies:
-            self.cache.copy_pages(step.copies)
-        drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in step.work if item.row.draft]
+    def _forward(self, work: Sequence[Work]) -> Tensor:
+        """Hidden states after this stage's layers, those of all tokens of ``work`` in its order."""
+        drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in work if item.row.draft]
         if drafts:  # guesses are inputs like tokens that were drawn; those that fail are overwritten
             places = [first + i for first, draft in drafts for i in range(len(draft))]
             tokens = [token for _, draft in drafts for token in draft]
             self.tokens.index_copy_(0, *(on_device(np.array(each, dtype=np.int64), self.device) for each in (places, tokens)))
-        attention = self.cache.backend.for_step(step.work, self.cache, self.num_heads)
+        attention = self.cache.backend.for_step(work, self.cache, self.num_heads)
         if self.decoder.is_first:
-            lines = np.repeat([item.row.index * self.width for item in step.work], [item.num_tokens for item in step.work])
+            lines = np.repeat([item.row.index * self.width for item in work], [item.num_tokens for item in work])
             inputs = self.tokens.index_select(0, on_device(lines, self.device) + attention.positions)
         else:
-            num_tokens = sum(item.num_tokens for item in step.work)
+            num_tokens = sum(item.num_tokens for item in work)
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
             inputs = self.stages.receive_hidden(inputs)
         hidden = self.decoder(inputs, attention)
@@ -234,127 +243,95 @@ class Runner:
         chosen = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         return hidden.index_select(0, on_device(chosen, self.device))
 
-    def _state(self, lines: NDArray[np.int64], lengths: Sequence[int], num_padding: int = 0) -> Tensor:
+    def _state(self, lines: NDArray[np.int64], lengths: NDArray[np.int64], num_padding: int = 0) -> Tensor:
         """What a draw needs of its rows, int64 [8, B]: ``lines`` (in the buffer), ``lengths`` (tokens so far), where a row's drawn
         tokens go, where its notes would begin if prompts had some, the prompts' lengths, the limits, the keys of the draws, where a
         row's tokens begin. The last ``num_padding`` columns write to the line of padding."""
         constants = self._constants[:, lines]
-        state = np.concatenate([lines[None], np.array(lengths, dtype=np.int64)[None], constants, constants[:1]])
+        state = np.empty((8, len(lines)), dtype=np.int64)  # by rows: kernels take each as it lies
+        state[0], state[1], state[2:7], state[7] = lines, lengths, constants, constants[0]
         padding = slice(len(lines) - num_padding, len(lines))
         state[2, padding] = len(self.row_ids) * self.width
         state[3, padding] = len(self.row_ids) * self.most - state[4, padding]
         return on_device(state, self.device)
 
-    def _host_draws(self, lines: NDArray[np.int64], lengths: Sequence[int]) -> Tensor:
-        """The numbers that tokens are drawn by, made on the host: on a GPU they are some thirty launches."""
-        prompts, _, keys = self._constants[2:, lines]
-        return on_device(uniform(torch.from_numpy(keys), torch.from_numpy(np.array(lengths) - prompts)).numpy(), self.device)
-
-    def _alike(self, lines: NDArray[np.int64]) -> Alike:
-        """Rows do not see each other, so those that draw alike are drawn as if they were alone."""
-        kinds = self._sampling_of[lines]
-        if (kinds == kinds[0]).all():
-            return [(self.samplings[kinds[0]], None)]
-        return [(self.samplings[kind], on_device(np.flatnonzero(kinds == kind), self.device)) for kind in np.unique(kinds)]
-
-    def _draw(self, hidden: Tensor, state: Tensor, alike: Alike, history: Tensor, draws: Tensor | None = None) -> None:
-        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have. ``draws``:
-        fp64 [B], the numbers to draw by; None: made here.
+    def _draw(self, hidden: Tensor, state: Tensor, drawings: Drawings, alike: Alike, history: Tensor) -> None:
+        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have. ``alike``:
+        the rows by their settings, where they are not drawn in one pass.
 
         Collective over tp: every rank of it must call, in program order.
         """
-        logits = local_logits(self.decoder, hidden)
-        scores = whole = gather_logits(self.decoder, logits)
+        lines, lengths, tokens_from, notes_from, prompts, _, keys, _ = state
+        scores = logits = local_logits(self.decoder, hidden)
+        whole = gather_logits(self.decoder, logits) if self.rules is not None or self.top_ids.numel() else logits
         if self.rules is not None:
-            scores = self.rules.apply(whole, state[0], state[1], history)
-        for sampling, chosen in alike:
-            if chosen is None:
-                self._draw_alike(sampling, logits, scores, state, draws)
-            else:
-                some = logits[chosen]
-                some_scores = some if scores is logits else scores[chosen]
-                self._draw_alike(sampling, some, some_scores, state[:, chosen], None if draws is None else draws[chosen])
-        if self.rules is not None and self.rules.processors:  # which may leave nothing to draw
-            bad = ~scores.amax(1).isfinite()
-            self.log_probs[-1].index_fill_(0, (state[3] + state[1])[bad], math.nan)
+            scores = self.rules.apply(whole, lines, lengths, history)
+        ops, numbers = self.decoder.ops, lengths - prompts
+        drawn, log_probs, at_one = draw_rows(ops, scores, logits, drawings, keys, numbers, self.decoder, alike)
+        self.tokens.index_copy_(0, tokens_from + lengths, drawn)
+        places = notes_from + lengths
+        self.log_probs[-1].index_copy_(0, places, at_one)
+        if len(self.log_probs) > 1:
+            self.log_probs[0].index_copy_(0, places, log_probs)
         if self.top_ids.numel():
-            places, top = state[3] + state[1], whole.topk(self.top_ids.shape[1]).indices
+            top = whole.topk(self.top_ids.shape[1]).indices
             self.top_ids.index_copy_(0, places, top)
             self.top_log_probs.index_copy_(0, places, log_probs_of(self.decoder, logits, top))
 
-    def _draw_alike(
-        self, sampling: SamplingConfig, logits: Tensor, scores: Tensor, state: Tensor, draws: Tensor | None
-    ) -> None:
-        """Of rows that share ``sampling``. ``logits``: this rank's slice, from which log-probs come; ``scores``: of all the vocabulary,
-        as the rules left them.
+    def _settings(self, lines: NDArray[np.int64]) -> tuple[Drawings, Alike]:
+        """How these rows are drawn; by settings only where they are not drawn in one pass."""
+        kinds = self._sampling_of[lines]
+        alike = [] if self._in_one_pass else alike_rows(self.samplings, kinds, self.device)
+        return build_drawings(self.samplings, kinds, self.device), alike
 
-        Collective over tp: every rank of it must call, in program order.
-        """
-        _, lengths, tokens_from, notes_from, prompts, _, keys, _ = state
-        if draws is None:
-            draws = lengths if sampling.greedy else uniform(keys, lengths - prompts)
-        drawn = sample(scores, sampling, draws)
-        if not can(drawn.device).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
-            self.mesh.tp.broadcast(drawn, 0, "generation:tokens")
-        self.tokens.index_copy_(0, tokens_from + lengths, drawn)
-        places, tempered = notes_from + lengths, sampling.log_prob_temperature != 1.0
-        log_probs = log_probs_of(self.decoder, logits, drawn)
-        for line in self.log_probs[tempered:]:
-            line.index_copy_(0, places, log_probs)
-        if tempered:
-            self.log_probs[0].index_copy_(0, places, log_probs_of(self.decoder, logits, drawn, sampling.log_prob_temperature))
-
-    def _decode(self, rows: Sequence[Row], repeats: int, history: Tensor) -> None:
+    def _decode(self, rows: Sequence[Row], repeats: int) -> None:
         """``repeats`` steps of one token of each row."""
         num_padding = padded_size(len(rows)) - len(rows) if self.pads else 0
         padded = [*rows, *[rows[0]] * num_padding]
         width = max(len(row.pages) for row in rows)
-        if self.captures:
-            # few widths, so few graphs; a much wider table than the rows need would cost programs that do nothing
-            width = min(1 << (width - 1).bit_length(), -(-(self.width - 1) // self.cache.page_size))
         lines = np.array([row.index for row in padded])
-        state = self._state(lines, [row.length for row in padded], num_padding)
-        pages = fill_lines([row.pages for row in padded], width, np.int32)
-        table, alike = on_device(pages, self.device), self._alike(lines)
+        state = self._state(lines, np.array([row.length for row in padded]), num_padding)
+        drawings, alike = self._settings(lines)
+        pages = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
         if not self.captures:
+            history = self.history[:, : max(row.length for row in rows) + repeats]
             for _ in range(repeats):
-                self._decode_once(state, table, alike, history)
+                self._decode_once(state, pages, drawings, alike, history)
             return
-        if table.shape in self._graphs:
-            captured = self._graphs[table.shape]
-            captured.state.copy_(state)
-            captured.table.copy_(table)
-        else:
-            captured = self._graphs[table.shape] = self._capture(state, table, alike, history)
-            repeats -= 1
-        for _ in range(repeats):
-            captured.graph.replay()
+        n, most, take = len(padded), self._most_rows, partial(self.graphs.arena.take, device=self.device)
+        width = self.graphs.arena.size("pages", -(-(self.width - 1) // self.cache.page_size))
+        held, table = take("state", (len(state), most), torch.int64)[:, :n], take("table", (most, width), torch.int32)[:n]
+        held.copy_(state)
+        table.zero_()
+        table[:, : pages.shape[1]] = pages
+        settings = drawings._replace(
+            temperature=take("temperature", (most,), torch.float32)[:n].copy_(drawings.temperature),
+            top_p=take("top_p", (most,), torch.float32)[:n].copy_(drawings.top_p),
+            min_p=take("min_p", (most,), torch.float32)[:n].copy_(drawings.min_p),
+            top_k=take("top_k", (most,), torch.int32)[:n].copy_(drawings.top_k),
+        )
+        step = partial(self._decode_once, held, table, settings, alike, self.history)
+        flags = drawings.filters, drawings.greedy, drawings.tempered
+        key = n, flags, alike[0][0].drawing if alike else None, None if self.rules is None else self.history.shape
+        self.graphs.run(step, repeats, key, self._addresses())
 
-    def _decode_once(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> None:
+    def _addresses(self) -> tuple[object, ...]:
+        """All that a captured step rests on and that is not in the arena."""
+        rules = () if self.rules is None else self.rules.constants()
+        weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
+        return self.cache.pages.data_ptr(), self.cache.pages.shape, weights, rules
+
+    def _decode_once(self, state: Tensor, table: Tensor, drawings: Drawings, alike: Alike, history: Tensor) -> None:
         """The next token of each row. ``state``: its lengths grow; ``table`` int32 [B, P]: pages. On device tensors only."""
         _, lengths, _, _, _, limits, _, tokens_from = state
         inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
         attention = self.cache.backend.decoding(lengths - 1, table, self.cache, self.num_heads)
-        self._draw(self.decoder(inputs, attention), state, alike, history)
+        self._draw(self.decoder(inputs, attention), state, drawings, alike, history)
         lengths += lengths + 1 < limits
 
-    def _can_capture(self) -> bool:
-        """top_p and experts look at numbers on the host; collectives and torch's paged attention take other memory each time; which
-        rows draw alike, and how long histories are, changes from step to step. A row's own minimum is a rule too."""
-        plain = len(self.samplings) == 1 and self.samplings[0].plain and self.decoder.spec.experts is None
-        varies = self.rules is not None or self.decoder.tp.size > 1
-        return plain and not varies and can(self.device).graphs and self.cache.backend.capturable
-
-    def _capture(self, state: Tensor, table: Tensor, alike: Alike, history: Tensor) -> _Captured:
-        """After a first step, which compiles kernels and fills caches."""
-        stream = capture_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._decode_once(state, table, alike, history)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
-        # weights may be arriving in another thread, which takes memory
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._decode_once(state, table, alike, history)
-        return _Captured(graph, state, table)
+    def _can_capture(self, config: GenerationConfig) -> bool:
+        """Experts may look at counts on the host; torch's paged attention takes other memory each time. Rows that draw in groups do it
+        in other ones from step to step, and such a top_p looks at numbers on the host."""
+        wanted = config.captures(self.device, self.decoder.tp.size, self.decoder.pp) and self.cache.backend.capturable
+        plain = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
+        return wanted and plain and not self.decoder.waits_for_experts

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.kernels import choose_ops
+from rlhf_spmd.kernels import Ops, can, choose_ops, on_device
+from rlhf_spmd.kernels.drawings import Drawings, Drawn, DrawsRows
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import gather_logits, log_probs_of
 
+__all__ = ["Alike", "Drawings", "alike_rows", "build_drawings", "draw_rows", "filter_weights", "row_keys", "sample", "uniform"]
+
+Alike = list[tuple[SamplingConfig, Tensor | None]]  # which of a step's draws follow which settings; None: all of them
 CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: bounds the fp64 work space to 256 MB
 
 
@@ -117,3 +125,107 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
     if bool((ties.sum(dim=-1, keepdim=True) > room).any()):
         ties &= ties.cumsum(dim=-1) <= room
     return weights.where(above | ties, 0.0)
+
+
+def build_drawings(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device) -> Drawings:
+    """Settings of rows, of which row i follows ``samplings[kinds[i]]``."""
+    present = [samplings[kind] for kind in np.unique(kinds)]
+    floats = [(each.temperature, each.top_p, each.min_p) for each in samplings]
+    columns = on_device(np.ascontiguousarray(np.array(floats, dtype=np.float32).reshape(-1, 3)[kinds].T), device)
+    temperature, top_p, min_p = columns.unbind()
+    top_k = on_device(np.array([each.top_k for each in samplings], dtype=np.int32)[kinds], device)
+    return Drawings(
+        temperature,
+        top_p,
+        min_p,
+        top_k,
+        filters=any(each.top_p < 1.0 or each.top_k > 0 or each.min_p > 0.0 for each in present),
+        greedy=all(each.greedy for each in present),
+        tempered=any(each.log_prob_temperature != 1.0 for each in present),
+    )
+
+
+def alike_rows(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device) -> Alike:
+    """The same rows in groups that are drawn alike."""
+    if (kinds == kinds[0]).all():
+        return [(samplings[kinds[0]], None)]
+    return [(samplings[kind], on_device(np.flatnonzero(kinds == kind), device)) for kind in np.unique(kinds)]
+
+
+def draw_rows(
+    ops: Ops,
+    scores: Tensor,
+    logits: Tensor,
+    drawings: Drawings,
+    keys: Tensor,
+    positions: Tensor,
+    decoder: Decoder,
+    alike: Alike,
+) -> Drawn:
+    """Draw a token of each row: token ids int64 [B], their log-probs [B] at the row's temperature (1 where it is greedy) and at 1.
+
+    - logits: this rank's slice [B, V_local] (``local_logits``), from which log-probs come
+    - scores: what tokens are drawn from: ``logits`` itself where no rules changed them, else all of the vocabulary [B, V]
+    - keys, positions: int64 [B], what :func:`uniform` takes
+    - alike: the rows by their settings, which ops without :class:`DrawsRows` draw group by group; others do not read it
+
+    A row whose logits or scores are not finite gets some token of the vocabulary and a log-prob at 1 that is not finite. The two
+    log-probs are one tensor where ``drawings`` are not tempered. With :class:`DrawsRows` the host waits for nothing.
+    Collective over tp: every rank of it must call, in program order; tokens and log-probs are the same on all.
+    """
+    if not isinstance(ops, DrawsRows):
+        return _draw_alike(scores, logits, drawings, keys, positions, decoder, alike)
+    tp, (first, last) = decoder.tp, decoder.vocab_range
+    if tp.size == 1:
+        return ops.draw_rows(scores, logits, drawings, keys, positions)
+    if drawings.filters and not drawings.greedy:
+        whole = gather_logits(decoder, logits)
+        drawn = ops.draw_rows(whole if scores is logits else scores, whole, drawings, keys, positions)
+        for each in drawn[: 2 + drawings.tempered]:  # one rank's: devices of several kinds may round otherwise
+            tp.broadcast(each, 0, "generation:tokens")
+        return drawn
+    local = logits if scores is logits else scores[:, first:last]
+    sums = ops.tile_sums(local, logits, drawings, -(-decoder.spec.vocab_size // tp.size))
+    tiles = torch.stack(tp.all_gather(sums, "generation:tile_sums"))
+    found = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, drawings, keys, positions)
+    found = tp.all_reduce(found, "generation:tokens")  # the owner of a token has it, the others have zeros
+    log_probs = found[1:].to(logits.dtype)
+    return found[0].to(torch.int64), log_probs[0], log_probs[1]
+
+
+def _draw_alike(
+    scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor, decoder: Decoder, alike: Alike
+) -> Drawn:
+    """As :func:`draw_rows`, group by group: rows do not see each other, so each group is drawn as if it were alone."""
+    ruled = scores is not logits
+    if not ruled:
+        scores = gather_logits(decoder, logits)
+    draws = positions if drawings.greedy else uniform(keys, positions)
+    parts: list[Drawn] = []
+    for sampling, chosen in alike:
+        some, some_scores, some_draws = logits, scores, draws
+        if chosen is not None:
+            some, some_draws = logits[chosen], draws[chosen]
+            some_scores = some if scores is logits else scores[chosen]
+        drawn = sample(some_scores, sampling, some_draws)
+        if not can(drawn.device).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
+            decoder.tp.broadcast(drawn, 0, "generation:tokens")
+        at_one = log_probs_of(decoder, some, drawn)
+        tempered = sampling.log_prob_temperature
+        parts.append((drawn, at_one if tempered == 1.0 else log_probs_of(decoder, some, drawn, tempered), at_one))
+    if len(alike) == 1 and alike[0][1] is None:
+        tokens, log_probs, at_one = parts[0]
+    else:
+        tokens, log_probs, at_one = (_joined(column, alike) for column in zip(*parts, strict=True))
+    if ruled:  # rules may leave nothing to draw
+        at_one = at_one.masked_fill(~scores.amax(1).isfinite(), torch.nan)
+    return tokens, log_probs, at_one
+
+
+def _joined(parts: Sequence[Tensor], alike: Alike) -> Tensor:
+    """Parts of groups as one tensor, in the order of the rows."""
+    joined = parts[0].new_empty(sum(map(len, parts)))
+    for part, (_, chosen) in zip(parts, alike, strict=True):
+        assert chosen is not None, "a group of all rows has no others beside it"
+        joined.index_copy_(0, chosen, part)
+    return joined

@@ -40,6 +40,11 @@ class Work(NamedTuple):
     num_tokens: int
     samples: bool
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes one token and draws the next, which can be repeated without a look of the host."""
+        return self.samples and self.num_tokens == 1 and not self.row.draft
+
 
 @dataclass
 class Step:
@@ -77,7 +82,10 @@ class Scheduler:
     """``config`` has the lane's share of pages and rows; to ``stats``, those of the call under way, it adds.
 
     A row that has not ended is in exactly one of ``waiting`` (no pages, in the order of admission), ``running`` (it may have pages,
-    oldest admission first) and ``paused`` (held for its environment's answer, no pages)."""
+    oldest admission first) and ``paused`` (held for its environment's answer, no pages).
+
+    A step may be planned before the tokens of earlier ones are known: these then count as placeholders at the end of ``Row.tokens``.
+    A row that has placeholders up to its limit stays in ``running``, without work, until :meth:`end` is told of it."""
 
     def __init__(self, config: GenerationConfig) -> None:
         assert config.num_pages is not None, "pages are counted by the generator"
@@ -115,15 +123,15 @@ class Scheduler:
         step = Step()
         budget = self._continue_running(step, self.config.max_num_batched_tokens)
         self._admit(step, budget)
-        stuck = not step.work and not self.paused and not any(row.held for row in self.running)
-        assert not stuck, "a step without work: the scheduler cannot make progress"
+        waits = self.paused or any(row.held or row.length >= row.limit for row in self.running)
+        assert step.work or waits, "a step without work: the scheduler cannot make progress"
         return step
 
     def look_ahead(self, step: Step, most: int) -> int:
-        """How many tokens, at most ``most``, each row of ``step`` may draw before the next one is planned; its pages then have room
-        for them. 0: the step does more than draw one token of each row."""
-        rows = [row for row, _, count, samples in step.work if samples and count == 1 and not row.draft]
-        if step.copies or len(rows) < len(step.work):
+        """How many tokens, at most ``most``, each row that decodes in ``step`` may draw before the next one is planned; its pages
+        then have room for them. 0: none decodes."""
+        rows = [item.row for item in step.work if item.decodes]
+        if not rows:
             return 0
         tokens = min(most, max(row.limit - row.length for row in rows))
 
@@ -136,19 +144,22 @@ class Scheduler:
             row.pages += [self.pages.allocate() for _ in range(missing(row))]
         return tokens
 
-    def complete(self, step: Step) -> None:
-        """After the step ran and its sampled tokens were counted (``length``, ``stopped``): free what is finished."""
-        some_ended = False
+    def advance(self, step: Step) -> None:
+        """``step`` runs, and its rows have the tokens that it draws, or placeholders for them: what it computes counts as done. Its
+        work is queued before that of every later step, so pages that it fills can be shared at once."""
         for row, start, count, samples in step.work:
             row.num_computed = row.length - 1 if samples else start + count  # a draft that failed was computed in vain
             if row.claims:
                 self._fulfil_claims(row)
-            if samples and (row.stopped or row.length >= row.limit):
-                self.pages.release(reversed(row.pages))
-                row.pages = []
-                row.ended = some_ended = True
-        if some_ended:
-            self.running = [row for row in self.running if not row.ended]
+
+    def end(self, row: Row) -> None:
+        """``row`` has stopped or come to its limit: free its pages. It may have been preempted meanwhile."""
+        if row in self.running:
+            self.running.remove(row)
+        elif row in self.waiting:
+            self.waiting.remove(row)
+        self._release(row)
+        row.ended = True
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.page_size)
@@ -157,7 +168,7 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             row = self.running[position]
-            if row.held:
+            if row.held or row.length >= row.limit:
                 position += 1
                 continue
             if row.draft:

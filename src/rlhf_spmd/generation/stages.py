@@ -9,7 +9,7 @@ is for a smaller (step, stage).
 
 Hidden states take ``Mesh.pp`` and tokens ``Mesh.pp_back``: NCCL runs the transfers of one communicator one after the other, in the
 order of each side. On each of these two, those of a pair of ranks go one way, in the order of the steps. NCCL also holds up the
-host of the first transfer of a pair until both ranks are in it: :func:`connect_replica` has made that one before.
+host of the first transfer of a pair until both ranks are in it, and may lock if others are under way: :func:`connect_ways` comes first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import can, wait
+from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Channel
 
@@ -69,24 +69,22 @@ class Stages:
         return received
 
 
-def connect_replica(mesh: Mesh, device: torch.device) -> None:
-    """Connect what generation on ``mesh`` needs of NCCL: slices, stages, and by a first transfer each pair that :class:`Stages` joins.
-
-    Collective over the replica: every rank of it must call, in program order.
-    """
-    if not can(device).nccl:
+def connect_ways(mesh: Mesh, device: torch.device) -> None:
+    """Let NCCL connect the ranks of all ways, one pair at a time. Collective over ``mesh.pp``: every rank of it must call, in program
+    order."""
+    last = mesh.layout.pp - 1
+    if not last or not can(device).nccl:
         return
-    mesh.connect_early(device, "tp", "pp", "pp_back")
-    if mesh.layout.pp == 1:
-        return
+    mesh.pp.meet(device)  # for the log-probs at the end of a call, which its last stage broadcasts
     stages, token = Stages(mesh), torch.zeros(1, dtype=torch.int64, device=device)
-    if not mesh.first_stage:
-        stages.receive_hidden(token)
-    if not mesh.last_stage:
+    if mesh.pp_rank:
+        stages.receive_hidden(token.clone())
+    if mesh.pp_rank < last:
         stages.hidden.send(token)
+        stages.hidden.finish()
         stages.expect_tokens(1, device)
         stages.take_tokens()
-    else:
-        stages.send_tokens(token)
-    stages.finish()
-    wait(device)
+        return
+    for channel in stages.tokens:
+        channel.send(token)
+        channel.finish()

@@ -1,189 +1,79 @@
-"""Paged attention in Triton: one kernel for chunks of prompts and single tokens, split over the keys for the latter.
+"""Paged attention in Triton: wide tiles for chunks of prompts, narrow ones for single tokens, whose keys several programs share.
 
-A program computes a tile: as many queries of one row as fit into at least 16 matrix rows with the G query heads of one KV head.
-Bits of a query depend on that query, its keys and its values alone, by construction: every tile has the same shape; keys
-come in blocks counted from position 0; blocks are added in order within splits of SPLIT_KEYS keys, and splits in order, whether one
-program walks over all of them (chunks) or each has its own and a second kernel adds them up (single tokens). Blocks and splits that a
-query does not see add exactly 0, multiplications and additions are not fused by the compiler, and the number of splits
-follows from the row's own length. So batch, chunks and page size change nothing where both forms compile to the same arithmetic;
-Triton's interpreter, in which the tests run, has it so.
+A program computes a tile: queries of one row, with the G query heads of one KV head, as rows of a matrix. Chunks fill CHUNK_ROWS of
+them, so keys are read once for many queries; a single token fills 16 or G.
+Bits of a query depend on that query, its keys and its values alone, by construction: keys come in blocks counted from position 0;
+blocks are added in order within splits of SPLIT_KEYS keys, and splits in order, whether one program walks over all of them or
+several share them and the last to arrive adds them up. Blocks that a query does not see add exactly 0, multiplications and
+additions are not fused by the compiler, and the number of splits follows from the row's own length. So batch, chunks, page size
+and PROGRAMS change nothing where both forms compile to the same arithmetic; Triton's interpreter, in which the tests run, has it so.
+On a device with wgmma the wide tile's products may round otherwise than the narrow tile's; ``chunk_rows=16`` makes them one.
 
-Grids are static for a table's width: programs without keys return at once.
+Grids are static for a table's width: programs without keys return at once, and there are at most about PROGRAMS of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from rlhf_spmd.generation import paged_kernels
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.kernels import AttentionRule, on_device
+from rlhf_spmd.kernels import AttentionRule, PageTarget, on_device
 
-SPLIT_KEYS = 512  # keys that one program of a single token walks over: a multiple of every block of keys
-BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16, 32 of 128 fp32
+SPLIT_KEYS = 512  # keys of a part of the softmax: a multiple of every block of keys
+BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16
+CHUNK_ROWS = 128  # matrix rows of a chunk's tile, see TileShape
+PROGRAMS = 1 << 12  # of single tokens: an H100 holds some 400 at a time
 LOG2_E = 1.4426950408889634
-OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
-@triton.jit
-def _write(
-    k: tl.tensor, v: tl.tensor, pages: tl.tensor, slots: tl.tensor, k_stride: tl.tensor, k_head: tl.tensor,
-    v_stride: tl.tensor, v_head: tl.tensor, head_elements: tl.tensor, heads: tl.tensor, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    inside = d < DIM
-    to = pages + tl.load(slots + token) * DIM + d
-    tl.store(to + head * head_elements, tl.load(k + token * k_stride + head * k_head + d, mask=inside), mask=inside)
-    tl.store(to + (head + heads) * head_elements, tl.load(v + token * v_stride + head * v_head + d, mask=inside), mask=inside)
+class TileShape(NamedTuple):
+    """Of a kernel: matrix rows, keys of a block, elements of a head rounded up; warps of a program, blocks in flight."""
 
+    rows: int
+    keys: int
+    elements: int
+    warps: int
+    stages: int
 
-@triton.jit
-def _add(
-    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, other_top: tl.tensor, other_total: tl.tensor, other_mixed: tl.tensor
-) -> tl.tensor:
-    """Two parts of a softmax: largest scores, sums of exponentials, weighted values. One without keys adds exactly 0."""
-    new_top = tl.maximum(top, other_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    scale, other_scale = tl.exp2(top - base), tl.exp2(other_top - base)
-    total = total * scale + other_total * other_scale
-    mixed = mixed * scale[:, None] + other_mixed * other_scale[:, None]
-    return new_top, total, mixed
+    @classmethod
+    def of(cls, head_dim: int, itemsize: int, page_size: int, rows: int) -> TileShape:
+        """Blocks of fp32, whose products are no tensor cores' work, are small: a thread holds whole rows of both factors."""
+        elements = max(triton.next_power_of_2(head_dim), 16)
+        keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
+        # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
+        return cls(rows, keys, elements, 8 if rows >= 32 else 4, 5 if page_size % keys else 3)
 
+    @classmethod
+    def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
+        return cls.of(head_dim, itemsize, page_size, tile_rows(group_size))
 
-@triton.jit
-def _splits(start: tl.tensor, count: tl.tensor, SPLIT: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
-    """Oldest key of a tile, and its first split and the one after its last."""
-    oldest = start * 0
-    if WINDOW > 0:
-        oldest = tl.maximum(start - WINDOW + 1, 0)
-    return oldest, oldest // SPLIT, tl.cdiv(start + count, SPLIT)
+    @classmethod
+    def of_chunks(
+        cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
+    ) -> TileShape:
+        """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers."""
+        most = min(CHUNK_ROWS, 32 if itemsize > 2 else 64 if head_dim > 128 else 128)
+        return cls.of(head_dim, itemsize, page_size, max(chunk_rows or most, tile_rows(group_size)))
 
-
-@triton.jit
-def _walk(
-    x: tl.tensor, keys_at: tl.tensor, values_at: tl.tensor, line: tl.tensor, first: tl.tensor, last: tl.tensor,
-    length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor, PAGE: tl.constexpr, DIM: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """The part of the softmax over keys ``first`` .. ``last``; ``scale`` and ``cap`` are those of scores in powers of two."""
-    d = tl.arange(0, BLOCK_D)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for block in range(first, last, BLOCK_N):
-        key = block + tl.arange(0, BLOCK_N)
-        written = key < length
-        page = tl.load(line + key // PAGE, mask=written, other=0).to(tl.int64)
-        slot = (page * PAGE + key % PAGE) * DIM
-        k = tl.load(keys_at + slot[None, :] + d[:, None], mask=written[None, :] & (d < DIM)[:, None], other=0.0)
-        scores = tl.dot(x, k, input_precision="ieee") * scale
-        if CAPPED:
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))  # tanh
-        seen = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(p, 1)
-        v = tl.load(values_at + slot[:, None] + d[None, :], mask=written[:, None] & (d < DIM)[None, :], other=0.0)
-        mixed = tl.dot(p.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
-        top = new_top
-    return top, total, mixed
-
-
-@triton.jit
-def _attend(
-    q: tl.tensor, pages: tl.tensor, out: tl.tensor, parts: tl.tensor, tiles: tl.tensor, table: tl.tensor,
-    q_stride: tl.tensor, q_head: tl.tensor, head_elements: tl.tensor, table_stride: tl.tensor, kv_heads: tl.tensor,
-    num_splits: tl.tensor, scale: tl.tensor, cap: tl.tensor, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> None:  # fmt: skip
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    token, start = tl.load(tiles + tile * 4).to(tl.int64), tl.load(tiles + tile * 4 + 1)
-    count, line = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3).to(tl.int64)
-    oldest, first, last = _splits(start, count, SPLIT, WINDOW)
-    if PARTS:
-        first = tl.maximum(first, tl.program_id(2))
-        last = tl.minimum(last, tl.program_id(2) + 1)
-    if first >= last:
-        return
-    row = tl.arange(0, BLOCK_M)
-    query = row // GROUP
-    position = start + tl.minimum(query, count - 1)
-    heads = head * GROUP + row % GROUP
-    d = tl.arange(0, BLOCK_D)
-    inside = (query < count)[:, None] & (d < DIM)[None, :]
-    x = tl.load(q + (token + query)[:, None] * q_stride + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
-    keys_at = pages + head.to(tl.int64) * head_elements
-    values_at = pages + (head.to(tl.int64) + kv_heads) * head_elements
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(first, last):
-        begin = tl.maximum(split * SPLIT, oldest // BLOCK_N * BLOCK_N)
-        end = tl.minimum((split + 1) * SPLIT, start + count)
-        other_top, other_total, other_mixed = _walk(
-            x, keys_at, values_at, table + line * table_stride, begin, end, start + count, position, scale, cap,
-            PAGE, DIM, WINDOW, CAPPED, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-        top, total, mixed = _add(top, total, mixed, other_top, other_total, other_mixed)
-    if PARTS:
-        to = parts + ((tile * kv_heads * GROUP + heads) * num_splits + tl.program_id(2)).to(tl.int64) * (DIM + 2)
-        real = row < GROUP
-        tl.store(to[:, None] + d[None, :], mixed, mask=inside)
-        tl.store(to + DIM, top, mask=real)
-        tl.store(to + DIM + 1, total, mask=real)
-    else:
-        to = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
-        tl.store(out + to, mixed / total[:, None], mask=inside)
-
-
-@triton.jit
-def _add_parts(
-    parts: tl.tensor, out: tl.tensor, tiles: tl.tensor, kv_heads: tl.tensor, num_splits: tl.tensor, GROUP: tl.constexpr,
-    DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> None:  # fmt: skip
-    tile = tl.program_id(0)
-    token, start = tl.load(tiles + tile * 4).to(tl.int64), tl.load(tiles + tile * 4 + 1)
-    _, first, last = _splits(start, 1, SPLIT, WINDOW)
-    row = tl.arange(0, BLOCK_M)
-    real = row < GROUP
-    heads = tl.program_id(1) * GROUP + row
-    d = tl.arange(0, BLOCK_D)
-    inside = real[:, None] & (d < DIM)[None, :]
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(first, last):
-        at = parts + ((tile * kv_heads * GROUP + heads) * num_splits + split).to(tl.int64) * (DIM + 2)
-        other_top = tl.load(at + DIM, mask=real, other=0.0)
-        other_total = tl.load(at + DIM + 1, mask=real, other=1.0)
-        other_mixed = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0)
-        top, total, mixed = _add(top, total, mixed, other_top, other_total, other_mixed)
-    to = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
-    tl.store(out + to, mixed / total[:, None], mask=inside)
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
 
 
 class TritonAttention:
     """The attention context of a step. ``positions`` int64 [T]; ``slots`` int64 [T]: page * page_size + offset; ``table`` int32 [B, P]:
-    the rows' pages; ``singles`` and ``chunks`` int32 [n, 4]: (token, position, number of queries, line of the table) of tiles with one
-    query and with several. ``longest``: bounds the length of a row with a single query."""
+    the rows' pages. ``singles`` and ``chunks`` int32 [n, 4]: (token, position, number of queries, line of the table) of tiles with one
+    query and with several, the latter with their shape; singles are None where they are the step's tokens, a line of the table each.
+    ``longest``: bounds the length of a row with a single query. ``arrived`` int32 [number of singles, H], zeros."""
 
     def __init__(
         self,
@@ -192,62 +82,77 @@ class TritonAttention:
         positions: Tensor,
         slots: Tensor,
         table: Tensor,
-        singles: Tensor,
-        chunks: Tensor | None,
+        singles: Tensor | None,
+        chunks: tuple[Tensor, TileShape] | None,
         longest: int,
+        arrived: Tensor,
     ) -> None:
         self.cache, self.positions, self.slots, self.table = cache, positions, slots, table
+        self.singles, self.chunks, self.arrived = singles, chunks, arrived
         self.group_size = num_heads // cache.kv_heads
         self.num_splits = -(-longest // SPLIT_KEYS)
-        self.launches = [(chunks, 1)] if chunks is not None and len(chunks) else []
-        if len(singles):
-            self.launches.append((singles, self.num_splits))
-        size = len(singles), num_heads, self.num_splits, cache.head_dim + 2
-        self.parts = torch.empty(size if self.num_splits > 1 else 0, dtype=torch.float32, device=positions.device)
+        self.sharing = max(min(self.num_splits, PROGRAMS // max(arrived.numel(), 1)), 1)
+        size = (len(arrived), num_heads, self.num_splits, cache.head_dim + 2) if self.sharing > 1 else (0,)
+        self.parts = torch.empty(size, dtype=torch.float32, device=positions.device)
 
     @classmethod
-    def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> TritonAttention:
+    def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int, chunk_rows: int | None = None) -> TritonAttention:
         """``work`` in the order in which its tokens are packed."""
-        step = locate_tokens(work, cache)
-        width = tile_rows(num_heads // cache.kv_heads) // (num_heads // cache.kv_heads)
+        step, group_size, device = locate_tokens(work, cache), num_heads // cache.kv_heads, cache.pages.device
+        shape = TileShape.of_chunks(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size, chunk_rows)
+        width = shape.rows // group_size
         tiles: list[list[tuple[int, int, int, int]]] = [[], []]
         rows = zip(step.firsts.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
         for line, (first, start, count) in enumerate(rows):
             for done in range(0, count, width):
                 tiles[count > 1].append((first + done, start + done, min(width, count - done), line))
-        singles, chunks = (on_device(np.array(some, dtype=np.int32), cache.pages.device) for some in tiles)
+        tiles[1].sort(key=lambda tile: -tile[1])  # those with most keys begin first
+        singles, chunks = (on_device(np.array(some, dtype=np.int32), device) if some else None for some in tiles)
+        wide = None if chunks is None else (chunks, shape)
         longest = max((start + 1 for _, start, _, _ in tiles[0]), default=1)
-        return cls(cache, num_heads, step.positions, step.slots, step.table, singles, chunks, longest)
+        arrived = torch.zeros(len(tiles[0]), cache.kv_heads, dtype=torch.int32, device=device)
+        return cls(cache, num_heads, step.positions, step.slots, step.table, singles, wide, longest, arrived)
 
     @classmethod
     def decoding(cls, positions: Tensor, table: Tensor, cache: KVCache, num_heads: int) -> TritonAttention:
         """One token of each row, of ``table`` [B, P], at ``positions`` [B]: nothing here looks at the tensors' values."""
-        lines = torch.arange(len(positions), device=positions.device)
-        slots = cache.slots_of(positions, table)
-        singles = torch.stack([lines, positions, torch.ones_like(lines), lines], 1).to(torch.int32)
-        return cls(cache, num_heads, positions, slots, table, singles, None, table.shape[1] * cache.page_size)
+        slots = torch.empty_like(positions)
+        arrived = torch.empty(len(positions), cache.kv_heads, dtype=torch.int32, device=positions.device)
+        sizes = table.stride(0), cache.kv_heads, cache.page_size, triton.next_power_of_2(cache.kv_heads)
+        paged_kernels.locate_rows[(len(positions),)](positions, table, slots, arrived, *sizes, num_warps=1)
+        return cls(cache, num_heads, positions, slots, table, None, None, table.shape[1] * cache.page_size, arrived)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
-        cache, dim = self.cache, self.cache.head_dim
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "the elements of a head must lie together"
-        pages, heads = cache.pages[layer_index], cache.kv_heads
-        head_elements, block_d = pages.stride(1), max(triton.next_power_of_2(dim), 16)
-        strides = (*k.stride()[:2], *v.stride()[:2])
-        _write[(len(k), heads)](k, v, pages, self.slots, *strides, head_elements, heads, dim, block_d)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        pages, heads, dim = self.cache.pages[layer_index], self.cache.kv_heads, self.cache.head_dim
+        strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
+        paged_kernels.write[(len(k), heads)](k, v, pages, self.slots, *strides, heads, dim, triton.next_power_of_2(dim))
+        return self.attend_written(layer_index, q, rule)
+
+    def page_target(self, layer_index: int) -> PageTarget:
+        return PageTarget(self.cache.pages[layer_index], self.slots)
+
+    def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
+        """:meth:`attend` where the step's keys and values lie in ``cache.pages[layer_index]`` at ``slots`` already."""
+        cache, out = self.cache, torch.empty_like(q, memory_format=torch.contiguous_format)
+        pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.head_dim
         scale, cap = (rule.scale * LOG2_E, 0.0) if rule.softcap is None else (rule.scale / rule.softcap, rule.softcap * LOG2_E)
-        block_m, window = tile_rows(self.group_size), rule.window or 0
-        block_n = min(max(BLOCK_BYTES // (block_d * q.dtype.itemsize), 16), 64)
-        for tiles, splits in self.launches:
-            _attend[(len(tiles), heads, splits)](
-                q, pages, out, self.parts, tiles, self.table, *q.stride()[:2], head_elements, self.table.stride(0), heads, splits,
-                scale, cap, self.group_size, cache.page_size, dim, window, rule.softcap is not None, splits > 1,
-                SPLIT_KEYS, block_m, block_n, block_d, **OPTIONS,
+        strides = (*q.stride()[:2], pages.stride(1), self.table.stride(0))
+        sizes = (self.group_size, cache.page_size, dim, rule.window or 0, rule.softcap is not None, SPLIT_KEYS)
+        if self.chunks is not None:
+            tiles, shape = self.chunks
+            paged_kernels.attend_chunks[(heads, len(tiles))](
+                q, pages, out, tiles, self.table, *strides, heads, scale, cap, *sizes, *shape[:3], **shape.options
+            )
+        if len(self.arrived):
+            shape = TileShape.of_singles(dim, q.itemsize, cache.page_size, self.group_size)
+            tiles = self.positions if self.singles is None else self.singles
+            forms = self.singles is not None, self.sharing > 1
+            paged_kernels.attend_singles[(len(self.arrived), heads, self.sharing)](
+                q, pages, out, self.parts, self.arrived, self.positions, tiles, self.table, *strides, heads, self.num_splits,
+                scale, cap, *forms, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip
-            if splits > 1:
-                sizes = (self.group_size, dim, window, SPLIT_KEYS, block_m, block_d)
-                _add_parts[(len(tiles), heads)](self.parts, out, tiles, heads, splits, *sizes, **OPTIONS)
         return out
 
 

@@ -14,15 +14,17 @@ from rlhf_spmd.kernels.devices import can, has_amx, model_device, on_device, wai
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing
+from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, Packing, PageTarget
 
 __all__ = [
     "ATTENTION",
     "AttentionRule",
     "Context",
+    "HeadShape",
     "Kernels",
     "Ops",
     "Packing",
+    "PageTarget",
     "can",
     "choose_ops",
     "differentiable",

@@ -15,6 +15,7 @@ import torch
 from rlhf_spmd.kernels.build import build
 from rlhf_spmd.kernels.devices import can, model_device, unavailable
 from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.flash import choose_packed
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
 
@@ -33,10 +34,10 @@ def _load() -> Kernels | None:
 
 
 @cache
-def _load_gpu() -> Ops:
+def _load_gpu(dtype: torch.dtype) -> Ops:
     from rlhf_spmd.kernels.gpu import GpuOps  # triton may be missing elsewhere
 
-    return GpuOps()
+    return GpuOps(choose_packed(dtype))
 
 
 _suspended = False
@@ -61,7 +62,7 @@ def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", w
         )
     if exact or wanted == "torch" or unavailable("triton", torch.device("cuda"), dtype) is not None:
         return found or (_EXACT if exact else _PLAIN)
-    return _load_gpu()
+    return _load_gpu(dtype)
 
 
 def processor_kind() -> int:

@@ -68,6 +68,25 @@ def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+class HostCopy:
+    """``values``, int64 [n], on their way to the host. The present stream copies them: what is queued later is not waited for."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._values = values
+        if can(values.device).streams:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tolist(self) -> list[int]:
+        """Waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._values.tolist()
+        return values
+
+
 def wait(device: torch.device | None = None) -> None:
     """Let the host wait for the work of the present stream, of ``model_device`` if no device is given."""
     if can(device or model_device()).streams:

@@ -6,8 +6,193 @@ kernels are compared with.
 
 from __future__ import annotations
 
-from rlhf_spmd.kernels.ops import Ops
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.kernels import grouped, triton_draw, triton_experts, triton_filter, triton_head, triton_heads, triton_layers
+from rlhf_spmd.kernels.drawings import Drawings, Drawn
+from rlhf_spmd.kernels.flash import PackedFlash
+from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
+from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
 
 
 class GpuOps(Ops):
-    """float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs."""
+    """float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs.
+
+    ``packed``: the flash attention over packed sequences, after which the attention is named; None: torch's own for padded ones.
+    """
+
+    chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
+    writes_pages = True
+
+    def __init__(self, packed: PackedFlash | None = None) -> None:
+        self._packed = packed
+        self.name = self.name if packed is None else packed.name
+
+    # -- layers
+
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> tuple[Tensor, Tensor]:
+        def forward(x: Tensor, y: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
+            total, out, scales = triton_layers.norm(x, y, weight, eps, plus_one)
+            return (total, out), (total, weight, scales)
+
+        def backward(
+            _: object, grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scales: Tensor
+        ) -> tuple[Tensor, ...]:
+            of_total, of_weight = triton_layers.norm_backward(grad, grad_total, total, weight, scales, plus_one)
+            return of_total, of_total, of_weight
+
+        total, out = differentiable_several(forward, backward, x, y, weight)
+        return total, out
+
+    def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+        def forward(qkv: Tensor, *norms: Tensor | None) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
+            of_q, of_k = norms
+            return triton_heads.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
+
+        def backward(_: object, *given: Any) -> tuple[Tensor | None, ...]:
+            q, k, v, qkv, cos, sin, of_q, of_k = given
+            return triton_heads.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
+
+        q, k, v = differentiable_several(forward, backward, qkv, *norms)
+        return q, k, v
+
+    def heads_to_pages(
+        self,
+        qkv: Tensor,
+        norms: Norms,
+        cos: Tensor,
+        sin: Tensor,
+        shape: HeadShape,
+        pages: PageTarget,
+    ) -> Tensor:
+        return triton_heads.heads(qkv, norms, cos, sin, shape, pages)[0]
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+        return triton_layers.norm(x, None, weight, eps, plus_one)[1:]
+
+    def norm_backward(
+        self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return triton_layers.norm_backward(grad, None, x, weight, scale, plus_one)
+
+    def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        return triton_layers.gate(gate_up, gelu)
+
+    def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
+        return (triton_layers.gate_backward(grad, gate_up, gelu),)
+
+    # -- packed sequences
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        if self._packed is None or not len(q) or not self._packed.fits(q, rule):
+            return super().attend_packed(q, k, v, packing, rule)
+        return self._packed.attend(q, k, v, packing, rule)
+
+    # -- the head
+
+    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
+        return logits
+
+    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
+        return triton_head.logit_statistics(logits, labels, first, entropy, shape)
+
+    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
+        return triton_head.logit_statistics(logits, labels, first, entropy, LogitShape())
+
+    def head_gradients(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        first: int,
+        log_z: Tensor,
+        grads: Tensor,
+        entropy: Sequence[Tensor] | None,
+        shape: LogitShape,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return triton_head.logit_gradients(logits, labels, first, log_z, grads, entropy, shape, dtype)
+
+    def logit_gradients(
+        self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        return triton_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitShape(), logits.dtype)
+
+    def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
+        """By the product itself, which adds in fp32: no product of its own in memory."""
+        if total.dtype == a.dtype:
+            torch.addmm(total, a, b, beta=0 if begins else 1, out=total)
+        elif begins:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+    # -- experts: the host never learns how many rows each has
+
+    def expert_groups(self, experts: Tensor, count: int) -> Groups:
+        numbers = torch.arange(count, device=experts.device)
+        return torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+    def waits_for_experts(self, weight: Tensor) -> bool:
+        return not grouped.fits(weight[0, 0], weight)
+
+    def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        assert isinstance(groups, Tensor), "rows of experts end where a tensor says"
+        if not grouped.fits(x, weight):
+            return super().per_expert(x, weight, groups.diff(prepend=groups.new_zeros(1)).tolist())
+        return differentiable(partial(grouped.forward, groups), partial(grouped.backward, groups), x, weight)
+
+    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+        def backward(_: object, grad: Tensor) -> tuple[Tensor]:
+            return (triton_experts.sum_rows(grad.contiguous(), places, per_token),)
+
+        tokens = torch.div(order, per_token, rounding_mode="floor")
+        return differentiable(lambda x: (x.index_select(0, tokens), ()), backward, x)
+
+    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        def forward(rows: Tensor, weights: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            rows = rows.contiguous()
+            return triton_experts.sum_rows(rows, places, weights.shape[1], weights), (rows, weights)
+
+        def backward(_: object, grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+            return triton_experts.sum_rows_backward(grad, rows, places, weights)
+
+        return differentiable(forward, backward, rows, weights)
+
+    # -- draws, as drawings.DrawsRows describes them
+
+    def draw_rows(self, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor) -> Drawn:
+        keys, positions = keys.contiguous(), positions.contiguous()
+        rows, at_one = len(scores), torch.empty(len(scores), dtype=torch.float32, device=scores.device)
+        tempered = torch.empty_like(at_one) if drawings.tempered else at_one
+        out = torch.empty(rows, dtype=torch.int64, device=scores.device), tempered, at_one
+        tiles = triton_draw.sum_tiles(scores, logits, drawings, scores.shape[1])
+        triton_draw.pick(tiles[None], 0, 0, scores, logits, drawings, keys, positions, out)
+        if drawings.filters and not drawings.greedy:
+            triton_filter.pick_filtered(tiles, scores, logits, drawings, keys, positions, out)
+        return out
+
+    def tile_sums(self, scores: Tensor, logits: Tensor, drawings: Drawings, width: int) -> Tensor:
+        return triton_draw.sum_tiles(scores, logits, drawings, width)
+
+    def draw_from_tiles(
+        self,
+        tiles: Tensor,
+        rank: int,
+        first: int,
+        scores: Tensor,
+        logits: Tensor,
+        drawings: Drawings,
+        keys: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        keys, positions = keys.contiguous(), positions.contiguous()
+        out = torch.empty(3, len(scores), dtype=torch.float64, device=scores.device)
+        tokens, tempered, at_one = out.unbind()
+        triton_draw.pick(tiles, rank, first, scores, logits, drawings, keys, positions, (tokens, tempered, at_one))
+        return out

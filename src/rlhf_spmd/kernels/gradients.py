@@ -21,11 +21,20 @@ def differentiable(
     return _Node.apply(forward, backward, *inputs) if torch.is_grad_enabled() else forward(*inputs)[0]
 
 
+def differentiable_several(
+    forward: Callable[..., tuple[tuple[Tensor, ...], Sequence[Tensor | None]]],
+    backward: Callable[..., Any],
+    *inputs: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """:func:`differentiable` of several results: ``backward(needed, *gradients, *saved)``."""
+    return _Node.apply(forward, backward, *inputs) if torch.is_grad_enabled() else forward(*inputs)[0]
+
+
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, forward: Callable[..., tuple[Tensor, Sequence[Tensor]]], backward: Callable[..., Any], *inputs: Tensor
-    ) -> Tensor:
+        ctx: Any, forward: Callable[..., tuple[Any, Sequence[Tensor | None]]], backward: Callable[..., Any], *inputs: Tensor
+    ) -> Any:
         out, saved = forward(*inputs)
         ctx.save_for_backward(*saved)
         ctx.backward_half = backward
@@ -33,5 +42,5 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.backward_half(ctx.needs_input_grad[2:], grad, *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.backward_half(ctx.needs_input_grad[2:], *grads, *ctx.saved_tensors)

@@ -12,17 +12,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.packing import AttentionRule, Packing, pad_rows, visible
+from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget, pad_rows, visible
 
+GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
 ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
+
+Groups = Sequence[int] | Tensor  # of rows by expert, see Ops.expert_groups
+
+
+class LogitShape(NamedTuple):
+    """What becomes of a head's logits: softcap * tanh(logits / softcap), where there is a ``softcap``, divided by ``temperature``."""
+
+    temperature: float = 1.0
+    softcap: float | None = None
 
 
 class Ops:
@@ -32,10 +42,11 @@ class Ops:
       since fewer add to gradients too often.
     - small_head: logits so few that the backward pass takes chunks of rows whole; of as many it finds those of the forward pass, where
       ``keeps_logits``: the statistics leave them as they are.
+    - writes_pages: it has :meth:`heads_to_pages`.
     - wide_head: the products of the head's backward pass are in fp32, also where its weight is not.
     """
 
-    name, joins_layers = "torch", False
+    name, joins_layers, writes_pages = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head = 1 << 23, False, False
 
@@ -71,6 +82,44 @@ class Ops:
 
         return differentiable(forward, partial(self.norm_backward, plus_one), x, weight)
 
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> tuple[Tensor, Tensor]:
+        """x + y, and :meth:`rms_norm` of it."""
+        total = x + y
+        return total, self.rms_norm(total, weight, eps, plus_one)
+
+    def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D]; q and k normed where there are weights for it in ``norms``,
+        then rotated by cos and sin [T, 1, D / 2]."""
+        queries, keys, dim = shape.queries, shape.keys, shape.dim
+        per_head = qkv.view(qkv.shape[0], queries + 2 * keys, dim)
+        if shape.blocks > 1:
+            blocks = per_head.view(qkv.shape[0], shape.blocks, -1, dim)
+            parts = blocks.split([n // shape.blocks for n in (queries, keys, keys)], 2)
+            per_head = torch.cat([part.flatten(1, 2) for part in parts], 1)
+        of_q, of_k = norms
+        if of_q is None or of_k is None:
+            qk, v = per_head.split([queries + keys, keys], 1)
+            q, k = self.rotate(qk, cos, sin).split([queries, keys], 1)
+            return q, k, v
+        q, k, v = per_head.split([queries, keys, keys], 1)
+        q, k = (
+            self.rotate(self.rms_norm(x, weight, shape.eps, shape.plus_one), cos, sin) for x, weight in ((q, of_q), (k, of_k))
+        )
+        return q, k, v
+
+    def heads_to_pages(
+        self,
+        qkv: Tensor,
+        norms: Norms,
+        cos: Tensor,
+        sin: Tensor,
+        shape: HeadShape,
+        pages: PageTarget,
+    ) -> Tensor:
+        """q of :meth:`heads`, without gradients; k and v of the first tokens, as many as have slots, go to ``pages``. Only where
+        :attr:`writes_pages`."""
+        raise NotImplementedError(f"{type(self).__name__} does not write pages")
+
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         """[T, 2n] = [gate; up] -> silu(gate) * up [T, n], or gelu(gate) * up, gelu in its tanh form."""
         if not torch.is_grad_enabled():
@@ -83,9 +132,35 @@ class Ops:
             return self.turn(x, cos, sin)
         return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
 
-    def per_expert(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        """x [N, in], ``counts[e]`` rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]."""
-        return differentiable(partial(self._per_expert, counts), partial(self._per_expert_backward, counts), x, weight)
+    def expert_groups(self, experts: Tensor, count: int) -> Groups:
+        """What :meth:`per_expert` is told of the rows of ``count`` experts: here how many each has, as numbers on the host. ``experts``
+        [N]: of each row, sorted."""
+        return torch.bincount(experts, minlength=count).tolist()
+
+    def waits_for_experts(self, weight: Tensor) -> bool:
+        """Whether :meth:`per_expert` with ``weight`` [E, blocks, out, in] lets the host wait for the device."""
+        return True
+
+    def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        """x [N, in], rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``:
+        :meth:`expert_groups`."""
+        assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
+        return differentiable(partial(self._per_expert, groups), partial(self._per_expert_backward, groups), x, weight)
+
+    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+        """x [T, hidden] -> a row of each token for each of its experts, by expert [T * per_token, hidden]. Row i belongs to the pair
+        ``order[i]`` of token and choice; pair j lies at ``places[j]``."""
+        copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
+        return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
+
+    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        """Of each token the sum of its rows, which lie as :meth:`expert_rows` has them, times ``weights`` [T, per_token]: [T, hidden],
+        added in the order of the token's own choices."""
+        parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
+        total, *others = parts.unbind(1)
+        for part in others:
+            total = total + part
+        return total
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Rows q over keys k and values v [B, H, L, D] -> as q, for generation, without gradients. ``allowed`` (bool, broadcasts to the
@@ -237,6 +312,43 @@ class Ops:
             grad *= log_p.add_(entropy[0]).mul_(entropy[1]).add_(grads)
         inside = ((local >= 0) & (local < grad.shape[1]))[:, None]
         return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grads.masked_fill(~inside, 0))
+
+    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
+        """``logits``, overwritten with their ``shape``; unless the statistics and gradients of the head make it as they read them."""
+        if shape.softcap is not None:
+            logits = logits.div_(shape.softcap).tanh_().mul_(shape.softcap)
+        return logits if shape.temperature == 1.0 else logits.div_(shape.temperature)
+
+    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
+        """:meth:`logit_statistics` of what :meth:`shape_logits` gave."""
+        return self.logit_statistics(logits, labels, first, entropy)
+
+    def head_gradients(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        first: int,
+        log_z: Tensor,
+        grads: Tensor,
+        entropy: Sequence[Tensor] | None,
+        shape: LogitShape,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """:meth:`logit_gradients` of what :meth:`shape_logits` gave, as gradients of the head's product, in ``dtype``."""
+        slope = None if shape.softcap is None else 1 - (logits * (shape.temperature / shape.softcap)).square_()
+        grad = self.logit_gradients(logits, labels, first, log_z, grads, entropy)
+        grad = grad if slope is None else grad.mul_(slope)
+        return (grad if shape.temperature == 1.0 else grad.div_(shape.temperature)).to(dtype)
+
+    def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
+        """``total`` [n, m] += a [n, k] times b [k, m], or where it ``begins``, the product alone. ``total`` may have a wider dtype, to
+        which the product is not rounded on its way."""
+        if begins:
+            total.zero_()
+        if total.dtype == a.dtype:
+            total.addmm_(a, b)
+        else:
+            total += self.wide_product(a, b.t())
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Where the largest of logits [T, V] is, the first of equal ones: int64 [T]."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,30 @@ class AttentionRule:
     scale: float
     softcap: float | None = None
     window: int | None = None
+
+
+Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queries and keys
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """How a token's row of the qkv product is divided: ``queries``, ``keys`` and as many values' heads of ``dim`` elements, in
+    ``blocks`` equal parts that each have all three; with ``eps`` and ``plus_one`` of the norms of queries and keys."""
+
+    queries: int
+    keys: int
+    dim: int
+    blocks: int = 1
+    eps: float = 1e-6
+    plus_one: bool = False
+
+
+class PageTarget(NamedTuple):
+    """Where a step's keys and values of a layer go: ``pages`` [2, H, N, page_size * D] and ``slots`` int64 [T], page * page_size +
+    offset of each token."""
+
+    pages: Tensor
+    slots: Tensor
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -106,6 +132,12 @@ class Packing:
         self.bounds = torch.tensor([0, *itertools.accumulate(lengths)])
         self._alike: dict[tuple[int, float], list[Alike]] = {}
         self._places: dict[tuple[int, float], Tensor] = {}
+
+    @cached_property
+    def filled(self) -> tuple[Tensor, int]:
+        """Of the sequences that have tokens: where they begin and end, int32 [n + 1] on the device, and the longest's length."""
+        bounds = [0, *itertools.accumulate(n for n in self.lengths if n)]
+        return on_device(torch.tensor(bounds, dtype=torch.int32), self.device), max(self.lengths, default=0)
 
     def context(self, layer_index: int) -> Context:
         """For the kernel that computes a whole layer."""

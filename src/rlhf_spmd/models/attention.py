@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import AttentionRule, Ops, Packing, choose_ops, differentiable, on_device
+from rlhf_spmd.kernels import AttentionRule, Ops, Packing, PageTarget, choose_ops, differentiable, on_device
 
 
 class Attention(Protocol):
@@ -20,6 +20,17 @@ class Attention(Protocol):
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D], rotated -> [T, Hq, D]. ``layer_index`` counts from 0 within the stage."""
+
+
+@runtime_checkable
+class WritesPages(Protocol):
+    """An attention whose keys and values can be written by the operation that makes them, see ``Ops.heads_to_pages``."""
+
+    def page_target(self, layer_index: int) -> PageTarget:
+        """Where those of the layer go."""
+
+    def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
+        """:meth:`Attention.attend` once they are there."""
 
 
 class PackedAttention:

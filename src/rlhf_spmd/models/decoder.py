@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import Ops, choose_ops
+from rlhf_spmd.kernels import HeadShape, Ops, choose_ops
 from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
-from rlhf_spmd.models.attention import Attention
+from rlhf_spmd.models.attention import Attention, WritesPages
 from rlhf_spmd.models.experts import mix_experts
 from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
@@ -75,14 +75,16 @@ class Block(nn.Module):
         self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
         self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
         # how the parts of the layer run: as they are, or so that the backward pass computes them again
-        self.run_entry: Callable[..., Tensor] = run_part
-        self.run_part: Callable[..., Tensor] = run_part
+        self.run_entry: Callable[..., Any] = run_part
+        self.run_part: Callable[..., Any] = run_part
         self.rule, self.experts = spec.attention_rule(layer), spec.experts_of(layer)
         self.gelu = spec.hidden_act == "gelu_tanh"
-        self.qkv_blocks, self.gate_up_blocks = fused_blocks(spec, tp.size, blocks)
+        qkv_blocks, self.gate_up_blocks = fused_blocks(spec, tp.size, blocks)
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
         self.num_kv_heads = (shards["qkv.weight"].shape[0] // spec.head_dim - self.num_heads) // 2
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one)
         self.input_norm = norm(spec.hidden_size)
         self.qkv = linear("qkv")
         self.q_norm = norm(spec.head_dim) if spec.qk_norm else None
@@ -96,10 +98,10 @@ class Block(nn.Module):
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
-        sizes = self.num_heads, self.num_kv_heads, self.head_dim, shards["down.weight"].shape[-1]
+        sizes = *heads, shards["down.weight"].shape[-1]
         options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
-        alone = tp.size == self.qkv_blocks == self.gate_up_blocks == 1 and self.router is None
+        alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.router is None
         alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
@@ -110,26 +112,46 @@ class Block(nn.Module):
             whole = self._whole(x, cos, sin, attention, num_tokens)
             if whole is not None:
                 return whole
-        qkv = self.run_entry(self._enter, x, self.input_norm, self.qkv)
-        mixed = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
-        x = x + self._leave(mixed, self.out, self.attention_norm, "attention")
+        qkv = self.run_entry(self._enter, x)
+        partial = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
+        mixed = self._leave(partial, self.out, self.attention_norm, "attention")
         if self.router is None:
-            partial = self.run_part(self._activate, self.run_entry(self._enter, x, self.post_norm, self.gate_up))
+            x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
+            partial = self.run_part(self._activate, gate_up)
         else:
-            partial = self.run_part(self._mix_experts, x)
+            x, partial = self.run_part(self._mix_experts, x, mixed)
         return x + self._leave(partial, self.down, self.mlp_norm, "mlp")
 
-    def _enter(self, recomputed: bool, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-        """Norm and column-parallel matrix: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
-        return linear.product(self.ops, self._enter_tp(norm(x), self.tp), recomputed, linear.bias)
+    def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
+        """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
+        return self._product_of_all_rows(self.input_norm(x), self.qkv, recomputed)
+
+    def _add_and_enter(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x + mixed, which are as in :meth:`_enter`, and of that the norm before the MLP and its first product."""
+        x, normed = self.post_norm.add(x, mixed)
+        return x, self._product_of_all_rows(normed, self.gate_up, recomputed)
+
+    def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
+        return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
     def _mix(self, recomputed: bool, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
-        q, k, v = self._heads(qkv, cos, sin)
+        mixed = self._attend(qkv, cos, sin, attention, num_tokens)
+        return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
+
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
+        """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
+        norms = self.q_norm, self.k_norm
+        # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
+        of_q, of_k = (None if norm is None else copy_to_tp(norm.weight, self.tp) for norm in norms)
+        parts = qkv, (of_q, of_k), cos, sin, self.head_shape
+        if self.ops.writes_pages and not torch.is_grad_enabled() and isinstance(attention, WritesPages):
+            q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
+            return attention.attend_written(self.index, q[:num_tokens], self.rule)
+        q, k, v = self.ops.heads(*parts)
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
-        mixed = attention.attend(self.index, q, k, v, self.rule)
-        return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
+        return attention.attend(self.index, q, k, v, self.rule)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
@@ -137,32 +159,15 @@ class Block(nn.Module):
         inner = self.ops.gated(gate_up.view(rows * self.gate_up_blocks, -1), self.gelu).view(rows, -1)
         return self.down.product(self.ops, inner, recomputed)
 
-    def _mix_experts(self, recomputed: bool, x: Tensor) -> Tensor:
-        """Norm and mixture of experts: [R, hidden], or this rank's rows of it -> [R, hidden], to be summed."""
+    def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
         assert self.router is not None and self.experts is not None
-        rows = self._enter_tp(self.post_norm(x), self.tp)
+        x, normed = self.post_norm.add(x, mixed)
+        rows = self._enter_tp(normed, self.tp)
         # every rank weighs its own slices of the experts: the router's gradient is a sum over tp
         router = copy_to_tp(self.router.weight, self.tp)
         weights = (router, self.gate_up.weight, self.down.weight)
-        return mix_experts(self.ops, rows, *weights, self.experts, self.gelu, self.gate_up_blocks)
-
-    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D], q and k normed (where the family does) and rotated."""
-        heads, kv = self.num_heads, self.num_kv_heads
-        per_head = qkv.view(qkv.shape[0], heads + 2 * kv, self.head_dim)
-        if self.qkv_blocks > 1:
-            blocks = per_head.view(qkv.shape[0], self.qkv_blocks, -1, self.head_dim)
-            parts = blocks.split([n // self.qkv_blocks for n in (heads, kv, kv)], 2)
-            per_head = torch.cat([part.flatten(1, 2) for part in parts], 1)
-        if self.q_norm is None or self.k_norm is None:
-            qk, v = per_head.split([heads + kv, kv], 1)
-            q, k = self.ops.rotate(qk, cos, sin).split([heads, kv], 1)
-            return q, k, v
-        q, k, v = per_head.split([heads, kv, kv], 1)
-        # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
-        with_heads = [(q, self.q_norm), (k, self.k_norm)]
-        q, k = (self.ops.rotate(norm(x, copy_to_tp(norm.weight, self.tp)), cos, sin) for x, norm in with_heads)
-        return q, k, v
+        return x, mix_experts(self.ops, rows, *weights, self.experts, self.gelu, self.gate_up_blocks)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
@@ -268,6 +273,18 @@ class Decoder(nn.Module):
     def num_rows(self, num_tokens: int) -> int:
         """Rows of the hidden state that this rank hands to the next stage for ``num_tokens`` tokens."""
         return round_up(max(num_tokens, self.min_rows), self.slices) // self.slices if self.slices > 1 else num_tokens
+
+    @property
+    def waits_for_experts(self) -> bool:
+        """Whether a forward pass lets the host wait for the device, to see which experts were chosen."""
+        for block in self.layers:
+            assert isinstance(block, Block)
+            if block.experts is not None:
+                count, blocks, hidden = block.experts.count, block.gate_up_blocks, self.spec.hidden_size
+                entry = block.gate_up.weight.view(blocks, count, -1, hidden).transpose(0, 1)
+                if any(map(self.ops.waits_for_experts, (entry, block.down.weight.view(count, 1, hidden, -1)))):
+                    return True
+        return False
 
     @property
     def is_first(self) -> bool:

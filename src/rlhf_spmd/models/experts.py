@@ -24,18 +24,14 @@ def mix_experts(
     """
     count, per_token = experts.count, experts.per_token
     weights, chosen = route(ops, x, router, experts)
-    order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs by expert
-    counts = torch.bincount(chosen.flatten(), minlength=count).tolist()
-    copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
-    rows = copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
+    sorted_experts, order = chosen.flatten().sort(stable=True)  # (token, choice) pairs by expert
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    groups = ops.expert_groups(sorted_experts, count)
+    rows = ops.expert_rows(x, order, places, per_token)
     entry = gate_up.view(blocks, count, -1, x.shape[1]).transpose(0, 1)
-    inner = ops.gated(ops.per_expert(rows, entry, counts).view(len(rows) * blocks, -1), gelu).view(len(rows), -1)
-    out = ops.per_expert(inner, down.view(count, 1, x.shape[1], -1), counts)
-    parts = out.index_select(0, order.argsort()).view(-1, per_token, x.shape[1]) * weights[:, :, None]
-    total, *others = parts.unbind(1)
-    for part in others:
-        total = total + part
-    return total
+    inner = ops.gated(ops.per_expert(rows, entry, groups).view(len(rows) * blocks, -1), gelu).view(len(rows), -1)
+    out = ops.per_expert(inner, down.view(count, 1, x.shape[1], -1), groups)
+    return ops.sum_experts(out, weights, order, places)
 
 
 def route(ops: Ops, x: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels.ops import LogitShape
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
 
@@ -64,20 +64,21 @@ class _TokenLogProbs(torch.autograd.Function):
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         parts, ctx.kept, ops = [], {}, decoder.ops
+        shape = LogitShape(temperature, decoder.spec.logit_softcap)
         (tokens, _), vocab = hidden.shape, weight.shape[0]
         block_rows = min(ops.backward_rows, tokens)
         whole = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
         ctx.tile = (chunk_rows, vocab) if whole else (block_rows, max(chunk_rows * vocab // block_rows, 1))
         first_kept = tokens - (ops.small_head // vocab if keep and whole and ops.keeps_logits else 0)
         for rows in _chunks(tokens, chunk_rows):
-            logits = _logits(decoder, hidden[rows], weight, temperature)
-            parts.append(ops.logit_statistics(logits, labels[rows], decoder.vocab_range[0], entropy))
+            logits = ops.shape_logits(ops.logits(hidden[rows], weight), shape)
+            parts.append(ops.head_statistics(logits, labels[rows], decoder.vocab_range[0], entropy, shape))
             if rows.start >= first_kept:
                 ctx.kept[rows.start] = logits
             del logits  # before the next chunk's are made
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), decoder.tp)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.decoder, ctx.temperature = decoder, temperature
+        ctx.decoder, ctx.shape = decoder, shape
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -87,51 +88,33 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        decoder, temperature, (num_rows, num_columns) = ctx.decoder, ctx.temperature, ctx.tile
-        ops, softcap, first = decoder.ops, decoder.spec.logit_softcap, decoder.vocab_range[0]
+        decoder, shape, (num_rows, num_columns) = ctx.decoder, ctx.shape, ctx.tile
+        ops, first = decoder.ops, decoder.vocab_range[0]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
-        grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[2] else None
+        grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype, memory_format=torch.contiguous_format)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        narrow = weight.dtype if hidden.shape[0] <= num_rows and not ops.wide_head else log_z.dtype  # nothing is added to it
         for block in _chunks(weight.shape[0], num_columns):
             wide = weight[block].to(log_z.dtype) if ops.wide_head else weight[block]
-            part = grad_weight if grad_weight is None else grad_weight[block].to(log_z.dtype)
+            part = grad_weight if grad_weight is None else grad_weight[block]
+            part = part if part is None or part.dtype == narrow else torch.empty_like(part, dtype=narrow)
             for rows in _chunks(hidden.shape[0], num_rows):
                 logits = ctx.kept.pop(rows.start, None)
                 if logits is None:
-                    logits = _logits(decoder, hidden[rows], weight[block], temperature)
-                slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square_()
+                    logits = ops.shape_logits(ops.logits(hidden[rows], weight[block]), shape)
                 entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
                 numbers = labels[rows], first + block.start, log_z[rows, None], grad_log_probs[rows, None], entropy
-                grad = ops.logit_gradients(logits, *numbers)
-                grad = _tempered(grad if slope is None else grad.mul_(slope), temperature).to(wide.dtype)
-                _add_product(ops, grad_hidden[rows], grad, wide)
+                grad = ops.head_gradients(logits, *numbers, shape, wide.dtype)
+                ops.sum_product(grad_hidden[rows], grad, wide, block.start == 0)
                 if part is not None:
-                    _add_product(ops, part, grad.t(), hidden[rows].to(grad.dtype))
-                del logits, slope, grad  # before the next chunk's are made
+                    ops.sum_product(part, grad.t(), hidden[rows].to(grad.dtype), rows.start == 0)
+                del logits, grad  # before the next chunk's are made
             if grad_weight is not None and part is not None and part.dtype != weight.dtype:
                 grad_weight[block] = part
         # every rank saw its slice of the vocabulary only
         grad_hidden = decoder.tp.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
         return None, grad_hidden, grad_weight, *[None] * 5
-
-
-def _add_product(ops: Ops, total: Tensor, a: Tensor, b: Tensor) -> None:
-    """In place; ``total`` may have a wider dtype, to which the product is not rounded on its way."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += ops.wide_product(a, b.t())
-
-
-def _logits(decoder: Decoder, hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
-    """Of the tokens that ``weight`` has rows for, after the softcap."""
-    logits, softcap = decoder.ops.logits(hidden, weight), decoder.spec.logit_softcap
-    return _tempered(logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap), temperature)
-
-
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
@@ -165,7 +148,8 @@ def token_log_probs(
 def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
     """This rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
     with torch.no_grad():
-        return _logits(decoder, hidden, decoder.head_weight)
+        logits, softcap = decoder.ops.logits(hidden, decoder.head_weight), decoder.spec.logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:
@@ -181,6 +165,10 @@ def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:
     slices = tp.all_gather(F.pad(logits, (0, widest - logits.shape[1])), "logits")
     widths = [(rank + 1) * vocab // tp.size - rank * vocab // tp.size for rank in range(tp.size)]
     return torch.cat([part[:, :width] for part, width in zip(slices, widths, strict=True)], 1)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def log_probs_of(decoder: Decoder, logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:

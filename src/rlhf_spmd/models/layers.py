@@ -42,13 +42,16 @@ class RMSNorm(nn.Module):
 
     def __init__(self, ops: Ops, size: int, eps: float, plus_one: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self._rms_norm = ops.rms_norm
+        self._rms_norm, self._add_norm = ops.rms_norm, ops.add_norm
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.eps, self.plus_one = eps, plus_one
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """``weight`` stands in for the module's own (a copy with another backward)."""
-        return self._rms_norm(x, self.weight if weight is None else weight, self.eps, self.plus_one)
+    def forward(self, x: Tensor) -> Tensor:
+        return self._rms_norm(x, self.weight, self.eps, self.plus_one)
+
+    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        return self._add_norm(x, y, self.weight, self.eps, self.plus_one)
 
 
 def rope_frequencies(spec: ModelSpec, local: bool = False) -> Tensor:

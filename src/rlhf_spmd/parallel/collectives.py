@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.kernels import can, wait
+from rlhf_spmd.kernels import can
 
 
 @dataclass
@@ -75,7 +75,6 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     communicator: Callable[[], dist.ProcessGroup] | None = None  # makes it, or finds that of an equal group
-    _met_on: set[torch.device] = field(default_factory=set)  # devices on which NCCL has connected the ranks
 
     @property
     def size(self) -> int:
@@ -94,22 +93,19 @@ class Group:
 
         Collective over the group: every rank of it must call, in program order.
         """
-        if self.size > 1:
-            _ = self.process_group  # of nccl by itself only a description, too
-            if exchanges is not None and can(exchanges).nccl and exchanges not in self._met_on:
-                self._met_on.add(exchanges)
-                self.all_reduce(torch.zeros(1, device=exchanges), "control")
+        if self.size > 1 and not self.connected:
+            _ = self.process_group
+            if exchanges is not None:
+                self.meet(exchanges)
 
-    def connect_early(self, exchanges: torch.device) -> None:
-        """As :meth:`connect`, where NCCL carries what is on ``exchanges``: made while transfers of other communicators are open, a
-        communicator may wait for them, and they for it. So those that a run will need come before its first transfer, one after the
-        other, in an order that is the same on all ranks. Over gloo a group connects in its first collective.
+    def meet(self, device: torch.device) -> None:
+        """Let NCCL connect all ranks here, not in their first operation: other transfers may be under way then, in which case two
+        ranks may each wait for the other (nccl#1082).
 
         Collective over the group: every rank of it must call, in program order.
         """
-        if can(exchanges).nccl:
-            self.connect(exchanges)
-            wait(exchanges)
+        if self.size > 1 and can(device).nccl:
+            self.all_reduce(torch.zeros(1, device=device), "meet")
 
     @property
     def connected(self) -> bool:

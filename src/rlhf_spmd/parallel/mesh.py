@@ -59,12 +59,6 @@ class Mesh:
     def last_stage(self) -> bool:
         return self.pp_rank == self.layout.pp - 1
 
-    def connect_early(self, device: torch.device, *names: str) -> None:
-        """:meth:`Group.connect_early` of the groups of these names. Members only. Collective over the pool: every rank of it must call,
-        in program order, with the same names."""
-        for name in names:
-            getattr(self, name).connect_early(device)
-
     @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The axes that have more than one rank, by name. Members only. Collective over the pool, the first time: every rank of it

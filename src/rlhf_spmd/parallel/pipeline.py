@@ -104,11 +104,11 @@ class Channel:
             wait_all([work])
 
 
-def _channels(mesh: Mesh, around: bool) -> dict[str, Channel]:
+def _channels(mesh: Mesh, around: bool, keep: int) -> dict[str, Channel]:
     """Forward: from the stage before to the one after, from the last stage around the ring to the first; backward: against it."""
     for group in (mesh.pp, mesh.pp_back, *((mesh.ring, mesh.ring_back) if around else ())):
         group.connect()
-    stage, last, keep = mesh.pp.rank, mesh.pp.size - 1, 2 * mesh.pp.size
+    stage, last = mesh.pp.rank, mesh.pp.size - 1
     before: Link = (mesh.pp, stage - 1) if stage else (mesh.ring, 1)
     after: Link = (mesh.pp, stage + 1) if stage < last else (mesh.ring, 0)
     back_from: Link = (mesh.pp_back, stage + 1) if stage < last else (mesh.ring_back, 0)
@@ -120,7 +120,8 @@ def connect_stages(mesh: Mesh, device: torch.device) -> None:
     """Pass a token forward, then backward through the stages (and around the ring where vpp > 1).
 
     NCCL connects two ranks in their first transfer and holds up the host until both are in it. In the middle of a schedule a
-    rank could be held up that others wait for; here each waits for the one before only.
+    rank could be held up that others wait for; here each waits for the one before only. Each token has arrived before its sender
+    connects to another rank: NCCL may lock where two ranks connect while they transfer to others.
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
@@ -130,7 +131,7 @@ def connect_stages(mesh: Mesh, device: torch.device) -> None:
         return torch.zeros(1, device=device)
 
     for actions in (_order("F", 1, mesh.pp.size, chunks), _order("B", 1, mesh.pp.size, chunks[::-1])):
-        run_pipeline(actions, mesh, [(1,)], torch.float32, device, token, token)
+        run_pipeline(actions, mesh, [(1,)], torch.float32, device, token, token, keep=0)
 
 
 def run_pipeline(
@@ -141,6 +142,7 @@ def run_pipeline(
     device: torch.device,
     forward: Callable[[Action, Tensor | None], Tensor | None],
     backward: Callable[[Action, Tensor | None], Tensor | None],
+    keep: int | None = None,
 ) -> None:
     """Run one rank's schedule; ``shapes[i]`` is the shape of micro-batch i between stages, the same on every stage.
 
@@ -153,13 +155,14 @@ def run_pipeline(
     of the two transfers would wait for the other. On every communicator, two ranks' transfers go one way, in one order.
 
     The receive of the next action is posted before the current one computes, but not where the next pass goes the same way
-    through another chunk: its input may depend on what this one is to send. A send is waited for when 2 * pp later ones are under
-    way, or at the end. On NCCL, :func:`connect_stages` comes before the first run.
+    through another chunk: its input may depend on what this one is to send. A send is waited for when ``keep`` later ones, by default
+    2 * pp, are under way, or at the end. On NCCL, :func:`connect_stages` comes before the first run.
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
     stage, pp, final = mesh.pp.rank, mesh.pp.size, mesh.pp.size * mesh.layout.vpp - 1
-    channels, passes = _channels(mesh, around=mesh.layout.vpp > 1), {"F": forward, "B": backward}
+    channels = _channels(mesh, mesh.layout.vpp > 1, 2 * pp if keep is None else keep)
+    passes = {"F": forward, "B": backward}
     takes_none, sends_none = {"F": 0, "B": final}, {"F": final, "B": 0}
 
     def post(action: Action) -> None:

@@ -32,6 +32,7 @@ from rlhf_spmd.parallel.collectives import Group
 
 _NUMBERS = count()  # of worlds
 LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that has started this rank in torchrun's place
+SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node on its first GPU; for tests only, since nccl refuses
 JOB_KEY = "RLHF_SPMD_KEY"  # the key that seals the messages of a job's processes: messages.py
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # processes that srun or mpirun has started
 
@@ -64,7 +65,7 @@ def read_launch() -> Launch:
     return Launch(
         rank=number("RANK", 0),
         size=number("WORLD_SIZE", 1),
-        local_rank=number("LOCAL_RANK", 0),
+        local_rank=0 if os.environ.get(SHARED_GPU) == "1" else number("LOCAL_RANK", 0),
         local_size=number("LOCAL_WORLD_SIZE", 1),
         restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
     )
@@ -226,6 +227,8 @@ def refuse_shared_gpus(launch: Launch, store: dist.Store, gpu: str) -> None:
 
     Collective over the ranks of this host, through the store: every one of them must call.
     """
+    if os.environ.get(SHARED_GPU) == "1":
+        return
     first = launch.rank - launch.local_rank
     store.set(f"gpu/{launch.rank}", gpu)
     same = [rank for rank in range(first, first + launch.local_size) if store.get(f"gpu/{rank}").decode() == gpu]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS
 from rlhf_spmd.models.quantized import BLOCK
 from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, MATRIX_ELEMENTS
 from rlhf_spmd.planner.machine import GIB
@@ -44,7 +44,7 @@ class RoleSettings:
     activation_offload: bool = False
     vpp: int = 1
     on_host: bool = False
-    chunk: int = Ops.chunk_logits
+    chunk: int = GPU_CHUNK_LOGITS
     entropy: bool = True
     optim: str = "adamw"
     adapters: float = 0.0

@@ -38,7 +38,7 @@ def plan_run(
     memory = device.memory if device.on_host else total_bytes(model_device(), local_size)  # the same on all ranks
     machine = Machine(size, local_size, device, (memory,) * size, ClusterConfig().network_gb_s * 1e9)
     times = Measured(measured, machine) if measured else Formulas(machine)
-    nodes = planned_nodes(step.graph, described, work, config.sampling)
+    nodes = planned_nodes(step.graph, described, work)
     return checked_plan(config, nodes, described, step, machine, times, proved=True).file
 
 

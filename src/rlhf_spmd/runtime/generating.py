@@ -11,7 +11,7 @@ from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import CallLimits, Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
-from rlhf_spmd.generation.stages import connect_replica
+from rlhf_spmd.generation.stages import connect_ways
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import kv_heads_of
@@ -75,7 +75,8 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     generation = replace(config.generation, attention=backend)
     ends, size = ready.spec.eos_token_ids, world.launch.local_size
     generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)
-    connect_replica(mesh, world.device)
+    mesh.tp.meet(world.device)
+    connect_ways(mesh, world.device)
     # before any rank generates: one that cannot load its weights must not leave the others in a collective for long
     world.all.barrier("generate:loaded")
     return generator

@@ -13,8 +13,9 @@ import torch
 
 from rlhf_spmd.controller import Graph, ResourcePool
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
-from rlhf_spmd.kernels import Ops, can
+from rlhf_spmd.kernels import can
 from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
 from rlhf_spmd.planner import memory as model
@@ -196,9 +197,10 @@ class _Home:
         assert plan.spec is not None and issubclass(plan.worker, ModelWorker)
         self.role, self.plan, self.step, self.stages = role, plan, step, stages
         self.shape, self.config, on_host = shape_of(plan.spec, plan.worker.head), plan.config, not can(step.device).streams
-        chunk = (ExactOps if on_host else Ops).chunk_logits
+        chunk = ExactOps.chunk_logits if on_host else GPU_CHUNK_LOGITS
         itemsize = self.config.torch_dtype(step.device).itemsize
-        self.settings = role_settings(plan, itemsize, on_host, vpp=plan.shape.layout.vpp, chunk=chunk)
+        # entropies are made beside a copy of the logits on CPUs alone
+        self.settings = role_settings(plan, itemsize, on_host, vpp=plan.shape.layout.vpp, chunk=chunk, entropy=on_host)
         self.lent = replace(self.settings, trained=False, offload=False)
 
     def _choices(self, grid: Grid) -> Choices:
@@ -211,7 +213,7 @@ class _Home:
             checkpointing=(CHECKPOINTING.index("none" if level == "auto" else level),),  # auto: undecided
             sequence_parallel=(int(layout.sequence_parallel),),
             max_num_seqs=(generation.max_num_seqs,),
-            graphs=(int(not generation.enforce_eager),),
+            graphs=(int(generation.captures(self.step.device, layout.tp, layout.pp)),),
         )
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:

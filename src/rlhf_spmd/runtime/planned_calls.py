@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_spmd.controller import Graph, Production
-from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
@@ -44,7 +44,7 @@ class PlannedNode:
         return self.plan.trained
 
 
-def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload, sampling: SamplingConfig) -> list[PlannedNode]:
+def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> list[PlannedNode]:
     """The calls of roles with a model, in program order. ``work``: lengths of rows, and how many there are of a prompt."""
     waited = waits(graph)
     places = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and plans[call.role.name].spec is not None]
@@ -68,7 +68,7 @@ def planned_nodes(graph: Graph, plans: Mapping[str, RolePlan], work: Workload, s
                 replace(work, rows=call.num_rows, mini_batches=call.num_chunks, epochs=call.epochs, group=_group(call)),
                 plan,
                 _dealt(call),
-                sampling.plain and plan.spec.experts is None and _may_capture(plan.config.generation),
+                plan.spec.experts is None and _may_capture(plan.config.generation),
                 # what lies in few bits is not lent to other ranks
                 linked=twins > 1 or call.spec.kind == "train" or plan.config.lora.bits is not None,
             )

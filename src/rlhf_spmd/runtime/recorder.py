@@ -30,11 +30,11 @@ class MadeStep(NamedTuple):
 
 
 def merge_reports(
-    step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[Taken], int, float, float], float]
+    step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[Taken], int, float, float], dict[str, float]]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """A step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest count.
 
-    ``utilisation(calls, rows, tokens, seconds)``: the share of the devices' arithmetic that the step used.
+    ``utilisation(calls, rows, tokens, seconds)``: metrics of the share of the devices' arithmetic that the step used.
     """
     values, parts = zip(*reports, strict=True)
     metrics, samples = merge_values(ordered_values(values, step.num_reported))
@@ -47,7 +47,7 @@ def merge_reports(
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
         num_tokens = sum(map(token_count, step.rows)) + responses * num_rows
         metrics["perf/tokens_per_s"] = num_tokens / metrics["timing_s/step"]
-        metrics["perf/mfu"] = utilisation(step.calls, num_rows, num_tokens, metrics["timing_s/step"])
+        metrics |= utilisation(step.calls, num_rows, num_tokens, metrics["timing_s/step"])
     return {**step.told, **metrics}, samples
 
 

@@ -21,7 +21,7 @@ from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import Controller, Reference, Taken
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.data.prompts import PromptDataset
-from rlhf_spmd.kernels import wait
+from rlhf_spmd.kernels import can, wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.ending import Preempted
@@ -39,7 +39,7 @@ from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import places
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
-from rlhf_spmd.workers.flops import forward_flops, matmul_rate
+from rlhf_spmd.workers.flops import forward_flops, matmul_rate, rated_flops
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 TARGET = "val/reward_mean"  # what an algorithm's goal is of
@@ -74,7 +74,11 @@ class Session:
             if isinstance(worker, ModelWorker) and worker.name == role and (worker.trained or role in algorithm.moved)
         }
         dtype = ready.plans[algorithm.exported].config.torch_dtype(device)
-        self.peak_flops = matmul_rate(device, dtype, self.world.launch.local_size)  # of one rank; by it perf/mfu is measured
+        self.peak_flops = matmul_rate(device, dtype, self.world.launch.local_size)  # of one rank
+        self.rated_flops = rated_flops(device, dtype)
+        if self.is_first and can(device).streams and self.rated_flops is None:
+            rate = f"{self.peak_flops / 1e12:.0f} TFLOP/s measured here"
+            print(f"perf/mfu is of {rate}: no figure of this device's data sheet is known", file=sys.stderr)
 
     def run(self, script: Script, validate: Validate) -> None:
         """All steps from where the run stands; what ``validate`` gives is the same on every rank.
@@ -181,10 +185,11 @@ class Session:
             self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
         return metrics, samples
 
-    def _utilisation(self, calls: Sequence[Taken], num_rows: int, num_tokens: float, seconds: float) -> float:
-        """Of all devices, by the calls that the step made; an update counts three forward passes in each epoch: one, and backward
-        twice that, of which half are the gradients of weights, which a role with adapters does not make. Of rows in flight a step
-        draws as many tokens as those that it takes have, in the mean."""
+    def _utilisation(self, calls: Sequence[Taken], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
+        """Shares of what all devices could do, by their data sheet where it is known and as measured, by the calls that the step made.
+        An update counts three forward passes in each epoch: one, and backward twice that, of which half are the gradients of
+        weights, which a role with adapters does not make. Of rows in flight a step draws as many tokens as those that it takes have,
+        in the mean."""
         prepared, mean = self.context.prepared, num_tokens / num_rows
         flops = 0.0
         for role, kind, rows, epochs in calls:
@@ -196,7 +201,9 @@ class Session:
                 flops += forward_flops(plan.spec, rows * mean, mean) * passes
         rate = flops / seconds / self.world.size
         self.peak_flops = max(self.peak_flops, rate)
-        return rate / self.peak_flops
+        measured = rate / self.peak_flops
+        rated = None if self.rated_flops is None else rate / self.rated_flops
+        return {"perf/mfu": measured} if rated is None else {"perf/mfu": rated, "perf/mfu_measured": measured}
 
     # Checkpoints
 

@@ -133,9 +133,7 @@ class TrainEngine:
                 load_pretrained(chunk, path, new_head, self._rows_of(chunk.shards))
             if self.lora is not None:
                 init_adapters(chunk, self.lora, seed, self._rows_of(chunk.shards))
-        sums = ("dp", "pool", *(("ends",) if self.chunks[0].tied_ends else ()))
-        mesh.connect_early(device, "tp", *(sums if optim is not None else ("dp",) if self.zero else ()))
-        connect_stages(mesh, device)
+        self._connect(optim is not None)
         self.optimizer = None
         if optim is not None:
             heads = [name for name in self._params if name.endswith("value.weight" if head == "both" else "head.weight")]
@@ -144,6 +142,15 @@ class TrainEngine:
             self.optimizer = Optimizer(optim, self.trained_tensors(), total_updates, heads, muon)
             if wide != dtype:
                 self._accumulate_wide()
+
+    def _connect(self, trains: bool) -> None:
+        """Connect the groups that passes, and updates if it ``trains``, communicate over. Collective over the pool: every rank of it
+        must call, in program order."""
+        mesh = self.mesh
+        ends = [mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
+        for group in (mesh.tp, *[mesh.dp] * (trains or self.zero > 0), *([*ends, mesh.pool] if trains else ())):
+            group.meet(self.device)
+        connect_stages(mesh, self.device)
 
     def _plan_shards(self, head: str) -> None:
         """What this rank holds, what of it it answers for in the gradient norm, and what other tp ranks hold in part."""

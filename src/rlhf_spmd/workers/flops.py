@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from functools import cache
 
@@ -10,6 +11,22 @@ import torch
 
 from rlhf_spmd.kernels import can, wait
 from rlhf_spmd.models.spec import ModelSpec
+
+# TFLOP/s of dense matrix products in bf16 and fp16, and in fp32 without TF32, as NVIDIA's data sheets have them at the end of 2025.
+# By the name of a device after "NVIDIA", of which FORM may follow; 0: the sheets do not agree.
+RATED = {
+    "A100": (312.0, 19.5),
+    "A10": (125.0, 31.2),
+    "H100 80GB HBM3": (989.4, 67.0),  # SXM
+    "H100 PCIe": (756.0, 51.0),
+    "H100 NVL": (835.0, 60.0),
+    "H200": (989.4, 67.0),
+    "H200 NVL": (835.0, 60.0),
+    "B200": (2250.0, 0.0),
+    "L40S": (362.0, 91.6),
+    "GeForce RTX 4090": (165.2, 82.6),
+}
+FORM = r"([ -](SXM\d|PCIe|PCIE|\d+GB|HBM\w+))*"
 
 
 def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> float:
@@ -51,3 +68,21 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -
         wait(device)
         best = min(best, clock() - start)
     return 2.0 * size**3 / best * cores
+
+
+def rated_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU by its data sheet (RATED). None: on CPUs, on cards that are not in the table, on parts of one (MIG), and in fp32
+    where products are allowed to be in TF32."""
+    return rating_of(torch.cuda.get_device_name(device), dtype) if can(device).streams else None
+
+
+def rating_of(name: str, dtype: torch.dtype) -> float | None:
+    """:func:`rated_flops` of a card by the name that its driver gives it."""
+    name = name.removeprefix("NVIDIA ")
+    fitting = [known for known in RATED if re.fullmatch(re.escape(known) + FORM, name)]
+    if not fitting or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    half, single = RATED[max(fitting, key=len)]
+    if dtype == torch.float32:
+        return single * 1e12 if single and torch.get_float32_matmul_precision() == "highest" else None
+    return half * 1e12

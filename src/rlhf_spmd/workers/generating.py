@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.stages import connect_replica
+from rlhf_spmd.generation.stages import connect_ways
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -94,9 +94,9 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> Generating | None:
     # a channel of its own: the next bucket is on its way while the ranks' other groups compute
     gather = build.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
     assert spec is not None and gather is not None
-    gather.connect_early(worker.device)
     gather.connect(worker.device)
-    connect_replica(mesh, worker.device)
+    mesh.tp.meet(worker.device)
+    connect_ways(mesh, worker.device)
     dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops)
     decoder.requires_grad_(False)

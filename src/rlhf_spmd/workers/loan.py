@@ -46,7 +46,8 @@ class Loan:
         self._delta = Delta() if call is not None and call.delta else None
         self._steps: list[Step] | None = None  # of every transfer; made for the first
         if self._group is not None:
-            self._group.connect_early(home.device)
+            if can(home.device).nccl:  # before any transfer is open
+                self._group.connect(home.device)
             here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
             self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
 

@@ -1,0 +1,285 @@
+"""Triton kernels of attention over the pages of a cache. ``triton_attention`` launches them and says how bits come about.
+
+Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) head_dim, M (``BLOCK_M``) matrix rows of a
+tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position, number of
+queries, line of the table.
+
+Strides and sizes that change from step to step do not specialise: a wider table compiles nothing anew.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def locate_rows(
+    positions: tl.tensor, table: tl.tensor, slots: tl.tensor, arrived: tl.tensor, table_stride: tl.tensor, heads: tl.tensor,
+    PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the slot of each row's token, and clear its counters."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    page = tl.load(table + row * table_stride + position // PAGE).to(tl.int64)
+    tl.store(slots + row, page * PAGE + position % PAGE)
+    head = tl.arange(0, BLOCK_H)
+    tl.store(arrived + row * heads + head, tl.zeros([BLOCK_H], tl.int32), mask=head < heads)
+
+
+@triton.jit
+def write(
+    k: tl.tensor, v: tl.tensor, pages: tl.tensor, slots: tl.tensor, k_stride: tl.tensor, k_head: tl.tensor,
+    v_stride: tl.tensor, v_head: tl.tensor, head_elements: tl.tensor, heads: tl.tensor, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < DIM
+    to = pages + tl.load(slots + token) * DIM + d
+    tl.store(to + head * head_elements, tl.load(k + token * k_stride + head * k_head + d, mask=inside), mask=inside)
+    tl.store(to + (head + heads) * head_elements, tl.load(v + token * v_stride + head * v_head + d, mask=inside), mask=inside)
+
+
+@triton.jit
+def _empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
+    """A part of a softmax without keys: largest scores, sums of exponentials, weighted values."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return top, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def _add(
+    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, other_top: tl.tensor, other_total: tl.tensor, other_mixed: tl.tensor
+) -> tl.tensor:
+    """Two parts of a softmax. One without keys adds exactly 0."""
+    new_top = tl.maximum(top, other_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    scale, other_scale = tl.exp2(top - base), tl.exp2(other_top - base)
+    total = total * scale + other_total * other_scale
+    mixed = mixed * scale[:, None] + other_mixed * other_scale[:, None]
+    return new_top, total, mixed
+
+
+@triton.jit
+def _page(line: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """The page in which a block of keys lies, if it does not span several. It is carried from block to block: loads whose addresses
+    wait for another load of the same turn are pipelined half as deep."""
+    page = tl.full([], 0, tl.int32)
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(line + block // PAGE, mask=block < length, other=0)
+    return page
+
+
+@triton.jit
+def _locate(
+    line: tl.tensor, page: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
+    """Slots of the keys of a block: one as int64 and the distances [N] of the keys from it."""
+    n = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
+        first = page.to(tl.int64) * PAGE + block % PAGE
+        distance = n
+    else:
+        key = block + n
+        first = tl.full([], 0, tl.int64)
+        distance = tl.load(line + key // PAGE, mask=key < length, other=0).to(tl.int64) * PAGE + key % PAGE
+    return first, distance
+
+
+@triton.jit
+def _load(at: tl.tensor, written: tl.tensor, inside: tl.tensor, MASKED: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
+    """Elements of keys or values, 0 where nothing was ``written`` or the head ends; masks only where they are needed."""
+    if MASKED and PADDED:
+        x = tl.load(at, mask=written & inside, other=0.0)
+    elif MASKED:
+        x = tl.load(at, mask=written, other=0.0)
+    elif PADDED:
+        x = tl.load(at, mask=inside, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def _attend_block(
+    x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, block: tl.tensor, page: tl.tensor,
+    keys_at: tl.tensor, values_at: tl.tensor, line: tl.tensor, length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The part of the softmax, and the keys of a block. Without ``MASKED`` every query sees all of these keys. ``scale`` and ``cap``
+    are those of scores in powers of two."""
+    d = tl.arange(0, BLOCK_D)
+    inside = d < DIM
+    key = block + tl.arange(0, BLOCK_N)
+    written = key < length
+    first, distance = _locate(line, page, block, length, PAGE, BLOCK_N)
+    keys = keys_at + first * DIM + (distance[None, :] * DIM + d[:, None])
+    k = _load(keys, written[None, :], inside[:, None], MASKED, DIM != BLOCK_D)
+    scores = tl.dot(x, k, input_precision="ieee") * scale
+    if CAPPED:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))  # tanh
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(p, 1)
+    values = values_at + first * DIM + (distance[:, None] * DIM + d[None, :])
+    v = _load(values, written[:, None], inside[None, :], MASKED, DIM != BLOCK_D)
+    mixed = tl.dot(p.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
+    return new_top, total, mixed
+
+
+@triton.jit
+def _walk(
+    x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, part_top: tl.tensor, part_total: tl.tensor,
+    part_mixed: tl.tensor, first: tl.tensor, last: tl.tensor, page: tl.tensor, keys_at: tl.tensor, values_at: tl.tensor,
+    line: tl.tensor, length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor, MASKED: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Keys ``first`` .. ``last`` join the part of their split, which joins the sum when the next begins. ``page``: of the first."""
+    for block in range(first, last, BLOCK_N):
+        next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
+        if block % SPLIT == 0:
+            top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
+            part_top, part_total, part_mixed = _empty(BLOCK_M, BLOCK_D)
+        part_top, part_total, part_mixed = _attend_block(
+            x, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
+            MASKED, PAGE, DIM, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        page = next_page
+    return top, total, mixed, part_top, part_total, part_mixed, page
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def attend_chunks(
+    q: tl.tensor, pages: tl.tensor, out: tl.tensor, tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor,
+    q_head: tl.tensor, head_elements: tl.tensor, table_stride: tl.tensor, kv_heads: tl.tensor, scale: tl.tensor,
+    cap: tl.tensor, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program computes a tile of one KV head, grid [H, tiles]: keys that all of its queries see without masks, the window's first
+    blocks and the diagonal with them."""
+    head = tl.program_id(0).to(tl.int64)
+    tile = tiles + tl.program_id(1) * 4
+    token, start, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    line = table + tl.load(tile + 3).to(tl.int64) * table_stride
+    length = start + count
+    row = tl.arange(0, BLOCK_M)
+    query = row // GROUP
+    position = start + tl.minimum(query, count - 1)
+    heads = head * GROUP + row % GROUP
+    d = tl.arange(0, BLOCK_D)
+    inside = (query < count)[:, None] & (d < DIM)[None, :]
+    x = tl.load(q + (token + query)[:, None] * q_stride + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+    keys_at = pages + head * head_elements
+    values_at = pages + (head + kv_heads) * head_elements
+    top, total, mixed = _empty(BLOCK_M, BLOCK_D)
+    part_top, part_total, part_mixed = _empty(BLOCK_M, BLOCK_D)
+    begin = start * 0
+    if WINDOW > 0:
+        begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    page = _page(line, begin, length, PAGE, BLOCK_N)
+    if WINDOW > 0:
+        whole = tl.minimum(tl.cdiv(tl.maximum(length - WINDOW, 0), BLOCK_N) * BLOCK_N, length)
+        top, total, mixed, part_top, part_total, part_mixed, page = _walk(
+            x, top, total, mixed, part_top, part_total, part_mixed, begin, whole, page, keys_at, values_at, line, length, position,
+            scale, cap, True, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        begin = tl.maximum(begin, whole)
+    diagonal = tl.maximum((start + 1) // BLOCK_N * BLOCK_N, begin)
+    top, total, mixed, part_top, part_total, part_mixed, page = _walk(
+        x, top, total, mixed, part_top, part_total, part_mixed, begin, diagonal, page, keys_at, values_at, line, length, position,
+        scale, cap, False, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    top, total, mixed, part_top, part_total, part_mixed, page = _walk(
+        x, top, total, mixed, part_top, part_total, part_mixed, diagonal, length, page, keys_at, values_at, line, length, position,
+        scale, cap, True, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
+    to = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
+    tl.store(out + to, mixed / total[:, None], mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+def attend_singles(
+    q: tl.tensor, pages: tl.tensor, out: tl.tensor, parts: tl.tensor, arrived: tl.tensor, positions: tl.tensor,
+    tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor, q_head: tl.tensor, head_elements: tl.tensor,
+    table_stride: tl.tensor, kv_heads: tl.tensor, num_splits: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    TILED: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program computes every S-th split of a row and KV head, grid [rows, H, S]. Where several share a row, they store a part per
+    split in ``parts`` fp32 [rows, H * G, splits, D + 2], and count themselves in ``arrived`` int32 [rows, H]; the last adds the
+    parts up in their order and clears the counter. Without ``TILED`` a row's token and line are its number."""
+    number = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    if TILED:
+        token, start = tl.load(tiles + number * 4).to(tl.int64), tl.load(tiles + number * 4 + 1)
+        line = table + tl.load(tiles + number * 4 + 3).to(tl.int64) * table_stride
+    else:
+        token, start = number, tl.load(positions + number).to(tl.int32)
+        line = table + number * table_stride
+    length = start + 1
+    oldest = start * 0
+    if WINDOW > 0:
+        oldest = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    first, last = oldest // SPLIT, tl.cdiv(length, SPLIT)
+    sharing = tl.minimum(last - first, tl.num_programs(2))
+    if tl.program_id(2) >= sharing:
+        return
+    row = tl.arange(0, BLOCK_M)
+    real = row < GROUP
+    heads = head * GROUP + tl.minimum(row, GROUP - 1)
+    d = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (d < DIM)[None, :]
+    x = tl.load(q + token * q_stride + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+    keys_at = pages + head * head_elements
+    values_at = pages + (head + kv_heads) * head_elements
+    part_at = parts + (number * kv_heads * GROUP + heads) * num_splits * (DIM + 2)
+    position = start + row * 0
+    ends = sharing == 1  # whether this program writes the result
+    top, total, mixed = _empty(BLOCK_M, BLOCK_D)
+    for split in range(first + tl.program_id(2), last, tl.num_programs(2)):
+        part_top, part_total, part_mixed = _empty(BLOCK_M, BLOCK_D)
+        begin = tl.maximum(split * SPLIT, oldest)
+        page = _page(line, begin, length, PAGE, BLOCK_N)
+        for block in range(begin, tl.minimum((split + 1) * SPLIT, length), BLOCK_N):
+            next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
+            part_top, part_total, part_mixed = _attend_block(
+                x, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
+                True, PAGE, DIM, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            page = next_page
+        if PARTS:  # noqa: SIM102 - known to the compiler, unlike what follows
+            if sharing > 1:
+                at = part_at + split * (DIM + 2)
+                tl.store(at[:, None] + d[None, :], part_mixed, mask=inside)
+                tl.store(at + DIM, part_top, mask=real)
+                tl.store(at + DIM + 1, part_total, mask=real)
+        top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
+    if PARTS:  # noqa: SIM102 - as above
+        if sharing > 1:
+            tl.debug_barrier()  # all threads have stored their parts before one of them counts
+            counter = arrived + number * kv_heads + head
+            ends = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
+            if ends:
+                tl.store(counter, 0)
+                top, total, mixed = _empty(BLOCK_M, BLOCK_D)
+                for split in range(first, last):
+                    at = part_at + split * (DIM + 2)
+                    part_top = tl.load(at + DIM, mask=real, other=0.0, cache_modifier=".cg")
+                    part_total = tl.load(at + DIM + 1, mask=real, other=1.0, cache_modifier=".cg")
+                    part_mixed = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+                    top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
+    to = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
+    tl.store(out + to, mixed / total[:, None], mask=inside & ends)

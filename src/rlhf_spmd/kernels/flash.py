@@ -1,0 +1,133 @@
+"""Attention over packed sequences by flash attention: torch's own kernels, or those of the package flash-attn where it is installed.
+
+Both read queries, keys and values where they lie, as views with gaps between tokens, and share keys among the query heads of a
+group. Their backward passes are deterministic where ``torch.use_deterministic_algorithms`` asks for it.
+
+Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.kernels.devices import model_device, unavailable
+from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.packing import AttentionRule, Packing
+
+DTYPES = (torch.bfloat16, torch.float16)  # no flash kernel computes others
+MAX_HEAD_DIM = 256
+SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared memory than an A100: 8.6, 8.9, 12.x
+
+
+class PackedFlash(Protocol):
+    """``name``: as ``models.<role>.attention`` is told at the start of a run."""
+
+    name: str
+
+    def fits(self, q: Tensor, rule: AttentionRule) -> bool:
+        """Whether there is a kernel for these queries and this rule."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        """As :meth:`~rlhf_spmd.kernels.Ops.attend_packed`, of at least one token."""
+
+
+class TorchFlash:
+    """torch's kernels, through the operators below ``torch.nn.attention.varlen``, whose own signature changes between versions."""
+
+    name = "flash"
+
+    def fits(self, q: Tensor, rule: AttentionRule) -> bool:
+        return rule.softcap is None and q.shape[-1] % 8 == 0 and _fits(q)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        halves = partial(self._forward, packing, rule), partial(self._backward, packing, rule)
+        return differentiable(*halves, *map(_rows, (q, k, v)))
+
+    def _forward(
+        self, packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        sequences, options = _sequences(packing), _options(rule)
+        out, log_sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sequences, 0.0, True, False, **options)
+        return out, (q, k, v, out, log_sums)
+
+    def _backward(
+        self,
+        packing: Packing,
+        rule: AttentionRule,
+        _: object,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sums: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
+        sequences, options = _sequences(packing), _options(rule)
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            _rows(grad), q, k, v, out, log_sums, *sequences, 0.0, True, state, state, **options
+        )
+        return grads
+
+
+class FlashAttn:
+    """The package's functions: also softcaps, and head dimensions that are no multiple of 8."""
+
+    name = "flash_attn"
+
+    def fits(self, q: Tensor, rule: AttentionRule) -> bool:
+        return _fits(q)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        from flash_attn import flash_attn_varlen_func
+
+        options = {"softmax_scale": rule.scale, "causal": True, "window_size": _window(rule), "softcap": rule.softcap or 0.0}
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        out: Tensor = flash_attn_varlen_func(q, k, v, *_sequences(packing), **options, deterministic=deterministic)
+        return out
+
+
+def choose_packed(dtype: torch.dtype) -> PackedFlash | None:
+    """The flash attention of this process's models of ``dtype``. None: there is none."""
+    device = model_device()
+    if device.type != "cuda" or dtype not in DTYPES:
+        return None
+    if unavailable("flash_attn", device, dtype) is None:
+        return FlashAttn()
+    return TorchFlash() if torch.backends.cuda.is_flash_attention_available() else None
+
+
+def _sequences(packing: Packing) -> tuple[Tensor, Tensor, int, int]:
+    bounds, longest = packing.filled
+    return bounds, bounds, longest, longest
+
+
+def _window(rule: AttentionRule) -> tuple[int, int]:
+    """Keys before and after its own that a query sees; -1: all. The second is 0 even though all is causal: left open it lets the
+    kernels exchange heads and queries of sequences of one token."""
+    return -1 if rule.window is None else rule.window - 1, 0
+
+
+def _options(rule: AttentionRule) -> dict[str, float]:
+    left, right = _window(rule)
+    return {"scale": rule.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fits(q: Tensor) -> bool:
+    small = torch.is_grad_enabled() and q.is_cuda and not _has_room(q.device)
+    return q.dtype in DTYPES and q.shape[-1] <= (SMALL_HEAD_DIM if small else MAX_HEAD_DIM)
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    major, minor = torch.cuda.get_device_capability(device)
+    return (major, minor) == (8, 0) or major in (9, 10)

@@ -1,0 +1,210 @@
+"""Draws and log-probs in Triton: one pass over the logits, then a look at one tile of each row.
+
+The first kernel reduces tiles of TILE tokens: their maximum, and sums of exp((x - maximum) / temperature). Exponentials are fp32, as
+the weights of a draw are; sums are fp64. The second kernel has one program per row. It brings the tiles' sums to the row's
+maximum, chooses the tile in which the cumulative weight exceeds the draw, then a block of it, then the token. Log-probs follow
+from the same sums.
+
+Order and rounding of a row's sums depend on the vocabulary and TILE alone. Sums are not monotonic to the last bit, so a choice asks for
+a weight above 0 too. Where rounding leaves a goal unreached, the last such choice counts.
+
+Legend: B rows, N tiles of the row (of all ranks). Statistics of a row's tiles, fp64 [5, B, N]: maximum of the scores and their sum at
+the row's temperature; maximum of the logits, their sum at the row's temperature and at 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_spmd.kernels.drawings import Drawings, Drawn
+
+TILE, BLOCK = 4096, 64  # tokens of a tile; of a block, by which a tile is searched
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}  # kernels that compute the same weight must round alike
+
+
+@triton.jit
+def _mix(x: tl.tensor) -> tl.tensor:
+    """splitmix64's finaliser on int64: shifts are logical by their masks."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def uniform_of(key: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """fp64 in [0, 1): the bits of :func:`rlhf_spmd.generation.sampler.uniform`."""
+    mixed = _mix(_mix(key + -7046029254386353131) ^ (position + -7046029254386353131))
+    return ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def weights_of(x: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """fp32 exp((x - largest) / temperature); the division is rounded once, so that of 1 changes no bit."""
+    return tl.exp(tl.div_rn(x - tl.where(largest == float("-inf"), 0.0, largest), temperature))
+
+
+@triton.jit
+def first_above(weights: tl.tensor, goal: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Where in fp64 ``weights`` [SIZE] the cumulative one exceeds ``goal``; the last above 0 if nowhere; 0 if none is."""
+    at = tl.arange(0, SIZE)
+    counts = weights > 0.0
+    first = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & counts, at, SIZE), 0)
+    return tl.where(first < SIZE, first, tl.max(tl.where(counts, at, 0), 0))
+
+
+@triton.jit
+def _sums(x: tl.tensor, temperature: tl.tensor, TEMPERED: tl.constexpr) -> tl.tensor:
+    """Maximum, and fp64 sums of exponentials at ``temperature`` and at 1."""
+    largest = tl.max(x, 0)
+    total = tl.sum(weights_of(x, largest, temperature).to(tl.float64), 0)
+    plain = total
+    if TEMPERED:
+        plain = tl.sum(weights_of(x, largest, 1.0).to(tl.float64), 0)
+    return largest, total, plain
+
+
+@triton.jit
+def _sum_tiles(
+    scores: tl.tensor, logits: tl.tensor, temperatures: tl.tensor, tiles: tl.tensor, scores_stride: tl.tensor,
+    logits_stride: tl.tensor, vocabulary: tl.tensor, SAME: tl.constexpr, GREEDY: tl.constexpr, TEMPERED: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    tile, num_tiles = tl.program_id(1), tl.num_programs(1)
+    token = tile * SIZE + tl.arange(0, SIZE)
+    inside = token < vocabulary
+    temperature = tl.load(temperatures + row)
+    temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    to = tiles + row * num_tiles + tile
+    step = tl.num_programs(0).to(tl.int64) * num_tiles
+    x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
+    largest, total, plain = _sums(x, temperature, TEMPERED)
+    tl.store(to + 2 * step, largest.to(tl.float64))
+    tl.store(to + 3 * step, total)
+    tl.store(to + 4 * step, plain)
+    if not SAME:
+        x = tl.load(scores + row * scores_stride + token, mask=inside, other=float("-inf"))
+        if GREEDY:  # no weight is asked for, but whether all scores are numbers
+            largest = tl.max(x, 0)
+            total = tl.sum(tl.where(x == x, 1.0, x).to(tl.float64), 0)
+        else:
+            largest, total, _ = _sums(x, temperature, False)
+    tl.store(to, largest.to(tl.float64))
+    tl.store(to + step, total)
+
+
+@triton.jit
+def totals_of(tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Maxima of the tiles at ``offset`` fp64 [N], of the row, and weights of the tiles beside the row's maximum; then the sum at
+    ``temperature`` 1 from the field after. Tiles without a finite score weigh 0."""
+    maxima = tl.load(tiles + offset, mask=inside, other=float("-inf"))
+    sums = tl.load(tiles + offset + step, mask=inside, other=0.0)
+    largest = tl.max(maxima, 0)
+    return maxima, largest, sums * tl.exp((maxima - largest) / temperature)
+
+
+@triton.jit
+def note_log_probs(
+    tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor, label: tl.tensor,
+    good: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """fp64 log-probs of the logit ``label`` at ``temperature`` and at 1; NaN unless the scores were ``good``."""
+    maxima, largest, weights = totals_of(tiles, offset + 2 * step, inside, step, temperature)
+    plain = tl.load(tiles + offset + 4 * step, mask=inside, other=0.0) * tl.exp(maxima - largest)
+    above = tl.where(good, label.to(tl.float64), float("nan")) - largest
+    return above / temperature - tl.log(tl.sum(weights, 0)), above - tl.log(tl.sum(plain, 0))
+
+
+@triton.jit
+def filters_row(
+    top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, temperature: tl.tensor, vocabulary: tl.tensor
+) -> tl.tensor:
+    """Whether anything of a row's distribution is cut off."""
+    return (temperature > 0.0) & ((top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < vocabulary)))
+
+
+@triton.jit
+def _pick(
+    scores: tl.tensor, logits: tl.tensor, temperatures: tl.tensor, keys: tl.tensor, positions: tl.tensor, tiles: tl.tensor,
+    tokens: tl.tensor, tempered: tl.tensor, plain: tl.tensor, scores_stride: tl.tensor, logits_stride: tl.tensor,
+    vocabulary: tl.tensor, num_tiles: tl.tensor, num_ranks: tl.tensor, rank: tl.tensor, first: tl.tensor,
+    SIZE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """``vocabulary``: of this rank, from ``first`` on; ``num_tiles``: of each rank; TILES: those of all, a power of two at least."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    inside = tile < num_tiles * num_ranks
+    step = tl.num_programs(0).to(tl.int64) * num_tiles
+    offset = (tile // num_tiles) * (5 * step) + row * num_tiles + tile % num_tiles
+    temperature = tl.load(temperatures + row)
+    greedy = temperature == 0.0
+    temperature = tl.where(greedy, 1.0, temperature)
+    maxima, largest, weights = totals_of(tiles, offset, inside, step, temperature.to(tl.float64))
+    total = tl.sum(weights, 0)
+    good = (total > 0.0) & (total < float("inf"))
+    weights = tl.where(greedy, tl.where(inside & (maxima == largest), 1.0, 0.0), weights)
+    uniform = uniform_of(tl.load(keys + row), tl.load(positions + row))
+    goal = tl.where(greedy, 0.0, uniform * total)
+    chosen = first_above(weights, goal, TILES)
+    before = tl.sum(tl.where(tile < chosen, weights, 0.0), 0)
+    at_maximum = tl.max(tl.where(tile == chosen, maxima, float("-inf")), 0)
+    scale = tl.where(greedy, 1.0, tl.exp((at_maximum - largest) / temperature.to(tl.float64)))
+    goal = tl.maximum((goal - before) / scale, 0.0)
+    own = chosen // num_tiles == rank
+    start = (chosen % num_tiles) * SIZE
+    token = start + tl.arange(0, SIZE)
+    x = tl.load(scores + row * scores_stride + token, mask=(token < vocabulary) & own, other=float("-inf"))
+    x = tl.where(greedy, tl.where(x == largest.to(tl.float32), 1.0, 0.0), weights_of(x, at_maximum.to(tl.float32), temperature))
+    blocks = tl.sum(tl.reshape(x, (SIZE // WIDTH, WIDTH)).to(tl.float64), 1)
+    block = first_above(blocks, goal, SIZE // WIDTH)
+    goal = tl.maximum(goal - tl.sum(tl.where(tl.arange(0, SIZE // WIDTH) < block, blocks, 0.0), 0), 0.0)
+    token = start + block * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(scores + row * scores_stride + token, mask=(token < vocabulary) & own, other=float("-inf"))
+    x = tl.where(greedy, tl.where(x == largest.to(tl.float32), 1.0, 0.0), weights_of(x, at_maximum.to(tl.float32), temperature))
+    drawn = tl.minimum(start + block * WIDTH + first_above(x.to(tl.float64), goal, WIDTH), vocabulary - 1)
+    label = tl.load(logits + row * logits_stride + drawn)
+    at_own, at_one = note_log_probs(tiles, offset, inside, step, temperature.to(tl.float64), label, good)
+    tl.store(tokens + row, tl.where(own, first + drawn, 0).to(tokens.dtype.element_ty))
+    tl.store(tempered + row, tl.where(own, at_own, 0.0).to(tempered.dtype.element_ty))
+    tl.store(plain + row, tl.where(own, at_one, 0.0).to(plain.dtype.element_ty))
+
+
+def num_tiles(width: int) -> int:
+    return max(triton.cdiv(width, TILE), 1)
+
+
+def sum_tiles(scores: Tensor, logits: Tensor, drawings: Drawings, width: int) -> Tensor:
+    """Statistics fp64 [5, B, tiles] of logits [B, V] with at most ``width`` tokens: as many tiles as those have."""
+    rows, vocabulary = scores.shape
+    _check(scores, logits)
+    out = torch.empty(5, rows, num_tiles(width), dtype=torch.float64, device=scores.device)
+    if rows:
+        same = scores is logits
+        _sum_tiles[(rows, num_tiles(width))](
+            scores, logits, drawings.temperature, out, scores.stride(0), logits.stride(0), vocabulary,
+            same, drawings.greedy, drawings.tempered, TILE, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+def pick(
+    tiles: Tensor, rank: int, first: int, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor,
+    out: Drawn,
+) -> None:  # fmt: skip
+    """Fill ``out`` by the statistics of all ranks ``tiles`` [tp, 5, B, N]: zeros where the token lies in another rank's slice."""
+    ranks, _, rows, tiles_each = tiles.shape
+    if rows:
+        _pick[(rows,)](
+            scores, logits, drawings.temperature, keys, positions, tiles, *out, scores.stride(0), logits.stride(0), scores.shape[1],
+            tiles_each, ranks, rank, first, TILE, triton.next_power_of_2(ranks * tiles_each), BLOCK, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+
+
+def _check(*logits: Tensor) -> None:
+    for each in logits:
+        assert each.dtype == torch.float32 and each.stride(1) == 1, "draws are of fp32 logits whose rows lie together"

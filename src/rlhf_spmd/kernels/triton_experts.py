@@ -1,0 +1,92 @@
+"""What a mixture of experts does with rows between its products, in Triton: sums of a token's rows, and gradients of these.
+
+Shape legend: T tokens, K experts of each, N = T * K rows by expert, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
+
+
+@triton.jit
+def _sum_rows(
+    rows: tl.tensor, weights: tl.tensor, places: tl.tensor, out: tl.tensor, hidden: tl.tensor, K: tl.constexpr,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for choice in range(K):
+        place = tl.load(places + token * K + choice)
+        part = tl.load(rows + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            part = part * tl.load(weights + token * K + choice).to(tl.float32)
+        total += part
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_rows_backward(
+    grad: tl.tensor, rows: tl.tensor, weights: tl.tensor, places: tl.tensor, grad_rows: tl.tensor, grad_weights: tl.tensor,
+    hidden: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + pair)
+    weight = tl.load(weights + pair).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
+    along = tl.full([BLOCK], 0.0, tl.float32)
+    for start in range(0, hidden, BLOCK):
+        column = start + lane
+        inside = column < hidden
+        of_token = tl.load(grad + pair // K * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        along += of_token * tl.load(rows + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_rows + place * hidden + column, (of_token * weight).to(grad_rows.dtype.element_ty), mask=inside)
+    tl.store(grad_weights + pair, tl.sum(along, 0).to(grad_weights.dtype.element_ty))
+
+
+@triton.jit
+def _clear_idle(ends: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    expert = tl.program_id(0)
+    first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    if first == tl.load(ends + expert):
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        zeros = tl.full([BLOCK], 0.0, tl.float32).to(out.dtype.element_ty)
+        tl.store(out + expert.to(tl.int64) * size + at, zeros, mask=at < size)
+
+
+def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
+    """For each token the sum of its K rows of ``rows`` [N, H], which lie at ``places`` int64 [N], times ``weights`` [T, K]: [T, H],
+    added in fp32 in the order of the token's choices."""
+    assert rows.is_contiguous() and places.is_contiguous()
+    tokens, hidden = len(places) // per_token, rows.shape[1]
+    out = rows.new_empty(tokens, hidden)
+    if tokens:
+        options = {"K": per_token, "WEIGHTED": weights is not None, "BLOCK": BLOCK}
+        told = rows if weights is None else weights.contiguous()
+        _sum_rows[tokens, triton.cdiv(hidden, BLOCK)](rows, told, places, out, hidden, **options, **OPTIONS)
+    return out
+
+
+def sum_rows_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows and of the weights [T, K] from that of :func:`sum_rows`'s result."""
+    weights, per_token = weights.contiguous(), weights.shape[1]
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    if len(places):
+        given = grad.contiguous(), rows, weights, places, grad_rows, grad_weights, rows.shape[1]
+        _sum_rows_backward[(len(places),)](*given, K=per_token, BLOCK=BLOCK, **OPTIONS)
+    return grad_rows, grad_weights
+
+
+def clear_idle(ends: Tensor, out: Tensor) -> None:
+    """Zeros for the experts that have no rows: ``ends`` int32 [E] of the experts' rows, ``out`` [E, ...] contiguous."""
+    size = out[0].numel()
+    _clear_idle[len(ends), triton.cdiv(size, BLOCK)](ends, out, size, BLOCK=BLOCK, **OPTIONS)

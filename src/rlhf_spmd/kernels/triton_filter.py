@@ -1,0 +1,286 @@
+"""Draws with min_p, top_k and top_p in Triton: a threshold instead of a sort, and no look of the host.
+
+Weights exp((score - maximum) / temperature) lie in [0, 1], so their bits, read as integers, are in their order. A row keeps the weights
+from a threshold on; of those equal to it only the first ones, where top_p cuts between them. Four steps:
+
+1. Count the weights of each row by their eight highest bits (BINS): tiles of the vocabulary side by side.
+2. Gather the candidates of a row, in the order of the vocabulary. The counts give a bin from which on all that stays must lie: that of
+   the k-th weight for top_k, else the one below which there is surely less than 1 - top_p of the total. Tiles whose maximum lies
+   below are not read. A row with more than CANDIDATES has none gathered; the next step reads its scores instead.
+3. Search the candidates for the thresholds of top_k (by counts) and of top_p (by fp64 mass), PIVOTS at a time.
+4. Walk over the candidates and draw.
+
+A row mostly reads its logits three times: for maxima and sums, for the counts, and some tiles for the candidates. A row with too many
+candidates (a flat distribution) reads them up to eleven times more with top_p, nine more with so large a top_k.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_spmd.kernels.drawings import Drawings, Drawn
+from rlhf_spmd.kernels.triton_draw import (
+    OPTIONS,
+    TILE,
+    filters_row,
+    first_above,
+    note_log_probs,
+    totals_of,
+    uniform_of,
+    weights_of,
+)
+
+CANDIDATES = 8192  # that a row has room for
+BINS: tl.constexpr = tl.constexpr(256)  # a weight's bits shifted right by 22; 1 is in bin 254
+CHUNK, PIVOTS = 512, 8  # candidates that are looked at together, thresholds that are tried at once
+
+
+@triton.jit
+def _row(
+    row: tl.tensor, temperatures: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, tiles: tl.tensor,
+    vocabulary: tl.tensor, num_tiles: tl.tensor, step: tl.tensor, TILES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Temperature, maximum and sum of a row, its settings, and whether its distribution is filtered and has a finite sum."""
+    tile = tl.arange(0, TILES)
+    temperature = tl.load(temperatures + row)
+    p, m, k = tl.load(top_p + row), tl.load(min_p + row), tl.load(top_k + row)
+    filtered = filters_row(p, m, k, temperature, vocabulary)
+    temperature = tl.where(filtered, temperature, 1.0)
+    _, largest, weights = totals_of(tiles, row * num_tiles + tile, tile < num_tiles, step, temperature.to(tl.float64))
+    total = tl.sum(weights, 0)
+    active = filtered & (total > 0.0) & (total < float("inf"))
+    return temperature, largest.to(tl.float32), total, p.to(tl.float64), m.to(tl.float32), k, active
+
+
+@triton.jit
+def _bits(weights: tl.tensor) -> tl.tensor:
+    return weights.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _count_weights(
+    scores: tl.tensor, temperatures: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, tiles: tl.tensor,
+    counts: tl.tensor, masses: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, num_tiles: tl.tensor, SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+) -> None:  # fmt: skip
+    """``counts`` int32 [B, BINS] of zeros; ``masses`` fp64 [B, N]: of each tile what min_p leaves."""
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * num_tiles
+    temperature, largest, _, _, m, _, active = _row(
+        row, temperatures, top_p, min_p, top_k, tiles, vocabulary, num_tiles, step, TILES
+    )  # fmt: skip
+    if active:
+        token = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+        x = tl.load(scores + row * stride + token, mask=token < vocabulary, other=float("-inf"))
+        weights = weights_of(x, largest, temperature)
+        found = tl.histogram(_bits(weights) >> 22, BINS)  # what lies outside counts in bin 0, which nobody reads
+        mass = tl.sum(tl.where(weights >= m, weights, 0.0).to(tl.float64), 0)
+        tl.store(masses + row * num_tiles + tl.program_id(1), mass)
+        tl.atomic_add(counts + row * BINS + tl.arange(0, BINS), found, mask=found > 0)
+
+
+@triton.jit
+def _edge(of: tl.tensor) -> tl.tensor:
+    """The least weight of a bin, fp64."""
+    return (of << 22).to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
+def _gather_candidates(
+    scores: tl.tensor, temperatures: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, tiles: tl.tensor,
+    counts: tl.tensor, gathered: tl.tensor, ids: tl.tensor, plans: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor,
+    num_tiles: tl.tensor, SIZE: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr,
+) -> None:  # fmt: skip
+    """``plans`` int32 [B, 3]: the number of candidates, or -1: the row's own scores are; least bits of those that can stay; least bits
+    of the k-th weight's bin."""
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * num_tiles
+    temperature, largest, total, p, m, k, active = _row(
+        row, temperatures, top_p, min_p, top_k, tiles, vocabulary, num_tiles, step, TILES
+    )  # fmt: skip
+    if active:
+        lane = tl.arange(0, BINS)
+        found = tl.load(counts + row * BINS + lane)
+        from_here = tl.sum(found, 0) - tl.cumsum(found, 0) + found
+        least_of_kth = tl.max(tl.where(from_here >= k, lane, 0), 0) << 22
+        # bin 0 has nothing that a total of at least 1 would notice
+        mass = tl.where(lane > 0, found.to(tl.float64) * _edge(lane + 1), 0.0)
+        allowed = (1.0 - p) * total * 0.999 - total * 1e-6  # the total is one of weights that were rounded otherwise
+        least_of_nucleus = tl.max(tl.where(tl.cumsum(mass, 0) - mass <= allowed, lane, 0), 0) << 22
+        by_rank = (k > 0) & (k < vocabulary)
+        cut = tl.where(by_rank, least_of_kth, tl.where(p < 1.0, least_of_nucleus, 0))
+        cut = tl.maximum(tl.maximum(cut, _bits(m)), 1)
+        least_of_kth = tl.where(by_rank, least_of_kth, 0)
+        most = tl.sum(tl.where(lane >= (cut >> 22), found, 0), 0)
+        count = most * 0
+        if most <= ROOM:
+            for tile in range(0, num_tiles):
+                top = tl.load(tiles + row * num_tiles + tile).to(tl.float32)
+                # exponentials are not monotonic in their last bits
+                if _bits(weights_of(top, largest, temperature)) + 16 >= cut:
+                    token = tile * SIZE + tl.arange(0, SIZE)
+                    x = tl.load(scores + row * stride + token, mask=token < vocabulary, other=float("-inf"))
+                    chosen = (_bits(weights_of(x, largest, temperature)) >= cut).to(tl.int32)
+                    to = row * ROOM + count + tl.cumsum(chosen, 0) - 1
+                    tl.store(gathered + to, x, mask=chosen > 0)
+                    tl.store(ids + to, token, mask=chosen > 0)
+                    count += tl.sum(chosen, 0)
+        else:
+            count -= 1
+        tl.store(plans + row * 3, count)
+        tl.store(plans + row * 3 + 1, cut)
+        tl.store(plans + row * 3 + 2, least_of_kth)
+
+
+@triton.jit
+def _sums_from(
+    at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, bounds: tl.tensor, BY_MASS: tl.constexpr,
+    SIZE: tl.constexpr, TRIES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """For each of ``bounds`` [TRIES] the mass of the weights whose bits are not below, or their number: fp64."""
+    sums = tl.zeros([SIZE, TRIES], tl.float64)
+    for start in range(0, count, SIZE):
+        place = start + tl.arange(0, SIZE)
+        weights = weights_of(tl.load(at + place, mask=place < count, other=float("-inf")), largest, temperature)
+        value = weights.to(tl.float64)
+        if not BY_MASS:
+            value = tl.where(weights > 0.0, 1.0, 0.0).to(tl.float64)
+        sums += tl.where(_bits(weights)[:, None] >= bounds[None, :], value[:, None], 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _lane(values: tl.tensor, lane: tl.tensor, TRIES: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.where(tl.arange(0, TRIES) == lane, values, 0.0), 0)
+
+
+@triton.jit
+def _search(
+    at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, low: tl.tensor, high: tl.tensor,
+    goal: tl.tensor, BY_MASS: tl.constexpr, SIZE: tl.constexpr, TRIES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The most bits in ``low`` .. ``high`` - 1 from which on the sum reaches ``goal``, that sum, and the sum from one more bit on.
+    ``low`` need not be tried; ``high`` is at least 2 more."""
+    lane = tl.arange(0, TRIES)
+    reached = goal * 0.0
+    missed = goal * 0.0  # right where ``high`` never falls: no weight has so many bits
+    while high - low > 1:
+        step = (high - low + TRIES - 1) // TRIES
+        bounds = low + lane * step
+        sums = _sums_from(at, count, largest, temperature, bounds, BY_MASS, SIZE, TRIES)
+        passing = tl.sum(tl.where((lane > 0) & (bounds < high) & (sums >= goal), 1, 0), 0)
+        reached = _lane(sums, passing, TRIES)
+        inside = low + (passing + 1) * step < high
+        missed = tl.where(inside, _lane(sums, passing + 1, TRIES), missed)
+        low = low + passing * step
+        high = tl.minimum(low + step, high)
+    return low, reached, missed
+
+
+@triton.jit
+def _pick_filtered(
+    scores: tl.tensor, logits: tl.tensor, temperatures: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor,
+    keys: tl.tensor, positions: tl.tensor, tiles: tl.tensor, masses: tl.tensor, gathered: tl.tensor, ids: tl.tensor,
+    plans: tl.tensor, tokens: tl.tensor, tempered: tl.tensor, plain: tl.tensor, scores_stride: tl.tensor, logits_stride: tl.tensor,
+    vocabulary: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr,
+    TRIES: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * num_tiles
+    temperature, largest, _, p, m, k, active = _row(
+        row, temperatures, top_p, min_p, top_k, tiles, vocabulary, num_tiles, step, TILES
+    )  # fmt: skip
+    if active:
+        count, cut = tl.load(plans + row * 3), tl.load(plans + row * 3 + 1)
+        least_of_kth = tl.load(plans + row * 3 + 2)
+        wide = count < 0
+        at = gathered + row * ROOM
+        if wide:
+            at = scores + row * scores_stride
+            count = count * 0 + vocabulary
+        floor = tl.maximum(_bits(m), 1)
+        tile = tl.arange(0, TILES)
+        left = tl.sum(tl.load(masses + row * num_tiles + tile, mask=tile < num_tiles, other=0.0), 0)
+        if least_of_kth > 0:
+            kth, _, _ = _search(
+                at, count, largest, temperature, least_of_kth, least_of_kth + (1 << 22), k.to(tl.float64), False, SIZE, TRIES
+            )  # fmt: skip
+            floor = tl.maximum(floor, kth)
+            bounds = floor + tl.zeros([TRIES], tl.int32)
+            left = _lane(_sums_from(at, count, largest, temperature, bounds, True, SIZE, TRIES), 0, TRIES)
+        last, kept = floor, left
+        room = kept * 0.0 + float("inf")  # of those that weigh as much as the last one
+        if p < 1.0:
+            goal = p * left
+            last, reached, missed = _search(
+                at, count, largest, temperature, tl.maximum(floor, cut), cut * 0 + 0x3F800002, goal, True, SIZE, TRIES
+            )  # fmt: skip
+            weight = last.to(tl.float32, bitcast=True).to(tl.float64)
+            room = tl.maximum(tl.ceil((goal - missed) / weight), 1.0)
+            kept = tl.minimum(missed + room * weight, reached)
+        goal = uniform_of(tl.load(keys + row), tl.load(positions + row)) * kept
+        place = _walk(at, count, largest, temperature, last, room, goal, SIZE)
+        drawn = tl.where(wide, place, tl.load(ids + row * ROOM + place, mask=tl.load(plans + row * 3) >= 0, other=0))
+        label = tl.load(logits + row * logits_stride + drawn)
+        at_own, at_one = note_log_probs(
+            tiles, row * num_tiles + tile, tile < num_tiles, step, temperature.to(tl.float64), label, active
+        )  # fmt: skip
+        tl.store(tokens + row, drawn.to(tokens.dtype.element_ty))
+        tl.store(tempered + row, at_own.to(tempered.dtype.element_ty))
+        tl.store(plain + row, at_one.to(plain.dtype.element_ty))
+
+
+@triton.jit
+def _walk(
+    at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, last: tl.tensor, room: tl.tensor,
+    goal: tl.tensor, SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The place of the first candidate at which the kept weight exceeds ``goal``: those of more bits than ``last``, and of as many
+    bits the first ``room``. The last kept one where rounding leaves the goal unreached."""
+    start, found = count * 0, count * 0
+    before, ties = goal * 0.0, goal * 0.0
+    going = count > 0
+    while going:
+        place = start + tl.arange(0, SIZE)
+        weights = weights_of(tl.load(at + place, mask=place < count, other=float("-inf")), largest, temperature)
+        tied = tl.where(_bits(weights) == last, 1.0, 0.0).to(tl.float64)
+        earlier = ties + tl.cumsum(tied, 0) - tied
+        stays = (_bits(weights) > last) | ((tied > 0.0) & (earlier < room))
+        weights = tl.where(stays, weights, 0.0).to(tl.float64)
+        chosen = first_above(weights, goal - before, SIZE)
+        added = tl.sum(weights, 0)
+        found = tl.where(added > 0.0, start + chosen, found)
+        before += added
+        ties += tl.sum(tied, 0)
+        start += SIZE
+        going = (start < count) & (before <= goal)
+    return found
+
+
+def pick_filtered(
+    tiles: Tensor, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor, out: Drawn
+) -> None:
+    """Overwrite in ``out`` what rows with filters draw. ``tiles`` [5, B, N]: :func:`triton_draw.sum_tiles` of all the vocabulary."""
+    (_, rows, num_tiles), device = tiles.shape, scores.device
+    if not rows:
+        return
+    counts = torch.zeros(rows, 256, dtype=torch.int32, device=device)
+    gathered = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
+    masses = torch.empty(rows, num_tiles, dtype=torch.float64, device=device)
+    ids, plans = torch.empty_like(gathered, dtype=torch.int32), torch.empty(rows, 3, dtype=torch.int32, device=device)
+    settings, sizes = drawings[:4], (scores.shape[1], num_tiles)
+    padded = triton.next_power_of_2(num_tiles)
+    _count_weights[(rows, num_tiles)](
+        scores, *settings, tiles, counts, masses, scores.stride(0), *sizes, TILE, padded, num_warps=4, **OPTIONS
+    )  # fmt: skip
+    _gather_candidates[(rows,)](
+        scores, *settings, tiles, counts, gathered, ids, plans, scores.stride(0), *sizes, TILE, padded, CANDIDATES,
+        num_warps=8, **OPTIONS,
+    )  # fmt: skip
+    _pick_filtered[(rows,)](
+        scores, logits, *settings, keys, positions, tiles, masses, gathered, ids, plans, *out, scores.stride(0),
+        logits.stride(0), *sizes, padded, CANDIDATES, CHUNK, PIVOTS, num_warps=8, **OPTIONS,
+    )  # fmt: skip

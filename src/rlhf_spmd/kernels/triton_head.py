@@ -1,0 +1,143 @@
+"""The head's two reductions over logits in Triton: each reads the logits once, and with them makes temperature and softcap.
+
+A program of the statistics walks over a row, every lane with a maximum and sums of its own, which are put together at the end: what
+a row comes to depends on that row alone. A program of the gradients has a block of one row.
+
+Shape legend: T tokens, V logits of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_spmd.kernels.ops import LogitShape
+
+BLOCK = 2048
+STATISTICS: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
+GRADIENTS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
+
+
+@triton.jit
+def _tanh(x: tl.tensor) -> tl.tensor:
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit(do_not_specialize=["rows", "first"])
+def _statistics(
+    logits: tl.tensor, labels: tl.tensor, out: tl.tensor, stride: tl.tensor, width: tl.tensor, rows: tl.tensor, first: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * stride
+    lane = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], -1e30, tl.float32)  # finite: what a lane without logits is multiplied by stays a number
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    weighted = tl.full([BLOCK], 0.0, tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = start + lane < width
+        x = tl.load(at + start + lane, mask=inside, other=float("-inf"))
+        if CAPPED:
+            x = tl.where(inside, cap * _tanh(x / cap), float("-inf"))
+        x = x * scale
+        ahead = x - top
+        above = ahead > 0
+        part = tl.exp(-tl.abs(ahead))  # of the smaller, relative to the larger one
+        if ENTROPY:
+            near = tl.where(part > 0, ahead, 0.0)  # what is too far away to count may be infinite
+            weighted = tl.where(above, (weighted - total * near) * part, weighted + near * part)
+        total = tl.where(above, total * part + 1.0, total + part)
+        top = tl.where(above, x, top)
+    largest = tl.max(top, 0)
+    part = tl.exp(top - largest)
+    tl.store(out + row, largest)
+    tl.store(out + rows.to(tl.int64) + row, tl.sum(total * part, 0))
+    label = tl.load(labels + row).to(tl.int64) - first
+    held = (label >= 0) & (label < width)
+    x = tl.load(at + label, mask=held, other=0.0)
+    if CAPPED:
+        x = cap * _tanh(x / cap)
+    tl.store(out + 2 * rows.to(tl.int64) + row, x * scale)
+    if ENTROPY:
+        whole = tl.sum(tl.where(part > 0, (weighted + total * (top - largest)) * part, 0.0), 0)
+        tl.store(out + 3 * rows.to(tl.int64) + row, whole)
+    else:
+        tl.store(out + 3 * rows.to(tl.int64) + row, 0.0)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _gradients(
+    logits: tl.tensor, labels: tl.tensor, log_z: tl.tensor, grads: tl.tensor, entropies: tl.tensor, entropy_grads: tl.tensor,
+    out: tl.tensor, stride: tl.tensor, width: tl.tensor, first: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(logits + row * stride + column, mask=inside, other=0.0)
+    slope = tl.full([BLOCK], 1.0, tl.float32)
+    if CAPPED:
+        bent = _tanh(x / cap)
+        x = cap * bent
+        slope = 1.0 - bent * bent
+    log_p = x * scale - tl.load(log_z + row)
+    p = tl.exp(log_p)
+    grad = tl.load(grads + row)
+    of_all = tl.full([BLOCK], 0.0, tl.float32) + grad
+    if ENTROPY:
+        of_entropy = (log_p + tl.load(entropies + row)) * tl.load(entropy_grads + row)
+        of_all = tl.where(p > 0, grad + of_entropy, 0.0)
+    of_label = tl.where(column == tl.load(labels + row).to(tl.int64) - first, grad, 0.0)
+    found = (of_label - p * of_all) * slope * scale
+    tl.store(out + row * width + column, found.to(out.dtype.element_ty), mask=inside)
+
+
+def _check(logits: Tensor, labels: Tensor) -> None:
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, "the head's kernels read rows of fp32 logits"
+    assert labels.shape == logits.shape[:1], f"labels {tuple(labels.shape)} of logits {tuple(logits.shape)}"
+
+
+def logit_statistics(logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
+    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] before ``shape``, which stay as they are."""
+    _check(logits, labels)
+    rows, width = logits.shape
+    out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        sizes = logits.stride(0), width, rows, first, *_factors(shape)
+        options = {"CAPPED": shape.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
+        _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, **options, **STATISTICS)
+    return out
+
+
+def logit_gradients(
+    logits: Tensor,
+    labels: Tensor,
+    first: int,
+    log_z: Tensor,
+    grads: Tensor,
+    entropy: Sequence[Tensor] | None,
+    shape: LogitShape,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As :meth:`~rlhf_spmd.kernels.Ops.head_gradients`, of fp32 ``logits`` [T, V] before ``shape``; in their place if ``dtype`` is
+    theirs."""
+    _check(logits, labels)
+    rows, width = logits.shape
+    in_place = dtype == logits.dtype and logits.is_contiguous()
+    out = logits if in_place else torch.empty(rows, width, dtype=dtype, device=logits.device)
+    numbers = [x.contiguous() for x in (labels, log_z, grads, *(entropy or (log_z, grads)))]
+    assert all(x.dtype == torch.float32 for x in numbers[1:]), "gradients of the head's numbers are fp32"
+    if rows and width:
+        options = {"CAPPED": shape.softcap is not None, "ENTROPY": entropy is not None, "BLOCK": BLOCK}
+        grid = rows, triton.cdiv(width, BLOCK)
+        _gradients[grid](logits, *numbers, out, logits.stride(0), width, first, *_factors(shape), **options, **GRADIENTS)
+    return out
+
+
+def _factors(shape: LogitShape) -> tuple[float, float]:
+    return 1.0 / shape.temperature, 1.0 if shape.softcap is None else float(shape.softcap)

@@ -1,0 +1,217 @@
+"""A layer's heads in Triton: from the qkv product to normed and rotated queries and keys, in one launch forward and one backward.
+
+In generation keys and values go to the cache's pages in the same launch. Bits are as :mod:`triton_layers` says: q, k and v are those
+of :meth:`Ops.heads <rlhf_spmd.kernels.ops.Ops.heads>` but for the order of the norms' sums and rsqrt, without norms exactly those.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_spmd.kernels.packing import HeadShape, Norms, PageTarget
+from rlhf_spmd.kernels.triton_layers import OPTIONS, PROGRAMS, TILE, rounded, scaled, sum_parts
+
+
+@triton.jit
+def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+    """Where a head, counted over all query heads, then keys', then values', lies in a row of BLOCKS blocks of all three."""
+    place = head
+    if BLOCKS > 1:
+        own_q: tl.constexpr = Q // BLOCKS
+        own_kv: tl.constexpr = KV // BLOCKS
+        value = (head >= Q + KV).to(tl.int32)
+        other = head - Q - KV * value  # among the keys' or the values'
+        of_kv = other // own_kv * (own_q + 2 * own_kv) + own_q + value * own_kv + other % own_kv
+        place = tl.where(head < Q, head // own_q * (own_q + 2 * own_kv) + head % own_q, of_kv)
+    return place
+
+
+@triton.jit
+def _rotated(
+    a: tl.tensor, b: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, BACK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves turned, or turned back, each product and sum rounded, as ``Ops.turn`` does."""
+    if BACK:
+        first = rounded(a * cos, like) + rounded(b * sin, like)
+        second = rounded(b * cos, like) - rounded(a * sin, like)
+    else:
+        first = rounded(a * cos, like) - rounded(b * sin, like)
+        second = rounded(b * cos, like) + rounded(a * sin, like)
+    return rounded(first, like), rounded(second, like)
+
+
+@triton.jit
+def _weights(q_weight: tl.tensor, k_weight: tl.tensor, column: tl.tensor, inside: tl.tensor, is_q: tl.tensor) -> tl.tensor:
+    """Those of each head's norm, [heads, columns]."""
+    of_q = tl.load(q_weight + column, mask=inside, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_q[:, None], of_q[None, :], of_k[None, :])
+
+
+@triton.jit(do_not_specialize=["written"])
+def _heads(
+    qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, q: tl.tensor, k: tl.tensor,
+    v: tl.tensor, slots: tl.tensor, written: tl.tensor, head_elements: tl.tensor, eps: tl.tensor, HEADS: tl.constexpr,
+    Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr,
+    PAGED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    """Of the first HEADS heads of a token. PAGED: keys and values go to ``k``, the pages of a layer."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)
+    HALF: tl.constexpr = DIM // 2
+    real = column < HALF
+    inside = (head < HEADS)[:, None] & real[None, :]
+    is_q, is_v = head < Q, head >= Q + KV
+    at = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM + column[None, :]
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    x, y = a, b
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / DIM + eps)[:, None]
+        x = scaled(a * scale, _weights(q_weight, k_weight, column, real, is_q), q, PLUS_ONE)
+        y = scaled(b * scale, _weights(q_weight + HALF, k_weight + HALF, column, real, is_q), q, PLUS_ONE)
+    x, y = _rotated(x, y, c, s, q, False)
+    x = tl.where(is_v[:, None], a, x).to(q.dtype.element_ty)
+    y = tl.where(is_v[:, None], b, y).to(q.dtype.element_ty)
+    to = q + (token * Q + head)[:, None] * DIM + column[None, :]
+    of_q = inside & is_q[:, None]
+    tl.store(to, x, mask=of_q)
+    tl.store(to + HALF, y, mask=of_q)
+    if PAGED:
+        slot = tl.load(slots + token, mask=token < written, other=0).to(tl.int64)
+        to = k + slot * DIM + (head - Q).to(tl.int64)[:, None] * head_elements + column[None, :]
+        of_pages = inside & (head >= Q)[:, None] & (token < written)
+        tl.store(to, x, mask=of_pages)
+        tl.store(to + HALF, y, mask=of_pages)
+    else:
+        to = k + (token * KV + head - Q)[:, None] * DIM + column[None, :]
+        of_k = inside & ((head >= Q) & (head < Q + KV))[:, None]
+        tl.store(to, x, mask=of_k)
+        tl.store(to + HALF, y, mask=of_k)
+        if HEADS > Q + KV:
+            to = v + (token * KV + head - Q - KV)[:, None] * DIM + column[None, :]
+            tl.store(to, x, mask=inside & is_v[:, None])
+            tl.store(to + HALF, y, mask=inside & is_v[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "per_program"])
+def _heads_backward(
+    grad_q: tl.tensor, grad_k: tl.tensor, grad_v: tl.tensor, qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor,
+    cos: tl.tensor, sin: tl.tensor, out: tl.tensor, parts: tl.tensor, tokens: tl.tensor, per_program: tl.tensor,
+    q_stride: tl.tensor, q_head: tl.tensor, k_stride: tl.tensor, k_head: tl.tensor, v_stride: tl.tensor, v_head: tl.tensor,
+    eps: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr,
+    PLUS_ONE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    program = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)
+    HALF: tl.constexpr = DIM // 2
+    real = column < HALF
+    inside = (head < Q + 2 * KV)[:, None] & real[None, :]
+    is_q, is_k, is_v = head < Q, (head >= Q) & (head < Q + KV), head >= Q + KV
+    of_q, of_k, of_v = inside & is_q[:, None], inside & is_k[:, None], inside & is_v[:, None]
+    wide = head.to(tl.int64)
+    place = _place(head, Q, KV, BLOCKS)[:, None] * DIM + column[None, :]
+    q_place = (wide * q_head)[:, None] + column[None, :]
+    k_place = ((wide - Q) * k_head)[:, None] + column[None, :]
+    v_place = ((wide - Q - KV) * v_head)[:, None] + column[None, :]
+    sum_a = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    sum_b = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    weight_a, weight_b = sum_a, sum_b
+    if NORMED:
+        weight_a = _weights(q_weight, k_weight, column, real, is_q)
+        weight_b = _weights(q_weight + HALF, k_weight + HALF, column, real, is_q)
+        if PLUS_ONE:
+            weight_a, weight_b = 1.0 + weight_a, 1.0 + weight_b
+    first = program.to(tl.int64) * per_program
+    for token in range(first, tl.minimum(first + per_program, tokens)):
+        from_q, from_k, from_v = grad_q + token * q_stride, grad_k + token * k_stride, grad_v + token * v_stride
+        # each head is of one kind: the other two add zeros
+        value_a = tl.load(from_v + v_place, mask=of_v, other=0.0).to(tl.float32)
+        value_b = tl.load(from_v + v_place + HALF, mask=of_v, other=0.0).to(tl.float32)
+        a = tl.load(from_q + q_place, mask=of_q, other=0.0).to(tl.float32)
+        b = tl.load(from_q + q_place + HALF, mask=of_q, other=0.0).to(tl.float32)
+        a += tl.load(from_k + k_place, mask=of_k, other=0.0).to(tl.float32)
+        b += tl.load(from_k + k_place + HALF, mask=of_k, other=0.0).to(tl.float32)
+        c = tl.load(cos + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        s = tl.load(sin + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        a, b = _rotated(a, b, c, s, out, True)
+        if NORMED:
+            at = qkv + token * ((Q + 2 * KV) * DIM) + place
+            x = tl.load(at, mask=of_q | of_k, other=0.0).to(tl.float32)
+            y = tl.load(at + HALF, mask=of_q | of_k, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / DIM + eps)[:, None]
+            x, y = x * scale, y * scale
+            sum_a += a * x
+            sum_b += b * y
+            a, b = a * weight_a, b * weight_b
+            along = tl.sum(a * x + b * y, 1)[:, None] / DIM
+            a, b = (a - x * along) * scale, (b - y * along) * scale
+        to = out + token * ((Q + 2 * KV) * DIM) + place
+        tl.store(to, tl.where(is_v[:, None], value_a, a).to(out.dtype.element_ty), mask=inside)
+        tl.store(to + HALF, tl.where(is_v[:, None], value_b, b).to(out.dtype.element_ty), mask=inside)
+    if NORMED:
+        to = parts + (program.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (2 * DIM) + column
+        tl.store(to, tl.sum(tl.where(is_q[:, None], sum_a, 0.0), 0), mask=real)
+        tl.store(to + HALF, tl.sum(tl.where(is_q[:, None], sum_b, 0.0), 0), mask=real)
+        tl.store(to + DIM, tl.sum(tl.where(is_k[:, None], sum_a, 0.0), 0), mask=real)
+        tl.store(to + DIM + HALF, tl.sum(tl.where(is_k[:, None], sum_b, 0.0), 0), mask=real)
+
+
+def head_blocks(shape: HeadShape, heads: int) -> tuple[int, int]:
+    """Heads of a program, and elements of half a head's block."""
+    block_d = triton.next_power_of_2(shape.dim // 2)
+    return min(max(TILE // (2 * block_d), 1), triton.next_power_of_2(heads)), block_d
+
+
+def heads(
+    qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape, pages: PageTarget | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``Ops.heads``. Of one block, v is a view of qkv. With ``pages`` keys and values are written there, and only there."""
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    tokens, count, (of_q, of_k) = len(qkv), shape.queries + shape.keys, norms
+    q = qkv.new_empty(tokens, shape.queries, shape.dim)
+    v = qkv.view(tokens, -1, shape.dim)[:, count:]
+    if pages is not None:
+        assert pages.pages[0].is_contiguous() and pages.pages[0].stride(0) > 0, "a layer's pages lie together"
+        k, slots, written, stride = pages.pages, pages.slots, len(pages.slots), pages.pages.stride(1)
+    else:
+        k, slots, written, stride = qkv.new_empty(tokens, shape.keys, shape.dim), qkv, 0, 0
+        v = v if shape.blocks == 1 else torch.empty_like(k)
+    needed = count if pages is None and shape.blocks == 1 else count + shape.keys
+    block_h, block_d = head_blocks(shape, needed)
+    sizes = needed, shape.queries, shape.keys, shape.dim, shape.blocks, of_q is not None, shape.plus_one, pages is not None
+    _heads[(tokens, triton.cdiv(needed, block_h))](
+        qkv, qkv if of_q is None else of_q, qkv if of_k is None else of_k, cos, sin, q, k, v, slots, written, stride, shape.eps,
+        *sizes, block_h, block_d, **OPTIONS,
+    )  # fmt: skip
+    return q, k, v
+
+
+def heads_backward(
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of qkv and of the norms' weights from those of q, k and v."""
+    grads_of = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+    strides = [stride for grad in grads_of for stride in grad.stride()[:2]]
+    qkv, (of_q, of_k) = qkv.contiguous(), norms
+    tokens, out, normed = len(qkv), torch.empty_like(qkv), of_q is not None
+    block_h, block_d = head_blocks(shape, shape.queries + 2 * shape.keys)
+    per_program = max(triton.cdiv(tokens, PROGRAMS), 1)
+    grid = triton.cdiv(tokens, per_program), triton.cdiv(shape.queries + 2 * shape.keys, block_h)
+    parts = qkv.new_empty(grid[0] * grid[1] if normed else 0, 2 * shape.dim, dtype=torch.float32)
+    sizes = shape.queries, shape.keys, shape.dim, shape.blocks, normed, shape.plus_one
+    _heads_backward[grid](
+        *grads_of, qkv, qkv if of_q is None else of_q, qkv if of_k is None else of_k, cos.contiguous(), sin.contiguous(), out,
+        parts, tokens, per_program, *strides, shape.eps, *sizes, block_h, block_d, **OPTIONS,
+    )  # fmt: skip
+    if of_q is None:
+        return out, None, None
+    of_q, of_k = sum_parts(parts, of_q).chunk(2)
+    return out, of_q, of_k

@@ -1,0 +1,209 @@
+"""The small operations of a transformer layer in Triton: norm with the addition before it, and the gated activation
+(:mod:`triton_heads` has a layer's heads).
+
+Each is one launch forward and one backward; gradients of norm weights are parts of PROGRAMS programs, which one more launch adds
+in a fixed order. Sizes of blocks follow from a row's length alone, so a row's bits do not depend on the batch. All arithmetic is
+in fp32 and rounded where torch's operations round it, without fused multiplications and additions. What differs from
+:class:`~rlhf_spmd.kernels.ops.Ops` in the last bits: the order of the sums in norms, exp and rsqrt, and in the backward pass the
+residual stream's gradients, which are added before they are rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 512  # of backward passes that sum over rows: about four for each multiprocessor of a large GPU
+TILE = 2048  # elements of a program of 4 warps
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def rounded(x: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """As a tensor of the elements that ``like`` points to would keep it."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def scaled(normal: tl.tensor, weight: tl.tensor, like: tl.tensor, PLUS_ONE: tl.constexpr) -> tl.tensor:
+    """The norm's result from a normal row, with the rounding of ``Ops.norm``."""
+    product = normal * (1.0 + weight) if PLUS_ONE else rounded(normal, like) * weight
+    return rounded(product, like)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm(
+    x: tl.tensor, y: tl.tensor, weight: tl.tensor, total: tl.tensor, out: tl.tensor, scales: tl.tensor, rows: tl.tensor,
+    eps: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None] & (column < N)[None, :]
+    at = row[:, None] * N + column[None, :]
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        wide = rounded(wide + tl.load(y + at, mask=inside, other=0.0).to(tl.float32), total)
+        tl.store(total + at, wide.to(total.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)
+    factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
+    normed = scaled(wide * scale[:, None], factor[None, :], out, PLUS_ONE)
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "per_program"])
+def _norm_backward(
+    grad: tl.tensor, grad_total: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.tensor, out: tl.tensor, parts: tl.tensor,
+    rows: tl.tensor, per_program: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK_N)
+    factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        factor = 1.0 + factor
+    sums = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+    first = program.to(tl.int64) * per_program
+    for start in range(first, tl.minimum(first + per_program, rows), BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        inside = (row < rows)[:, None] & (column < N)[None, :]
+        at = row[:, None] * N + column[None, :]
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
+        normal = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+        of_out = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        sums += of_out * normal
+        of_normal = of_out * factor[None, :]
+        along = tl.sum(of_normal * normal, 1)[:, None] / N
+        of_x = (of_normal - normal * along) * scale
+        if ADDS:
+            of_x += tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, of_x.to(out.dtype.element_ty), mask=inside)
+    tl.store(parts + program.to(tl.int64) * N + column, tl.sum(sums, 0), mask=column < N)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _sum_programs(
+    parts: tl.tensor, out: tl.tensor, programs: tl.tensor, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+) -> None:
+    """parts fp32 [programs, N] -> out [N]."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        program = first + tl.arange(0, BLOCK_P).to(tl.int64)
+        inside = (program < programs)[:, None] & (column < N)[None, :]
+        sums += tl.load(parts + program[:, None] * N + column[None, :], mask=inside, other=0.0)
+    tl.store(out + column, tl.sum(sums, 0).to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """silu or tanh's gelu, which is gate * sigmoid of ``inner``: 1 + tanh(z) is 2 * sigmoid(2 z)."""
+    inner = gate
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return gate / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
+def _slope(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """The derivative of :func:`_activated`."""
+    inner, change = gate, 1.0
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        change = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    share = 1.0 / (1.0 + tl.exp(-inner))
+    return share * (1.0 + gate * change * (1.0 - share))
+
+
+@triton.jit
+def _gate(gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    at = gate_up + row * (2 * N) + column
+    active = rounded(_activated(tl.load(at, mask=inside, other=0.0).to(tl.float32), GELU), out)
+    up = tl.load(at + N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * N + column, (active * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_backward(
+    grad: tl.tensor, gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    place = row * (2 * N) + column
+    gate = tl.load(gate_up + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + place + N, mask=inside, other=0.0).to(tl.float32)
+    of_out = tl.load(grad + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    of_gate = rounded(of_out * up, out) * _slope(gate, GELU)
+    of_up = rounded(_activated(gate, GELU), out) * of_out
+    tl.store(out + place, of_gate.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place + N, of_up.to(out.dtype.element_ty), mask=inside)
+
+
+def rows_of(n: int) -> tuple[int, int, int]:
+    """For rows of ``n`` elements: rows of a program, elements of a block, warps."""
+    block = triton.next_power_of_2(n)
+    return max(TILE // block, 1), block, min(max(block // 512, 4), 16)
+
+
+def sum_parts(parts: Tensor, like: Tensor) -> Tensor:
+    """parts fp32 [programs, n] -> their sum [n], of the weight's dtype."""
+    programs, n = parts.shape
+    out = like.new_empty(n)
+    _sum_programs[(triton.cdiv(n, 32),)](parts, out, programs, n, 64, 32)
+    return out
+
+
+def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x + y (x itself where there is no ``y``), its norm over the last dim, and the norm's scales [..., 1] in fp32."""
+    n, x = x.shape[-1], x.contiguous()
+    other = x if y is None else y.contiguous()
+    total, out = x if y is None else torch.empty_like(x), torch.empty_like(x)
+    scales = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    block_r, block_n, warps = rows_of(n)
+    sizes = n, y is not None, plus_one, block_r, block_n
+    _norm[(triton.cdiv(scales.numel(), block_r),)](
+        x, other, weight, total, out, scales, scales.numel(), eps, *sizes, num_warps=warps, **OPTIONS
+    )
+    return total, out, scales
+
+
+def norm_backward(
+    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, plus_one: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was normed, ``x``, and of the weight: from that of the norm's result, plus ``grad_total`` in x's."""
+    n, rows, x, grad = x.shape[-1], scales.numel(), x.contiguous(), grad.contiguous()
+    other, out = grad if grad_total is None else grad_total.contiguous(), torch.empty_like(x)
+    block_r, block_n, warps = rows_of(n)
+    per_program = triton.cdiv(triton.cdiv(rows, PROGRAMS), block_r) * block_r
+    programs = triton.cdiv(rows, max(per_program, 1))
+    parts = x.new_empty(programs, n, dtype=torch.float32)
+    sizes = n, grad_total is not None, plus_one, block_r, block_n
+    _norm_backward[(programs,)](
+        grad, other, x, weight, scales, out, parts, rows, per_program, *sizes, num_warps=warps, **OPTIONS
+    )
+    return out, sum_parts(parts, weight)
+
+
+def gate(gate_up: Tensor, gelu: bool) -> Tensor:
+    """See ``Ops.gated``."""
+    gate_up = gate_up.contiguous()
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out, block = gate_up.new_empty(rows, n), min(triton.next_power_of_2(n), TILE // 2)
+    _gate[(rows, triton.cdiv(n, block))](gate_up, out, n, gelu, block, **OPTIONS)
+    return out
+
+
+def gate_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
+    """The gradient of [gate; up] from that of :func:`gate`'s result."""
+    gate_up, (rows, n) = gate_up.contiguous(), grad.shape
+    out, block = torch.empty_like(gate_up), min(triton.next_power_of_2(n), TILE // 2)
+    _gate_backward[(rows, triton.cdiv(n, block))](grad.contiguous(), gate_up, out, n, gelu, block, **OPTIONS)
+    return out

@@ -1,0 +1,117 @@
+"""Captured decode steps, their graphs replaced by what a graph is: the launches of the first step, with every number that the host
+gave them, over the same memory. The tokens and log-probs of the generator that captures nothing, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
+from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig, config, runner
+from rlhf_spmd.generation.backends import build_backend
+from rlhf_spmd.generation.graphs import Graphs, padded_size
+from rlhf_spmd.kernels import can
+from rlhf_spmd.models.weights import write_random_model
+
+STOPS = range(4)
+SAMPLED = SamplingConfig(temperature=0.8, top_k=40)
+RULES = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.1, min_response_length=7, logit_bias={5: 1.0})
+
+
+@dataclass
+class Frozen:
+    """In place of a graph."""
+
+    replay: Callable[[], None]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("graphs") / "qwen3"
+    write_random_model(path, MODELS["qwen3"], seed=7)
+    return str(path)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The keys of the graphs that are captured from now on, on this machine, as if it were a GPU."""
+    keys: list[Any] = []
+
+    def capture(self: Graphs, step: Callable[[], None]) -> Frozen:
+        keys.append(step)
+        step()
+        return Frozen(step)
+
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    for module in (runner, config):
+        monkeypatch.setattr(module, "can", lambda device: replace(can(device), graphs=True, streams=True))
+    return keys
+
+
+def build(path: str, **changes: Any) -> Generator:
+    decoder = load(path, alone()[1])
+    generator = Generator(decoder, alone()[1], replace(SMALL, **changes), STOPS)
+    backend = build_backend("torch", decoder.dtype, torch.device("cpu"))
+    generator.__dict__["_backend"] = replace(backend, capturable=changes.get("enforce_eager") is not True)
+    return generator
+
+
+def check_equal(found: list[Completion], wanted: list[Completion]) -> None:
+    assert tokens_of(found) == tokens_of(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a.log_probs, b.log_probs) and torch.equal(a.log_probs_t1, b.log_probs_t1)
+        assert a.finish_reason == b.finish_reason and (a.top_log_probs is None) == (b.top_log_probs is None)
+        if a.top_log_probs is not None and b.top_log_probs is not None:
+            assert all(map(torch.equal, a.top_log_probs, b.top_log_probs))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"steps_per_sync": 3, "num_pages": 17}, {"page_size": 5, "max_num_batched_tokens": 33, "max_num_seqs": 7}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLED, SamplingConfig(temperature=0.0), RULES, replace(SAMPLED, logprobs=3)],
+    ids=["sampled", "greedy", "rules", "logprobs"],
+)
+def test_captured_steps_keep_the_bits(
+    path: str, sampling: SamplingConfig, changes: dict[str, Any], captured: list[Any]
+) -> None:
+    """Prompts come while others decode, rows stop within windows, and two windows are under way."""
+    wanted = build(path, enforce_eager=True, **changes).generate(ragged_requests(), sampling, 3, 5)
+    assert not captured and {c.finish_reason for c in wanted} == {"stop", "length"}
+    generator = build(path, **changes)
+    check_equal(generator.generate(ragged_requests(), sampling, 3, 5), wanted)
+    assert 1 < len(captured) <= len({padded_size(n + 1) for n in range(20)})
+    assert generator.stats.decode_tokens == sum(len(c.token_ids) for c in wanted)
+    # other weights, lengths and seeds: nothing of the first call may be left in what a graph has fixed
+    with torch.no_grad():
+        generator.decoder.layers[0].gate_up.weight.mul_(0.5)  # type: ignore[union-attr, operator]
+    other = build(path, enforce_eager=True, **changes)
+    other.decoder.load_state_dict(generator.decoder.state_dict())
+    requests = [replace(request, row_id=request.row_id + 50) for request in ragged_requests(max_new_tokens=9)]
+    check_equal(generator.generate(requests, sampling, 4, 6), other.generate(requests, sampling, 4, 6))
+
+
+def test_graphs_stay_while_nothing_moves(path: str, captured: list[Any]) -> None:
+    """Calls over reserved pages, as a server's, capture each size once."""
+    generator, counts = build(path), []
+    generator.reserve_pages(64)
+    for seed in range(3):
+        requests = [replace(request, row_id=request.row_id + 100 * seed) for request in ragged_requests()]
+        while generator.kept or requests:
+            generator.generate_until(requests, SAMPLED, seed, 5, CallLimits(), 0)
+            requests = []
+        counts.append(len(captured))
+    assert counts[0] == counts[1] == counts[2] > 1
+
+
+def test_sizes_of_graphs() -> None:
+    sizes = sorted({padded_size(rows) for rows in range(1, 257)})
+    assert len(sizes) == 20 and sizes[:6] == [1, 2, 4, 8, 16, 32] and sizes[-1] == 256
+    assert all(rows <= padded_size(rows) < max(2 * rows, rows + 64) for rows in range(1, 2000))

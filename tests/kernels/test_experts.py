@@ -1,0 +1,109 @@
+"""A mixture of experts as GPUs compute it, against float64, by torch's grouped products on CPUs and Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from device_work import DeviceWork
+from places import ROOT
+from rlhf_spmd.kernels import Ops, grouped, triton_experts
+from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.models.experts import mix_experts
+from rlhf_spmd.models.spec import Experts
+from triton_device import DEVICE
+from wide_products import wide_products_on_cpus
+
+HIDDEN, WIDTH, COUNT = 24, 16, 7
+
+
+@pytest.fixture(autouse=True)
+def wide_products() -> Iterator[None]:
+    with wide_products_on_cpus():
+        yield
+
+
+def draw(tokens: int, blocks: int, hidden: int = HIDDEN, per_token: int = 2) -> list[Tensor]:
+    """x, router, gate_up, down; some experts get no rows, of which one is the first and one the last. Rounding changes no route."""
+    generator = torch.Generator().manual_seed(tokens + blocks)
+    shapes = (20 * tokens, hidden), (COUNT, hidden), (COUNT * 2 * WIDTH, hidden), (COUNT * hidden, WIDTH)
+    x, router, entry, down = (torch.randn(shape, generator=generator) * 0.5 for shape in shapes)
+    x, router = x.abs(), router.abs()
+    router[[0, 3, COUNT - 1]] = -1.0  # every token likes these least
+    x, router, entry, down = (part.bfloat16() for part in (x, router, entry, down))
+    ranked = (x.double() @ router.double().t()).sort(1, descending=True).values
+    clear = (ranked[:, per_token - 1] - ranked[:, per_token] > 0.1).nonzero()[:tokens, 0]
+    assert len(clear) == tokens
+    return [x[clear], router, entry, down]
+
+
+def mix(ops: Ops, parts: Sequence[Tensor], experts: Experts, blocks: int = 1) -> Tensor:
+    x, router, entry, down = parts
+    return mix_experts(ops, x, router, entry, down, experts, False, blocks)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize(("per_token", "normalise"), [(1, False), (3, True), (4, False)])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_outputs_and_gradients_equal_float64(blocks: int, per_token: int, normalise: bool, tokens: int) -> None:
+    parts, experts = draw(tokens, blocks, per_token=per_token), Experts(COUNT, per_token, WIDTH, normalise)
+    weight = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    results = []
+    for ops, dtype in ((Ops(), torch.float64), (GpuOps(), torch.bfloat16)):
+        inputs = [part.to(DEVICE, dtype).requires_grad_() for part in parts]
+        out = mix(ops, inputs, experts, blocks)
+        results.append([out, *torch.autograd.grad(out, inputs, weight.to(DEVICE, dtype))])
+    names = ("output", "x", "router", "gate_up", "down")
+    for name, want, got in zip(names, *results, strict=True):
+        assert got.dtype == torch.bfloat16 and got.shape == want.shape
+        assert not want.any() or (got.double() - want).norm() < 0.02 * want.norm(), name
+    idle = results[1][4].view(COUNT, -1)[[0, 3, COUNT - 1]]
+    assert not idle.any(), "experts without rows have gradients"
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, HIDDEN), (torch.bfloat16, 20)], ids=str)
+def test_what_grouped_products_do_not_take_is_a_loop(dtype: torch.dtype, hidden: int) -> None:
+    parts, experts = [part.to(DEVICE, dtype) for part in draw(9, 1, hidden)], Experts(COUNT, 2, WIDTH, True)
+    found, plain = (mix(ops, parts, experts) for ops in (GpuOps(), Ops()))
+    assert not grouped.fits(parts[0], parts[3].view(COUNT, 1, hidden, -1))
+    torch.testing.assert_close(found, plain, atol=2e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
+
+
+def test_gradients_of_idle_experts_are_cleared_whatever_was_there() -> None:
+    ends = torch.tensor([0, 3, 3, 5, 5], dtype=torch.int32, device=DEVICE)
+    out = torch.full((5, 3, 701), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    triton_experts.clear_idle(ends, out)
+    assert out.isnan().flatten(1).all(1).tolist() == [False, True, False, True, False]
+    assert not out[[0, 2, 4]].any()
+
+
+@pytest.mark.parametrize(("tokens", "trains", "most"), [(256, False, 20), (4096, True, 60)])
+def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, tokens: int, trains: bool, most: int) -> None:
+    """Of Qwen3-30B-A3B, whose tokens take 8 of 128 experts; the host waits for none of them."""
+    work, hidden, width = DeviceWork(), 2048, 768
+    work.watch(monkeypatch, triton_experts, ("_sum_rows", "_sum_rows_backward", "_clear_idle"))
+    shapes = (tokens, hidden), (128, hidden), (128 * 2 * width, hidden), (128 * hidden, width)
+    parts = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=trains) for shape in shapes]
+    with work, torch.set_grad_enabled(trains):
+        out = mix(GpuOps(), parts, Experts(128, 8, width, True))
+        if trains:
+            torch.autograd.grad(out, parts, torch.empty_like(out))
+    assert not work.waits and work.total <= most, work.launches
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "tests/started/compile_experts.py"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert [name for name, *_ in lines] == ["_sum_rows", "_sum_rows", "_sum_rows_backward", "_clear_idle"]
+    for name, registers, stack, loads in lines:
+        assert int(registers) <= 64 and int(stack) == 0 and (int(loads) > 0 or name == "_clear_idle"), ended.stdout

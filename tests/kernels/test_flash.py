@@ -1,0 +1,181 @@
+"""Packed flash attention: what torch's operators are told, in place of whose CUDA kernels their definition computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_definition import Calls, Row, attend, flash_on_cpus
+from rlhf_spmd.kernels import AttentionRule, Ops, Packing, flash
+from rlhf_spmd.kernels.flash import FlashAttn, TorchFlash, choose_packed
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.parallel.collectives import solo
+from small_models import CONFIGS
+from triton_device import DEVICE
+
+pytest.importorskip("triton")
+from rlhf_spmd.kernels.gpu import GpuOps
+
+CPU = torch.device("cpu")
+RULES = [AttentionRule(0.25), AttentionRule(0.3, window=1), AttentionRule(0.1, window=7), AttentionRule(0.2, window=1000)]
+CASES = [[5, 0, 70, 1, 0, 33], [64], [1], [1, 1, 0, 1], [0, 0, 3]]
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="stands in for kernels that a GPU has")
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    with flash_on_cpus() as made:
+        yield made
+
+
+def draw(lengths: list[int], dtype: torch.dtype, heads: int = 4, kv: int = 2, dim: int = 16) -> Tensor:
+    generator = torch.Generator().manual_seed(len(lengths))
+    return torch.randn(sum(lengths), heads + 2 * kv, dim, generator=generator).to(dtype)
+
+
+def parts_of(qkv: Tensor) -> Row:
+    q, k, v = qkv.split([4, 2, 2], 1)
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("lengths", CASES, ids=str)
+def test_outputs_and_gradients_equal_float64(calls: Calls, lengths: list[int], rule: AttentionRule, dtype: torch.dtype) -> None:
+    """Queries, keys and values are slices of one tensor; the definition of a window is the project's own here."""
+    qkv = draw(lengths, dtype).requires_grad_()
+    weight = torch.randn(len(qkv), 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), Packing(lengths, CPU), rule)
+    assert out.dtype == dtype and len(calls.forward) == 1
+    (grad,) = torch.autograd.grad(out, qkv, weight)
+    wide = qkv.detach().double().requires_grad_()
+    rows = [parts_of(part) for part in wide.split(lengths)]
+    reach = 10**6 if rule.window is None else rule.window - 1
+    want = torch.cat([attend(*row, rule.scale, reach, 0)[0] for row in rows if len(row[0])])
+    (wanted,) = torch.autograd.grad(want, wide, weight.double())
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(grad.double(), wanted, atol=2 * tolerance, rtol=tolerance)
+    assert calls.backward == 1
+
+
+def test_bounds_are_made_once_for_a_packing(calls: Calls) -> None:
+    packing, qkv = Packing([3, 0, 2, 0], CPU), draw([3, 2], torch.bfloat16)
+    for _ in range(2):
+        GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), packing, AttentionRule(0.5, window=2))
+    assert packing.filled[0] is packing.filled[0]
+    one = {"bounds": [0, 3, 5], "longest": 3, "scale": 0.5, "left": 1, "right": 0, "causal": True}
+    assert calls.forward == [one, one]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rule"),
+    [
+        (torch.float32, 16, RULES[0]),
+        (torch.bfloat16, 12, RULES[0]),
+        (torch.bfloat16, 264, RULES[0]),
+        (torch.bfloat16, 16, replace(RULES[2], softcap=5.0)),
+    ],
+    ids=str,
+)
+def test_what_has_no_kernel_takes_the_plain_path(calls: Calls, dtype: torch.dtype, dim: int, rule: AttentionRule) -> None:
+    lengths = [5, 0, 9]
+    parts, packing = parts_of(draw(lengths, dtype, dim=dim)), Packing(lengths, CPU)
+    found, plain = (ops.attend_packed(*parts, packing, rule) for ops in (GpuOps(TorchFlash()), Ops()))
+    assert torch.equal(found, plain) and not calls.forward
+
+
+def test_no_tokens(calls: Calls) -> None:
+    parts = parts_of(draw([0, 0], torch.bfloat16))
+    assert GpuOps(TorchFlash()).attend_packed(*parts, Packing([0, 0], CPU), RULES[0]).shape == (0, 4, 16)
+    assert not calls.forward
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_a_decoder_trains_by_it(calls: Calls, name: str, shared: bool) -> None:
+    """All layers, forward and backward, against fp64; ``shared``: two sequences begin with the same three tokens, kept once."""
+    spec = spec_from_config(CONFIGS[name], name)
+    lengths, tokens = [1, 40, 7, 0, 23], 71
+    places = torch.cat([torch.arange(41), torch.tensor([1, 2, 3]), torch.arange(41, 68)]) if shared else None
+    tokens = 68 if shared else tokens
+    ids = torch.randint(spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+    made: list[dict[str, Tensor]] = []
+    for dtype, ops in ((torch.float64, Ops()), (torch.bfloat16, GpuOps(TorchFlash())), (torch.bfloat16, Ops())):
+        decoder = Decoder(spec, "none", 0, 1, solo(), dtype, CPU, ops=ops)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in decoder.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.dim() == 2 else 1.0))
+        hidden = decoder(ids, PackedAttention(lengths, ops=ops, places=places))
+        weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4))
+        hidden.backward(weight.to(dtype))
+        made.append(
+            {"hidden": hidden, **{name: p.grad.double() for name, p in decoder.named_parameters() if p.grad is not None}}
+        )
+    layers = spec.num_hidden_layers
+    assert len(calls.forward) == calls.backward == layers
+    assert [call["left"] for call in calls.forward] == [(spec.attention_rule(i).window or 0) - 1 for i in range(layers)]
+    exact, ours, plain = made
+    assert exact.keys() == ours.keys() and len(exact) > 5 * layers
+    for key, want in exact.items():
+        error, usual = ((x[key].double() - want).norm() / want.norm() for x in (ours, plain))
+        assert error < 2 * usual + 2e-3, f"{key}: {error} against {usual} of torch's padded attention"
+
+
+def test_flash_attn_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's function in place of torch's, by its documented arguments, softcap and window included."""
+    told: dict[str, Any] = {}
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+        dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        told.update(locals())
+        return q.clone()
+
+    module: Any = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    q, k, v = parts_of(draw([3, 0, 2], torch.bfloat16, dim=12))
+    ops = GpuOps(FlashAttn())
+    ops.attend_packed(q, k, v, Packing([3, 0, 2], CPU), AttentionRule(0.3, 20.0, 5))
+    assert ops.name == "flash_attn" and told["q"] is q and told["k"] is k and told["v"] is v
+    assert told["cu_seqlens_q"].tolist() == told["cu_seqlens_k"].tolist() == [0, 3, 5]
+    assert (told["max_seqlen_q"], told["max_seqlen_k"], told["causal"], told["dropout_p"]) == (3, 3, True, 0.0)
+    assert (told["softmax_scale"], told["window_size"], told["softcap"], told["deterministic"]) == (0.3, (4, 0), 20.0, False)
+    ops.attend_packed(q, k, v, Packing([3, 0, 2], CPU), AttentionRule(0.3))
+    assert (told["window_size"], told["softcap"]) == ((-1, 0), 0.0)
+
+
+def test_it_is_chosen_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_packed(torch.bfloat16) is None and GpuOps().name == "torch"
+    monkeypatch.setattr(flash, "model_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    for package, name in ((None, "flash_attn"), ("it is not installed", "flash")):
+        monkeypatch.setattr(flash, "unavailable", lambda *_, why=package: why)
+        packed = choose_packed(torch.bfloat16)
+        assert packed is not None and packed.name == GpuOps(packed).name == name
+        assert choose_packed(torch.float32) is None
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert choose_packed(torch.float16) is None
+
+
+@pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
+def test_shapes_and_strides_on_meta(dtype: torch.dtype) -> None:
+    device = torch.device("meta")
+    qkv = torch.empty(10, 8, 16, dtype=dtype, device=device, requires_grad=True)
+    out = GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), Packing([3, 7], device), RULES[2])
+    assert out.shape == (10, 4, 16) and out.dtype == dtype and out.is_contiguous()
+    (grad,) = torch.autograd.grad(out, qkv, torch.empty_like(out))
+    assert grad.shape == qkv.shape and grad.dtype == dtype

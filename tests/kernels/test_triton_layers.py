@@ -1,0 +1,235 @@
+"""The Triton kernels of a layer against float64, forward and backward, and against themselves, bit for bit; compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from places import ROOT
+from rlhf_spmd.kernels import HeadShape, Ops, PageTarget, triton_heads, triton_layers
+from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.packing import Norms
+from triton_device import DEVICE
+
+OPS, PLAIN = GpuOps(), Ops()
+DTYPES = [torch.float32, torch.bfloat16]
+EPS = 1e-5
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
+    return x.to(DEVICE, dtype).requires_grad_()
+
+
+def assert_like_float64(
+    function: Callable[..., Sequence[Tensor]], reference: Callable[..., Sequence[Tensor]], *inputs: Tensor
+) -> None:
+    """Results and gradients, each within some roundings of the largest element of a row: of 2 ** -8 in bf16, where a gradient has
+    gone through three roundings."""
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    found, wanted = function(*inputs), reference(*wide)
+    grads = [draw(*x.shape, dtype=x.dtype, seed=9) for x in found]
+    found = [*found, *torch.autograd.grad(found, inputs, grads)]
+    wanted = [*wanted, *torch.autograd.grad(wanted, wide, [grad.double() for grad in grads])]
+    unit = 2e-6 if inputs[0].dtype == torch.float32 else 2**-7
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == inputs[0].dtype and ours.shape == theirs.shape
+        error = ((ours.double() - theirs).abs() / theirs.abs().amax(-1, keepdim=True).clamp(min=1e-3)).max().item()
+        assert error < 2 * unit, f"off by {error / unit:.2f} units"
+
+
+def normed(x: Tensor, weight: Tensor, plus_one: bool) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight + plus_one)
+
+
+ROWS = [(1, 64), (67, 64), (33, 80), (3, 1800), (2, 16384)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_norms_equal_float64(
+    shape: tuple[int, int], plus_one: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_layers, "PROGRAMS", 2)  # so that programs of the backward pass have several rows
+    x, y, weight = draw(*shape, dtype=dtype, scale=3), draw(*shape, dtype=dtype, seed=1), draw(shape[1], dtype=dtype)
+
+    def reference(x: Tensor, y: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        total = x + y
+        if dtype == torch.bfloat16:  # what is normed has been rounded, which the gradient does not see
+            total = total + (total.to(dtype).double() - total).detach()
+        return total, normed(total, weight, plus_one)
+
+    assert_like_float64(lambda x, y, w: OPS.add_norm(x, y, w, EPS, plus_one), reference, x, y, weight)
+    assert_like_float64(lambda x, w: [OPS.rms_norm(x, w, EPS, plus_one)], lambda x, w: [normed(x, w, plus_one)], x, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("shape", [(1, 48), (7, 96), (3, 2200)], ids=str)
+def test_gates_equal_float64(shape: tuple[int, int], gelu: bool, dtype: torch.dtype) -> None:
+    def reference(x: Tensor) -> Sequence[Tensor]:
+        gate, up = x.chunk(2, -1)
+        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return [(0.5 * gate * (1 + torch.tanh(inner)) if gelu else gate * torch.sigmoid(gate)) * up]
+
+    assert_like_float64(lambda x: [OPS.gated(x, gelu)], reference, draw(*shape, dtype=dtype, scale=3))
+    extremes = torch.tensor([[-200.0, -1e4, 200.0, 1e4, 1.0, 2.0, 3.0, 4.0]], device=DEVICE, dtype=dtype)
+    torch.testing.assert_close(OPS.gate(extremes, gelu), PLAIN.gate(extremes, gelu))
+
+
+SHAPES = [
+    HeadShape(4, 2, 64, 1, EPS),
+    HeadShape(3, 1, 80, 1, EPS, True),
+    HeadShape(4, 2, 128, 2, EPS),
+    HeadShape(8, 4, 12, 4, EPS, True),
+    HeadShape(16, 8, 128, 1, EPS),
+]
+
+
+def head_inputs(shape: HeadShape, tokens: int, dtype: torch.dtype, with_norms: bool) -> list[Tensor]:
+    """qkv, and the weights of two norms if they are wanted."""
+    qkv = draw(tokens, (shape.queries + 2 * shape.keys) * shape.dim, dtype=dtype, scale=2)
+    return [qkv, *(draw(shape.dim, dtype=dtype, seed=seed) for seed in (1, 2) if with_norms)]
+
+
+def tables(tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(tokens).float()[:, None, None] * torch.rand(dim // 2, generator=torch.Generator().manual_seed(3))
+    return angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+
+
+def split_heads(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Each part's heads by their places alone."""
+    own = [n // shape.blocks for n in (shape.queries, shape.keys, shape.keys)]
+    heads = qkv.view(len(qkv), -1, shape.dim).unbind(1)
+    found: list[list[Tensor]] = [[], [], []]
+    rest = iter(heads)
+    for _ in range(shape.blocks):
+        for part, count in zip(found, own, strict=True):
+            part += [next(rest) for _ in range(count)]
+    q, k, v = (torch.stack(part, 1) for part in found)
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_heads_equal_float64(shape: HeadShape, with_norms: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_heads, "PROGRAMS", 3)
+    tokens = 7
+    cos, sin = tables(tokens, shape.dim, dtype)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos.double() - b * sin.double(), b * cos.double() + a * sin.double()], -1)
+
+    def reference(qkv: Tensor, *norms: Tensor) -> Sequence[Tensor]:
+        q, k, v = split_heads(qkv, shape)
+        if with_norms:
+            q, k = (normed(x, weight, shape.plus_one) for x, weight in zip((q, k), norms, strict=True))
+        return turned(q), turned(k), v
+
+    def ours(qkv: Tensor, *norms: Tensor) -> Sequence[Tensor]:
+        return OPS.heads(qkv, pair(norms), cos, sin, shape)
+
+    assert_like_float64(ours, reference, *head_inputs(shape, tokens, dtype, with_norms))
+
+
+def pair(norms: Sequence[Tensor]) -> Norms:
+    return (norms[0], norms[1]) if norms else (None, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_roundings_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Without sums bit for bit, norms but for elements that another order of a sum rounds otherwise."""
+    for shape in SHAPES:
+        (qkv, *norms), (cos, sin) = head_inputs(shape, 9, dtype, True), tables(9, shape.dim, dtype)
+        results = []
+        for ops in (OPS, PLAIN):
+            out = ops.heads(qkv, (None, None), cos, sin, shape)
+            results.append([*out, *torch.autograd.grad(out, qkv, [torch.sin(x.detach()) for x in out])])
+        assert all(torch.equal(*both) for both in zip(*results, strict=True))
+        if dtype == torch.bfloat16:
+            both = (ops.heads(qkv, pair(norms), cos, sin, shape) for ops in (OPS, PLAIN))
+            for ours, theirs in zip(*both, strict=True):
+                assert torch.ne(ours, theirs).float().mean() < 1e-2
+    x, y, weight = draw(33, 1024, dtype=dtype), draw(33, 1024, dtype=dtype, seed=1), draw(1024, dtype=dtype)
+    (total, normal), (expected_total, expected_normal) = (ops.add_norm(x, y, weight, EPS) for ops in (OPS, PLAIN))
+    assert torch.equal(total, expected_total)
+    if dtype == torch.bfloat16:
+        assert torch.ne(normal, expected_normal).float().mean() < 1e-2
+        assert torch.ne(OPS.gated(x, False), PLAIN.gated(x, False)).float().mean() < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_keys_and_values_go_to_their_pages(shape: HeadShape, with_norms: bool, dtype: torch.dtype) -> None:
+    """As heads gives them, those of the first tokens, and nothing else is touched."""
+    tokens, slots = 5, torch.tensor([17, 3, 40], device=DEVICE)
+    (qkv, *norms), (cos, sin) = head_inputs(shape, tokens, dtype, with_norms), tables(tokens, shape.dim, dtype)
+    with torch.no_grad():
+        q, k, v = OPS.heads(qkv, pair(norms), cos, sin, shape)
+        pages = torch.full((2, shape.keys, 6, 8 * shape.dim), 7.0, dtype=dtype, device=DEVICE)
+        found = OPS.heads_to_pages(qkv, pair(norms), cos, sin, shape, PageTarget(pages, slots))
+    expected = torch.full((2, shape.keys, 48, shape.dim), 7.0, dtype=dtype, device=DEVICE)
+    expected[0, :, slots], expected[1, :, slots] = k[:3].transpose(0, 1), v[:3].transpose(0, 1)
+    assert torch.equal(found, q) and torch.equal(pages.view_as(expected), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    shape, rows = SHAPES[0], 70
+    (qkv, *norms), (cos, sin) = head_inputs(shape, rows, dtype, True), tables(rows, shape.dim, dtype)
+    short, long = draw(rows, 96, dtype=dtype), draw(rows, 2500, dtype=dtype)
+    weights = draw(96, dtype=dtype), draw(2500, dtype=dtype)
+
+    def all_of(some: slice) -> list[Tensor]:
+        added = [y for x, w in zip((short, long), weights, strict=True) for y in OPS.add_norm(x[some], x[some] * 2, w, EPS)]
+        gated = [OPS.gated(long[some], gelu) for gelu in (False, True)]
+        return [*added, *gated, *OPS.heads(qkv[some], pair(norms), cos[some], sin[some], shape)]
+
+    with torch.no_grad():
+        whole = all_of(slice(None))
+        for some in (slice(0, 1), slice(41, 42), slice(5, 70), slice(66, 69)):
+            assert all(torch.equal(part, x[some]) for part, x in zip(all_of(some), whole, strict=True))
+
+
+def test_no_rows_and_gaps_are_taken() -> None:
+    """An expert without tokens; gradients that are views, as the attention gives them."""
+    weight = draw(32)
+    empty = draw(0, 32)
+    total, out = OPS.add_norm(empty, empty, weight, EPS)
+    (grad,) = torch.autograd.grad(out.sum() + OPS.gated(total, False).sum(), weight)
+    assert out.shape == (0, 32) and not grad.any()
+    shape = HeadShape(2, 1, 16, 1, EPS)
+    (qkv, *norms), (cos, sin) = head_inputs(shape, 4, torch.float32, True), tables(4, 16, torch.float32)
+    results = []
+    for gaps in (False, True):
+        q, k, v = OPS.heads(qkv, pair(norms), cos, sin, shape)
+        grads = [draw(x.shape[1], 4, 32).transpose(0, 1)[..., :16] for x in (q, k, v)]
+        grads = grads if gaps else [grad.contiguous() for grad in grads]
+        results.append(torch.autograd.grad((q, k, v), [qkv, *norms], grads))
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernels_compile_for_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """Those of a layer of 2,048 with heads of 128, without spills."""
+    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    names = ("norm 2048", "gate", "sum_programs", "normed 128 to pages", "normed 128 backward")
+    command = [sys.executable, "tests/started/compile_layers.py", *names, dtype]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = re.findall(r"^\| (.*) \| \d+ \| (\d+) \| (\d+) \| (\d+) \| \d+ \|$", ended.stdout, re.MULTILINE)
+    assert len(lines) == 11, ended.stdout
+    for name, registers, *spilled in lines:
+        assert int(registers) <= 128 and spilled == ["0", "0"], f"{name}: {registers} registers, {spilled} bytes spilled"

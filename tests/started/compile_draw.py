@@ -1,0 +1,54 @@
+"""Compile the Triton draws for a Hopper GPU, which need not be there. Prints of each kernel its name, registers, bytes of spills and of
+shared memory, and whether additions were fused with multiplications."""
+
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rlhf_spmd.kernels import triton_draw as draw
+from rlhf_spmd.kernels import triton_filter as chosen
+
+TYPES = {
+    **dict.fromkeys(("scores", "logits", "temperatures", "top_p", "min_p", "gathered", "tempered", "plain"), "*fp32"),
+    **dict.fromkeys(("top_k", "counts", "ids", "plans"), "*i32"),
+    **dict.fromkeys(("keys", "positions", "tokens"), "*i64"),
+    **dict.fromkeys(("tiles", "masses"), "*fp64"),
+}
+
+
+def compile_kernel(kernel: Any, warps: int, **sizes: Any) -> None:
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in sizes else TYPES.get(name, "i32") for name in names}
+    constants = {(names.index(name),): value for name, value in sizes.items()}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*") or "stride" in name
+    }
+    source = ASTSource(kernel, types, constants, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**draw.OPTIONS, "num_warps": warps})
+    report = ptxas_report(built.asm["ptx"])
+    print(kernel.__name__, *report, built.metadata.shared, built.asm["ptx"].count("fma.rn.f32"))
+
+
+def ptxas_report(ptx: str) -> tuple[int, int]:
+    """Registers of a thread, bytes spilled."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--fmad=false", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", told)
+    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", told)))
+
+
+if __name__ == "__main__":
+    for same, tempered in ((True, False), (False, True)):
+        compile_kernel(draw._sum_tiles, 4, SAME=same, GREEDY=False, TEMPERED=tempered, SIZE=draw.TILE)
+    compile_kernel(draw._pick, 4, SIZE=draw.TILE, TILES=64, WIDTH=draw.BLOCK)
+    compile_kernel(chosen._count_weights, 4, SIZE=draw.TILE, TILES=64)
+    compile_kernel(chosen._gather_candidates, 8, SIZE=draw.TILE, TILES=64, ROOM=chosen.CANDIDATES)
+    compile_kernel(chosen._pick_filtered, 8, TILES=64, ROOM=chosen.CANDIDATES, SIZE=chosen.CHUNK, TRIES=chosen.PIVOTS)
