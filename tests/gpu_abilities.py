@@ -16,11 +16,11 @@ def nccl_branches() -> Iterator[None]:
     """CPU tensors of this process are taken for those of a device with nccl and without exact bits; torch computes, without a GPU."""
     before, unavailable = devices._CPU, choice.unavailable
     devices._CPU = replace(before, nccl=True, exact=False)
-    choice.unavailable = lambda *_: "here is no GPU"  # type: ignore[assignment]
+    choice.unavailable = lambda *_: "here is no GPU"
     try:
         yield
     finally:
-        devices._CPU, choice.unavailable = before, unavailable  # type: ignore[misc]
+        devices._CPU, choice.unavailable = before, unavailable
 
 
 def train_here(world: World, config: str, overrides: Sequence[str]) -> None:

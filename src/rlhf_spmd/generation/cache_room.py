@@ -38,4 +38,5 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     row = 4 * spec.hidden_size + queries + 2 * keys + max(3 * columns, 3 * queries + 3 * keys)
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
     logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
-    return size * config.max_num_batched_tokens * row + logits * (2 - config.enforce_eager)
+    captures = config.captures(next(decoder.parameters()).device, decoder.tp.size, decoder.pp)
+    return size * config.max_num_batched_tokens * row + logits * (1 + captures)
