@@ -21,7 +21,7 @@ from legality_events import MAIN, Communicator, Connect, Event, Follow, Fork, Jo
 from ranks import close_pool, run_ranks
 
 SIDE = "side"  # the stream of transfers beside a computation
-ARRIVALS = "arrivals"  # of the threads in which weights come
+ARRIVALS = "arrivals"  # on which weights come
 # of tensors that are on the host on GPUs too
 HOST_LABELS = (
     *("batch", "control", "checkpoint", "exact_rollouts", "profile", "serve:", "generate:", "score:"),
@@ -69,6 +69,7 @@ class Recording:
 
         from rlhf_spmd.parallel.collectives import Group
         from rlhf_spmd.reshard.transfer import Transfer
+        from rlhf_spmd.workers.loan import _Arrival
 
         with contextlib.ExitStack() as stack:
 
@@ -89,6 +90,8 @@ class Recording:
             wrap(Transfer, "__init__", self._begin_transfer)
             wrap(Transfer, "_on_stream", self._on_stream)
             wrap(Transfer, "wait", self._end_transfer)
+            wrap(_Arrival, "begin", self._begin_arrival)
+            wrap(_Arrival, "wait", self._await_arrival)
             yield
 
     # -- where a thread is
@@ -214,10 +217,19 @@ class Recording:
         return result
 
     def _begin_transfer(self, original: Callable[..., Any], transfer: Any, *args: Any, **more: Any) -> None:
-        transfer.recorded_on = (ARRIVALS if self.thread.startswith("weights") else SIDE) if more.get("beside") else ""
+        transfer.recorded_on = (ARRIVALS if self.stream == ARRIVALS else SIDE) if more.get("beside") else ""
         if transfer.recorded_on:
             self._add(Follow(transfer.recorded_on, self.stream, self.thread))
         original(transfer, *args, **more)
+
+    def _begin_arrival(self, original: Callable[..., Any], arrival: Any) -> None:
+        """By the main thread, on a stream that nothing else waits for until :meth:`_await_arrival`."""
+        with self._in_stream(ARRIVALS):
+            original(arrival)
+
+    def _await_arrival(self, original: Callable[..., Any], arrival: Any) -> None:
+        original(arrival)
+        self._add(Follow(self.stream, ARRIVALS, self.thread))
 
     def _on_stream(self, original: Callable[..., Any], transfer: Any) -> Any:
         return self._in_stream(transfer.recorded_on or self.stream)
