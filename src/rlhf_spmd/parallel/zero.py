@@ -14,12 +14,18 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels import can
 from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 STAGED = 1 << 21  # elements that a rank gives to a collective of gloo at a time: it holds them all twice more
+
+
+def stage_of_zero(layout: Layout) -> int:
+    """One replica has nobody to share its parameters with."""
+    return layout.zero if layout.dp > 1 else 0
 
 
 class _Collective:

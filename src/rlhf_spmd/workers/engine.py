@@ -37,7 +37,7 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import Zero, allocate, local_part
+from rlhf_spmd.parallel.zero import Zero, allocate, local_part, stage_of_zero
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import Muon
 from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dtype
@@ -382,11 +382,6 @@ def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
     """What there is for each chunk of a rank by its own parameter names, under the engine's: ``chunks.<i>.`` if there are several."""
     prefixes = [f"chunks.{i}." for i in range(len(parts))] if len(parts) > 1 else [""]
     return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
-
-
-def stage_of_zero(layout: Layout) -> int:
-    """One replica has nobody to share its parameters with."""
-    return layout.zero if layout.dp > 1 else 0
 
 
 def rank_shards(
