@@ -35,6 +35,9 @@ class GpuOps(Ops):
         self._packed = packed
         self.name = self.name if packed is None else packed.name
 
+    def min_rows(self, numel: int, inner: int) -> int:
+        return 1  # bits of products depend on the batch here, so there is nothing to pad for
+
     # -- layers
 
     def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> tuple[Tensor, Tensor]:
