@@ -145,7 +145,7 @@ def held(world: Any, path: str, layout: Layout, dtype: torch.dtype, lora: LoraCo
         same[name] = torch.equal(tensor, before[name])
     shards = rank_shards(engine.spec, "lm", layout, engine.mesh.pp_rank, engine.mesh.tp_rank)
     for name, tensor in merged.items():
-        rows = zero_shards(shards, engine.mesh.dp.rank, engine.mesh.dp.size) if engine.zero else shards
+        rows = zero_shards(shards, engine.mesh.dp_shard.rank, engine.mesh.dp_shard.size)
         for box in rows[name].boxes:
             boxes.append((box.name, box.shape, box.global_slices, tensor[box.local_slices]))
     return set(engine.optimizer.state_tensors()), same, local_boxes(engine), boxes
