@@ -165,7 +165,7 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
     if config.zero not in (0, 1, 2, 3):
         raise ValueError(f"{where}: zero={config.zero} is not a ZeRO stage; allowed: 0, 1, 2, 3")
     dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp), 1)
-    _check_zero_size(config, dp, where)
+    check_zero_size(config.zero, config.zero_size, dp, where)
     zero_size = None if config.zero_size == dp else config.zero_size
     layout = Layout(config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel, zero_size)
     if layout.size != pool_size:
@@ -176,14 +176,14 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
     return layout
 
 
-def _check_zero_size(config: LayoutConfig, dp: int, where: str) -> None:
-    size = config.zero_size
+def check_zero_size(zero: int, size: int | None, dp: int, where: str) -> None:
+    """Raises ValueError where ZeRO cannot shard over ``size`` neighbours of ``dp`` ranks: the value and what is allowed."""
     if size is None:
         return
     if size < 1 or dp % size:
         allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
         raise ValueError(f"{where}: zero_size={size} must divide dp={dp}; allowed: {allowed} (or null: all of dp)")
-    if not config.zero:
+    if not zero:
         raise ValueError(
             f"{where}: zero_size={size} says over how many ranks ZeRO shards, but zero=0; set zero to 1, 2 or 3, or leave zero_size out"
         )
