@@ -66,6 +66,26 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             *micro_batches(rows=1),
         ),
     ),
+    "zero over pairs of ranks -> tp2": (
+        4,
+        (
+            *layout("actor", dp=4, zero=3, zero_size=2),
+            *layout("generation", tp=2),
+            *layout("critic", dp=4, zero=1, zero_size=2),
+            *layout("reference", dp=4, zero=3, zero_size=2),
+            *micro_batches(rows=3),
+        ),
+    ),
+    "zero over pairs of ranks, weights on loan": (
+        4,
+        (
+            "placement.pools.b=[1,2,3]",
+            "models.actor.calls.generate_sequences.pool=b",
+            *layout("actor", dp=4, zero=2, zero_size=2),
+            *layout("critic", tp=2, dp=2),
+            *micro_batches(rows=2),
+        ),
+    ),
     "tp4 -> tp2, KV heads replicated": (4, (*layout("actor", tp=4), *layout("generation", tp=2), *layout("critic", tp=4))),
     "critic on ranks of its own": (
         4,

@@ -25,8 +25,8 @@ class LayoutConfig:
     - tp: tensor slices
     - dp: replicas; null: what the ranks of the pool leave
     - zero: ZeRO stage over the replicas, 0 to 3
-    - zero_size: neighbouring replicas that share one copy of what `zero` shards, as the GPUs of a host do (HSDP); divides `dp`; null:
-      all of them, see [training.md](training.md#copies-of-the-shards)
+    - zero_size: neighbouring replicas that share one copy of what `zero` shards, say those of a host (HSDP); divides `dp`; null: all,
+      see [placement.md](placement.md#zero-inside-hosts)
     - sequence_parallel: outside attention and MLP each tp rank holds 1 / tp of the tokens, see [training.md](training.md);
       without effect at tp 1
     """
