@@ -79,7 +79,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero over pairs of ranks, weights on loan": (
         4,
         (
-            "placement.pools.b=[1,2,3]",
+            "placement.pools.b=[2,3]",
             "models.actor.calls.generate_sequences.pool=b",
             *layout("actor", dp=4, zero=2, zero_size=2),
             *layout("critic", tp=2, dp=2),

@@ -153,7 +153,7 @@ def held(world: Any, path: str, layout: Layout, dtype: torch.dtype, lora: LoraCo
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("where", ["tp2", "dp2 zero1", "dp2 zero3", "tp2 dp2 zero3"])
+@pytest.mark.parametrize("where", ["tp2", "dp2 zero1", "dp2 zero3", "tp2 dp2 zero3", "dp4 zero3 zero_size2"])
 def test_what_is_kept_and_what_generation_gets(models: dict[str, str], where: str, dtype: torch.dtype) -> None:
     results = run_ranks(LAYOUTS[where].size, held, models["untied"], LAYOUTS[where], dtype)
     for states, same, _, _ in results:
