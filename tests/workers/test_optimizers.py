@@ -155,6 +155,7 @@ LAYOUTS = [
     Layout(dp=2),
     Layout(tp=2, dp=2),
     Layout(tp=2, dp=2, zero=1),
+    Layout(tp=2, dp=4, zero=1, zero_size=2),
     Layout(pp=2, dp=2, zero=2),
     Layout(pp=2, vpp=2),
     Layout(pp=2, vpp=2, dp=2, zero=1),
