@@ -137,7 +137,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 # Where a generated token's log-prob is not bit for bit that of the training forward in fp32: generation and training then sum
 # the row-parallel products (o_proj, down_proj) and the softmax over the vocabulary in slices of other sizes, tp / tp_g in one.
-REGROUPED_TP = {"tp2 dp2 -> tp1", "tp4 -> tp2, KV heads replicated"}
+REGROUPED_TP = {"tp2 dp2 -> tp1", "tp4 -> tp2, KV heads replicated", "zero over pairs of ranks -> tp2"}
 # In fp32 the bits of each way to cut a model: these cut the actor as others do, only elsewhere.
 CUT_AS_OTHERS = {
     "critic on ranks of its own",
