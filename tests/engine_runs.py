@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ranks import run_ranks
+from rlhf_spmd.checkpoint.load import load_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.spec import read_spec
@@ -274,3 +276,24 @@ def drawn(world: Any, path: str, layout: Layout) -> Any:
     options = {"dtype": torch.float64, "device": torch.device("cpu"), "seed": 7}
     engine = TrainEngine(read_spec(path), None, "lm", mesh, None, **options)
     return [{}], local_boxes(engine)
+
+
+def go(world: Any, path: str, layout: Layout, options: dict[str, Any], steps: range, load: str, save: str) -> Any:
+    """Optimizer steps ``steps`` after reading the checkpoint ``load``; then writes one under ``save``. Either may be empty."""
+    engine = build(world, path, layout, **options)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    if load:
+        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
+        load_checkpoint(Path(load), "actor", state, engine.mesh.pool)
+        optimizer.take_states(state.optim)
+        optimizer.step_count = steps.start
+    reports = []
+    for step in steps:
+        rows = rows_of(step, engine.spec.vocab_size)
+        engine.forward_backward(cut(rows, layout.dp, engine.mesh.dp_rank, 3), next_token_loss)
+        reports.append(engine.optimizer_step() | {"loss": 0.0})
+    if save:
+        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
+        save_checkpoint(Path(save), steps.stop, {"actor": state}, {}, engine.mesh.pool)
+    return reports, local_boxes(engine)

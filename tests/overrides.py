@@ -6,11 +6,12 @@ STEADY = tuple(f"models.{role}.optim.eps=1e-3" for role in ("actor", "critic")) 
 FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward"))
 
 
-def layout(role: str, pp: int = 1, tp: int = 1, dp: int = 1, zero: int = 0) -> tuple[str, ...]:
+def layout(role: str, pp: int = 1, tp: int = 1, dp: int = 1, zero: int = 0, zero_size: int | None = None) -> tuple[str, ...]:
     """Overrides; ``role`` "generation" is the actor's generation layout."""
     if role == "generation":
         return f"models.actor.generation.pp={pp}", f"models.actor.generation.tp={tp}"
-    return tuple(f"models.{role}.layout.{axis}={n}" for axis, n in (("pp", pp), ("tp", tp), ("dp", dp), ("zero", zero)))
+    keys = {"pp": pp, "tp": tp, "dp": dp, "zero": zero} | ({} if zero_size is None else {"zero_size": zero_size})
+    return tuple(f"models.{role}.layout.{key}={n}" for key, n in keys.items())
 
 
 def micro_batches(rows: int | None = None, tokens: int | None = None) -> tuple[str, ...]:

@@ -48,8 +48,10 @@ def cases(most_ranks: int = 8) -> Iterator[tuple[str, Layout, int, int]]:
             for dp in (1, 2, 3, 4):
                 for zero in (0, 1, 3):
                     if pp * tp * dp <= most_ranks and (dp > 1 or not zero):
-                        train = Layout(pp, tp, dp, zero)
-                        yield from ((name, train, *generation) for generation in targets(train) for name in METHODS)
+                        trains = [Layout(pp, tp, dp, zero)]
+                        if dp == 4 and zero:
+                            trains.append(Layout(pp, tp, dp, zero, zero_size=2))
+                        yield from ((name, one, *to) for one in trains for to in targets(one) for name in METHODS)
 
 
 def targets(train: Layout) -> Iterator[tuple[int, int]]:

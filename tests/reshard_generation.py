@@ -44,8 +44,9 @@ class Model:
         self.decoder = Decoder(spec, "lm", mesh.pp_rank, train.pp, mesh.tp, dtype, "cpu")
         init_random(self.decoder, 3)
         if train.zero:
+            axis = "dp_shard" if train.dp_replicate > 1 else "dp"
             for module in [*self.decoder.layers, self.decoder]:
-                fully_shard(module, mesh=mesh.device_mesh["dp"], reshard_after_forward=train.zero == 3)
+                fully_shard(module, mesh=mesh.device_mesh[axis], reshard_after_forward=train.zero == 3)
         self.generation = Decoder(
             spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", blocks=layout.blocks
         )

@@ -20,7 +20,8 @@ def rank_shards(spec: ModelSpec, head: str, layout: Layout, index: int) -> dict[
     pp, dp, tp = layout.coordinate(index)
     shards = plan_params(spec, head, pp, layout.pp, tp, layout.tp)
     if layout.zero:
-        shards = {name: shard_rows(s, *zero_rows(s.shape[0], dp, layout.dp)) for name, s in shards.items()}
+        at, of = dp % layout.dp_shard, layout.dp_shard
+        shards = {name: shard_rows(s, *zero_rows(s.shape[0], at, of)) for name, s in shards.items()}
     return shards
 
 

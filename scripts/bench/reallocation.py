@@ -66,8 +66,8 @@ def holdings_of(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> list[H
 def shards_of(side: list[Holding], rank: int) -> dict[str, ParamShard]:
     for holding in side:
         if rank in holding.ranks:
-            at, of = holding.ranks.index(rank), len(holding.ranks)
-            return zero_shards(holding.shards, at, of) if holding.split else dict(holding.shards)
+            at, of = holding.ranks.index(rank) % holding.parts, holding.parts
+            return zero_shards(holding.shards, at, of) if of > 1 else dict(holding.shards)
     return {}
 
 

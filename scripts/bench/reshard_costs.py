@@ -29,10 +29,11 @@ def costs_of(method: Method, layout: GenerationLayout) -> Costs:
         return Costs(part - own, part, Fraction(0))
     if not method.whole:
         return Costs(None, part + own, own)
-    return Costs(1 - (Fraction(1, layout.train.size) if method.everyone else own), 1 + own, own)
+    answers = Fraction(1, layout.train.size) if method.everyone and layout.train.dp_shard == 1 else own
+    return Costs(1 - answers, 1 + own, own)
 
 
 def num_shards(layout: GenerationLayout) -> int:
-    """Distinct training shards: p * t, and with ZeRO p * t * d."""
+    """Distinct training shards: p * t, and with ZeRO times the ranks of a shard group."""
     train = layout.train
-    return train.pp * train.tp * (train.dp if train.zero else 1)
+    return train.pp * train.tp * train.dp_shard

@@ -76,6 +76,7 @@ NEWER = (  # names since February 2026: the ones before, by which the rest of th
     (r"^reward\.", "reward_model."),
 )
 NUMBERS = (  # what is compared here
+    *(f"{section}.fsdp_config.fsdp_size" for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")),
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.test_freq",
@@ -328,6 +329,9 @@ def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], c
     for key in ("run.test_freq", "run.save_freq"):
         if found.get(key, 0) < 0:
             found[key] = 0
+    ranks = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", 8)
+    for key in [key for key in found if key.endswith(".zero_size") and not 0 < found[key] < ranks]:
+        del found[key]  # all ranks
     for key in ("data.train_max_samples", "data.val_max_samples"):
         if found.get(key, 0) < 0:
             del found[key]

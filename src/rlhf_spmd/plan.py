@@ -227,6 +227,7 @@ def table(planned: planning.Planned) -> str:
     titles = ("call", "ranks", "pp", "tp", "dp", "zero", "recompute", "micro-batches", "from s", "seconds", "GiB/rank")
     rows = [titles]
     for name, call in planned.file.calls.items():
+        of = f" of {call.zero_size}" if call.zero_size else ""
         more = ("offload " if call.offload else "") + ("optim.offload" if call.optim_offload else "")
         rows.append(
             (
@@ -235,7 +236,7 @@ def table(planned: planning.Planned) -> str:
                 str(call.pp),
                 str(call.tp) + (" sp" if call.sequence_parallel else ""),
                 str(call.dp),
-                str(call.zero) + (f" {more.strip()}" if more else ""),
+                str(call.zero) + of + (f" {more.strip()}" if more else ""),
                 call.activation_checkpointing if call.activation_checkpointing != "none" else "-",
                 str(call.micro_batches),
                 f"{call.start:.3g}",

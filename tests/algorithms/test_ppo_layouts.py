@@ -66,6 +66,26 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             *micro_batches(rows=1),
         ),
     ),
+    "zero over pairs of ranks -> tp2": (
+        4,
+        (
+            *layout("actor", dp=4, zero=3, zero_size=2),
+            *layout("generation", tp=2),
+            *layout("critic", dp=4, zero=1, zero_size=2),
+            *layout("reference", dp=4, zero=3, zero_size=2),
+            *micro_batches(rows=3),
+        ),
+    ),
+    "zero over pairs of ranks, weights on loan": (
+        4,
+        (
+            "placement.pools.b=[2,3]",
+            "models.actor.calls.generate_sequences.pool=b",
+            *layout("actor", dp=4, zero=2, zero_size=2),
+            *layout("critic", tp=2, dp=2),
+            *micro_batches(rows=2),
+        ),
+    ),
     "tp4 -> tp2, KV heads replicated": (4, (*layout("actor", tp=4), *layout("generation", tp=2), *layout("critic", tp=4))),
     "critic on ranks of its own": (
         4,
@@ -117,7 +137,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 # Where a generated token's log-prob is not bit for bit that of the training forward in fp32: generation and training then sum
 # the row-parallel products (o_proj, down_proj) and the softmax over the vocabulary in slices of other sizes, tp / tp_g in one.
-REGROUPED_TP = {"tp2 dp2 -> tp1", "tp4 -> tp2, KV heads replicated"}
+REGROUPED_TP = {"tp2 dp2 -> tp1", "tp4 -> tp2, KV heads replicated", "zero over pairs of ranks -> tp2"}
 # In fp32 the bits of each way to cut a model: these cut the actor as others do, only elsewhere.
 CUT_AS_OTHERS = {
     "critic on ranks of its own",

@@ -54,6 +54,10 @@ def test_a_slip_of_ours_names_the_key(key: str, meant: str) -> None:
         ("data.test_path", "here: data.val_path"),
         ("reward.path", "here: reward.function=FILE.py:NAME of a function, reward.model of a model"),
         ("algorithm.advantage_estimator", "it is OpenRLHF's; here: algorithm.name"),
+        ("fsdp_size", "here: models.<role>.layout.zero_size, with layout.zero=3"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "it is verl's; here: models.actor.layout.zero_size"),
+        ("models.actor.layout.data_parallel_shard_degree", "it is torchtitan's; here: models.<role>.layout.zero_size, with"),
+        ("data_parallel_replicate_degree", "it is torchtitan's; here: models.<role>.layout.zero_size, which is dp over it"),
     ],
 )
 def test_a_word_of_others_is_translated(key: str, said: str) -> None:

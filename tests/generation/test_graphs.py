@@ -3,6 +3,7 @@ gave them, over the same memory. The tokens and log-probs of the generator that 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,12 @@ from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig, config, runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.graphs import Graphs, padded_size
+from rlhf_spmd.generation.runner import Runner
+from rlhf_spmd.generation.sequence import Drawing
 from rlhf_spmd.kernels import can
-from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.weights import load_pretrained, write_random_model
 
 STOPS = range(4)
 SAMPLED = SamplingConfig(temperature=0.8, top_k=40)
@@ -109,6 +114,42 @@ def test_graphs_stay_while_nothing_moves(path: str, captured: list[Any]) -> None
             requests = []
         counts.append(len(captured))
     assert counts[0] == counts[1] == counts[2] > 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(temperature=0.9), SamplingConfig(temperature=0.9, top_p=0.8, top_k=40)],
+    ids=["plain", "filtered"],
+)
+def test_all_that_a_gpu_runs_draws_the_same(
+    path: str, sampling: SamplingConfig, captured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's kernels of layers, attention and draws, in its interpreter, in captured steps; rows of settings of their own. A step
+    takes 10 launches a layer and 30 besides, at most."""
+    gpu = pytest.importorskip("rlhf_spmd.kernels.gpu", reason="triton is not installed: pip install 'rlhf_spmd[triton]'")
+    if importlib.import_module("triton_device").DEVICE.type == "cuda":
+        pytest.skip("compares with the CPU's numbers")
+    requests = [
+        replace(request, drawing=Drawing(0.0) if request.row_id == 1 else None)
+        for request in ragged_requests(num_prompts=3, samples=1, max_new_tokens=4)
+    ]
+    wanted = build(path, enforce_eager=True).generate(requests, sampling, 3, 5)
+    mesh = alone()[1]
+    counted_launches, counts, decode_once = importlib.import_module("launches").counted_launches, [], Runner._decode_once
+
+    def counted(self: Runner, *arguments: Any) -> None:
+        with counted_launches() as launches:
+            decode_once(self, *arguments)
+        counts.append(launches.names)
+
+    monkeypatch.setattr(Runner, "_decode_once", counted)
+    decoder = Decoder(read_spec(path), "lm", 0, 1, mesh.tp, torch.float32, "cpu", ops=gpu.GpuOps())
+    load_pretrained(decoder, path)
+    found = Generator(decoder, mesh, replace(SMALL, attention="triton"), STOPS).generate(requests, sampling, 3, 5)
+    assert tokens_of(found) == tokens_of(wanted) and captured
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.log_probs, b.log_probs, atol=2e-5, rtol=0)
+    assert counts and all(len(names) <= 10 * len(decoder.layers) + 30 for names in counts), " ".join(max(counts, key=len))
 
 
 def test_sizes_of_graphs() -> None:

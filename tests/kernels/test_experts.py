@@ -14,7 +14,7 @@ from torch import Tensor
 
 from device_work import DeviceWork
 from places import ROOT
-from rlhf_spmd.kernels import Ops, grouped, triton_experts
+from rlhf_spmd.kernels import Ops, grouped, triton_experts, triton_layers
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.experts import mix_experts
 from rlhf_spmd.models.spec import Experts
@@ -89,6 +89,7 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, tokens: int, train
     """Of Qwen3-30B-A3B, whose tokens take 8 of 128 experts; the host waits for none of them."""
     work, hidden, width = DeviceWork(), 2048, 768
     work.watch(monkeypatch, triton_experts, ("_sum_rows", "_sum_rows_backward", "_clear_idle"))
+    work.watch(monkeypatch, triton_layers, ("_gate", "_gate_backward"))
     shapes = (tokens, hidden), (128, hidden), (128 * 2 * width, hidden), (128 * hidden, width)
     parts = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=trains) for shape in shapes]
     with work, torch.set_grad_enabled(trains):

@@ -103,6 +103,17 @@ def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
         assert found == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
 
 
+def test_between_hosts_only_sums_of_shards_are_slow() -> None:
+    """Each device of a host has a ring of its own over the copies, of its own shard."""
+    shape, on = shape_of(LLAMA, "none"), machine(link=450.0, network=50.0)
+    how = choices([(1, 1, 16)], zero=[1, 3], zero_size=[8, 0], micro_tokens=[10])
+    found, share = train_seconds(shape, rows(16, 10), how, on, IDEAL), shape.params * 4
+    gathers = np.array([2, 2, 3, 3])  # with the gradients' scatter, which moves as much
+    inside, across = share * 7 / 8 / 450.0 * gathers, 2 * share / 8 * 1 / 2 / 50.0
+    assert found[[0, 2]] == pytest.approx((inside + across)[[0, 2]], rel=1e-6)
+    assert found[[1, 3]] == pytest.approx((share * 15 / 16 / 400.0 * gathers)[[1, 3]], rel=1e-6)
+
+
 def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> None:
     shape = shape_of(LLAMA, "none")
     for size, hops in ((8, 2), (16, 4)):  # 4 ranks of a host, or 16 of two, which take twice as long for a doubling
@@ -176,12 +187,15 @@ def test_bytes_of_tp_are_those_of_a_step(models: dict[int, str], checkpointing: 
     assert found[5] - found[2] == pytest.approx(counted[5] - counted[2], rel=0.01)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_bytes_of_dp_are_those_of_a_step(models: dict[int, str], zero: int) -> None:
-    labels = ("gradients", "zero_parameters", "zero_gradients")
-    counted = run_ranks(2, received, models[5], Layout(dp=2, zero=zero), "none", labels)[0]
-    how = choices([(1, 1, 2)], micro_tokens=[ROWS * LENGTH // PARTS], zero=[zero])
-    found = train_seconds(shape_of(read_spec(models[5]), "lm"), rows(2 * ROWS, LENGTH), how, machine(link=1.0), IDEAL)
+@pytest.mark.parametrize(
+    "layout", [*(Layout(dp=2, zero=stage) for stage in range(4)), *(Layout(dp=4, zero=stage, zero_size=2) for stage in (1, 3))]
+)
+def test_bytes_of_dp_are_those_of_a_step(models: dict[int, str], layout: Layout) -> None:
+    labels, dp = ("gradients", "zero_parameters", "zero_gradients"), layout.dp
+    counted = run_ranks(dp, received, models[5], layout, "none", labels)[0]
+    how = choices([(1, 1, dp)], micro_tokens=[ROWS * LENGTH // PARTS], zero=[layout.zero], zero_size=[layout.zero_size or 0])
+    # an all-reduce is counted once for each element, and a ring of n moves (n - 1) / n of them twice: of two ranks as many
+    found = train_seconds(shape_of(read_spec(models[5]), "lm"), rows(dp * ROWS, LENGTH), how, machine(link=1.0), IDEAL)
     assert found == pytest.approx(counted, rel=0.01)
 
 

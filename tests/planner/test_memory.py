@@ -60,6 +60,7 @@ CASES = [  # layout, dtype, checkpointing, micro-batches
     (Layout(pp=2), "bfloat16", "full", 2),
     (Layout(dp=2), "bfloat16", "none", 2),
     (Layout(dp=2, zero=1), "bfloat16", "selective", 2),
+    (Layout(dp=4, zero=1, zero_size=2), "bfloat16", "selective", 2),
 ]
 
 
@@ -100,6 +101,7 @@ def test_training_takes_what_is_predicted(layout: Layout, dtype: str, mode: str,
     one = choices(
         [(layout.pp, layout.tp, layout.dp)],
         zero=(layout.zero,),
+        zero_size=(layout.zero_size or 0,),
         micro_tokens=(ROWS * LENGTH,),
         checkpointing=(CHECKPOINTING.index(mode),),
         sequence_parallel=(int(layout.sequence_parallel),),
@@ -179,6 +181,8 @@ def test_what_a_role_holds_by_hand() -> None:
     np.testing.assert_allclose(parts["weights"], 2 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
     np.testing.assert_allclose(parts["optimizer"], 12 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
     assert float(model.held(SEVEN, ways, model.RoleSettings(), 0)["optimizer"][0]) == 0
+    pairs = model.held(SEVEN, choices([(1, 1, 8)], zero=(0, 3), zero_size=(2,)), model.RoleSettings(trained=True), 0)
+    np.testing.assert_allclose(model.total(pairs), 14 * 7.6156e9 / np.array([1, 2]), rtol=1e-4)
     without = model.held(SEVEN, ways, model.RoleSettings(trained=True, master_weights=False), 0)
     np.testing.assert_allclose(without["optimizer"], without["weights"] * 2)  # bf16 moments
     offloaded = model.RoleSettings(trained=True, optim_offload=True, offload=True)

@@ -25,7 +25,8 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.model.path=/models/small actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.actor.optim.lr=2e-6 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.use_kl_loss=KL \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True actor_rollout_ref.actor.fsdp_config.fsdp_size=4 \
+    actor_rollout_ref.ref.fsdp_config.fsdp_size=8 critic.model.fsdp_config.fsdp_size=-1 \
     actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.top_k=-1 \
     critic.model.path=/models/critic \
     trainer.logger='["console"]' trainer.experiment_name=mine trainer.nnodes=2 trainer.n_gpus_per_node=4 \
@@ -64,6 +65,9 @@ def test_a_script_with_a_critic(tmp_path: Path) -> None:
     assert (config.run.save_freq, config.run.test_freq, config.logger.wandb, config.logger.trackers) == (0, 5, "disabled", [])
     actor, critic = config.models["actor"], config.models["critic"]
     assert (actor.path, actor.optim.lr, actor.optim.offload, actor.layout.zero) == ("/models/small", 2e-6, True, 3)
+    assert (actor.layout.zero_size, critic.layout.zero_size, "reference:" in text) == (4, None, False), (
+        "all 8 ranks are no part"
+    )
     assert (actor.generation.tp, actor.activation_checkpointing) == (2, "full")
     assert (critic.path, critic.optim.lr) == ("/models/critic", 1e-5)
     assert (config.sampling.n, config.val_sampling.temperature, config.reward.function) == (5, 0, "auto")
@@ -259,8 +263,9 @@ def test_a_script_that_trains_by_examples(tmp_path: Path) -> None:
     script.write_text("""if [ "$#" -lt 2 ]; then echo usage; exit 1; fi
 torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/d.parquet data.val_files=/v.parquet \\
     data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
-    data.micro_batch_size_per_gpu=4 model.partial_pretrain=/m model.lora_rank=8 optim.lr=1e-4 trainer.total_epochs=2 \\
-    trainer.default_local_dir=/out trainer.logger=console use_remove_padding=true trainer.test_freq=-1 trainer.no_such=1
+    data.micro_batch_size_per_gpu=4 engine.fsdp_size=2 model.partial_pretrain=/m model.lora_rank=8 optim.lr=1e-4 \\
+    trainer.total_epochs=2 trainer.default_local_dir=/out trainer.logger=console trainer.no_such=1 \\
+    use_remove_padding=true trainer.test_freq=-1
 """)
     code, written, said = run_script(str(script))
     (tmp_path / "mine.yaml").write_text(written)
@@ -270,6 +275,7 @@ torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/
     assert (data.prompt_key, data.response_key, data.apply_chat_template) == ("extra_info.question", "extra_info.answer", True)
     assert (data.path, data.val_path, data.epochs, data.train_batch_size) == ("/d.parquet", "/v.parquet", 2, 256)
     assert (actor.path, actor.lora.rank, actor.optim.lr, actor.layout.zero) == ("/m", 8, 1e-4, 3)
+    assert actor.layout.zero_size == 2
     assert (config.run.dir, config.run.test_freq, config.logger.wandb) == ("/out", 0, "disabled")
     assert "trainer.no_such: left out, not known" in said and "rows are always packed" in said
     script.write_text(script.read_text().replace("data.prompt_key=extra_info", "data.multiturn.enable=true"))

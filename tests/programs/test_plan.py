@@ -189,6 +189,10 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], sai
         ("{ranks: x, home: true}", "ranks='x' must be the first and the last rank"),
         ("{ranks: 0-3, dp: 2, home: true}", "is not the number of ranks"),
         ("{ranks: 0-3, dp: 4}", "one call of role 'actor' must have home: true"),
+        (
+            "{ranks: 0-3, dp: 4, home: true, zero: 3, zero_size: 3}",
+            "update_actor: zero_size=3 must divide dp=4; allowed: 1, 2, 4",
+        ),
         ("{ranks: 0-3, dp: 4, home: true, gpu_memory_utilization: 7}", "must be in (0, 1]"),
     ],
 )
@@ -244,6 +248,18 @@ def test_a_home_in_rows_is_gathered_for_its_calls(tmp_path: Path) -> None:
     run = plan.read_run(str(CONFIGS / "quickstart_grpo.yaml"), [*arguments, "sampling.n=8", "reward.function=exact_match"])
     found = plan.plan(run).file.calls["actor.generate_sequences"]
     assert found.memory_gb > 2 * 70.5e9 / (found.pp * found.tp) / GIB, "a generating rank holds its whole shard"
+
+
+def test_a_configuration_with_copies_of_shards_is_planned_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, found = tmp_path / "plan.yaml", dict[int, Any]()
+    cluster = ("cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.gpu=h200", f"plan.out={out}", "plan.fixed=config")
+    zero = [f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward")]
+    for size in (16, 8):
+        sizes = [f"{one.replace('zero=3', 'zero_size')}={size}" for one in zero]
+        found[size] = made(capsys, *large("actor", "reward"), *cluster, *zero, *sizes)["calls"]["actor.update_actor"]
+    assert found[8]["memory_gb"] > found[16]["memory_gb"]
+    layout = plan.read_plan(str(out)).settings()["models"]["actor"]["layout"]
+    assert layout == {"pp": 1, "tp": 1, "dp": 16, "zero": 3, "zero_size": 8, "sequence_parallel": False}
 
 
 def plan_and_train(world: Any, overrides: list[str]) -> None:

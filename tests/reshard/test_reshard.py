@@ -15,13 +15,23 @@ import pytest
 import torch
 
 from places import ROOT
-from reshard_cases import SPECS, Simulated, cases, fits, layout_of
+from reshard_cases import (
+    SPECS,
+    Simulated,
+    cases,
+    fits,
+    generation_shards,
+    generation_shards_at,
+    layout_of,
+    train_shards,
+    train_shards_at,
+)
 from reshard_plans import check_plans
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
-from rlhf_spmd.reshard import METHODS, Holding, missing_elements, plan_transfer
+from rlhf_spmd.reshard import METHODS, Holding, choose_method, missing_elements, plan_transfer
 from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_bucket
 from rlhf_spmd.reshard.plan import Part, single_slice
 from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
@@ -38,6 +48,35 @@ def test_every_layout_and_method(part: int) -> None:
         layout = layout_of(name, train, pp, tp)
         assert fits(spec, train, layout)
         check_plans(Simulated(name, layout, spec, head, 1 if number // 3 % 2 else 1 << 30))
+
+
+@pytest.mark.parametrize(
+    ("train", "pp", "tp"),
+    [
+        (Layout(dp=1024, zero=3, zero_size=8), 1, 4),
+        (Layout(2, 4, 128, 3, zero_size=8), 1, 2),
+        (Layout(1, 8, 128, 1, zero_size=2), 1, 4),
+    ],
+    ids=str,
+)
+def test_a_transition_on_1024_ranks_stays_in_a_shard_group(train: Layout, pp: int, tp: int) -> None:
+    """Whoever gives is of the same copy of the model: those of the shard group, and where the grid is another one of all its stages
+    and slices. All ranks of such a group name the same ranks."""
+    spec, head = SPECS["value head"]
+    layout = layout_of("zero_redundancy", train, pp, tp)
+    method, hold = (
+        choose_method("zero_redundancy", layout),
+        (train_shards_at(spec, train, head), generation_shards_at(spec, layout, head)),
+    )
+    for index in (0, 333, 1023):
+        group = method.gather_ranks(layout, index)
+        assert len(group) <= 64 and index in group and all(method.gather_ranks(layout, other) == group for other in group)
+        copies = {train.coordinate(rank).dp // train.dp_shard for rank in group}
+        assert copies == {train.coordinate(index).dp // train.dp_shard}
+        plan = method.plan(layout, index, *hold, 1 << 20)
+        assert {rank for pair in plan.transfer.traffic for rank in pair} <= set(group)
+        wanted = generation_shards(spec, layout, index, head)
+        assert plan.transfer.received(index) == missing_elements(train_shards(spec, train, index, head), wanted)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

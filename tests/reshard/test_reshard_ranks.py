@@ -108,6 +108,8 @@ CASES = [  # training layout, p_g, t_g, method or None for all
     (Layout(tp=2, dp=2, zero=3), 1, 1, "zero_redundancy"),
     (Layout(pp=2, dp=2, zero=3), 1, 4, "zero_redundancy"),
     (Layout(tp=2, dp=2, zero=1), 1, 2, "zero_redundancy"),
+    (Layout(dp=4, zero=3, zero_size=2), 1, 1, None),
+    (Layout(dp=4, zero=3, zero_size=2), 1, 4, "zero_redundancy"),
 ]
 RUNS = [(train, pp, tp, name) for train, pp, tp, only in CASES for name in METHODS if only in (None, name)]
 

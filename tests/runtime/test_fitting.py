@@ -79,6 +79,8 @@ def test_no_milder_remedy_of_the_same_kind_would_do(root: Path) -> None:
     assert check_memory(*judged(case, root, "models.actor.layout.zero=1"), case.memory, 8) is not None  # a warning
     with pytest.raises(ValueError, match=r"fit with models\.actor\.layout\.zero=2$"):
         check_memory(*judged(case, root), case.memory, 8)
+    with pytest.raises(ValueError, match=r"fit with models\.actor\.layout\.zero_size=null$"):
+        check_memory(*judged(case, root, "models.actor.layout.zero=3", "models.actor.layout.zero_size=1"), case.memory, 8)
     words = [
         f"models.{role}.{key}" for key in ("activation_checkpointing=full", "layout.zero=2") for role in ("actor", "critic")
     ]

@@ -50,6 +50,7 @@ LAYOUTS = {
     "dp2 zero2": Layout(dp=2, zero=2),
     "dp2 zero3": Layout(dp=2, zero=3),
     "tp2 dp2 zero3": Layout(tp=2, dp=2, zero=3),
+    "dp4 zero3 zero_size2": Layout(dp=4, zero=3, zero_size=2),
     "tp2 dp2": Layout(tp=2, dp=2),
     "pp2 dp2 zero1": Layout(pp=2, dp=2, zero=1),
 }
@@ -90,7 +91,7 @@ CASES = [
 def test_the_same_steps_in_every_layout(models: dict[str, str], model: str, head: str, lora: LoraConfig, where: str) -> None:
     layout, path = LAYOUTS[where], models[model]
     one = alone(path, head, lora, [1])
-    assert_same(run(path, layout, head, lora, [2, 3]), one)
+    assert_same(run(path, layout, head, lora, [2, 3, 1, 2]), one)
     base = load_file(Path(path) / "model.safetensors")
     moved = {name for name, tensor in one[1].items() if name not in base or not torch.equal(tensor, base[name].double())}
     trained = {name for name in one[1] if ".lora_" in name} | ({"score.weight"} & one[1].keys())
@@ -145,14 +146,14 @@ def held(world: Any, path: str, layout: Layout, dtype: torch.dtype, lora: LoraCo
         same[name] = torch.equal(tensor, before[name])
     shards = rank_shards(engine.spec, "lm", layout, engine.mesh.pp_rank, engine.mesh.tp_rank)
     for name, tensor in merged.items():
-        rows = zero_shards(shards, engine.mesh.dp.rank, engine.mesh.dp.size) if engine.zero else shards
+        rows = zero_shards(shards, engine.mesh.dp_shard.rank, engine.mesh.dp_shard.size)
         for box in rows[name].boxes:
             boxes.append((box.name, box.shape, box.global_slices, tensor[box.local_slices]))
     return set(engine.optimizer.state_tensors()), same, local_boxes(engine), boxes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("where", ["tp2", "dp2 zero1", "dp2 zero3", "tp2 dp2 zero3"])
+@pytest.mark.parametrize("where", ["tp2", "dp2 zero1", "dp2 zero3", "tp2 dp2 zero3", "dp4 zero3 zero_size2"])
 def test_what_is_kept_and_what_generation_gets(models: dict[str, str], where: str, dtype: torch.dtype) -> None:
     results = run_ranks(LAYOUTS[where].size, held, models["untied"], LAYOUTS[where], dtype)
     for states, same, _, _ in results:

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_runs import CONFIGS, OPTIM, STEPS, build, cut, local_boxes, next_token_loss, rows_of, together, worst_update
+from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update
 from ranks import run_ranks
-from rlhf_spmd.checkpoint.load import load_checkpoint
-from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
 from rlhf_spmd.parallel.layout import Layout
@@ -108,7 +106,7 @@ def test_muon_steps_are_those_of_torch(dtype: torch.dtype) -> None:
         return {"layers.0.qk.weight": together, **{name: tensors[tensor].clone() for name, tensor in others.items()}}
 
     world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
-    muon = Muon(build_mesh(world, [0], Layout()), 0, lambda tp: shards)
+    muon = Muon(build_mesh(world, [0], Layout()), lambda tp: shards)
     assert muon.sizes == {"layers.0.qk.weight": 128, "layers.0.down.weight": 160}
     params = local(first)
     optimizer = Optimizer(replace(CONFIG, name="muon"), params, 4, muon=muon)
@@ -143,27 +141,6 @@ def test_all_ranks_orthogonalize_at_the_same_time(ranks: int) -> None:
     assert max(loads) <= sum(loads) / ranks + 28672 * 8192 * 8192
 
 
-def go(world: Any, path: str, layout: Layout, options: dict[str, Any], steps: range, load: str, save: str) -> Any:
-    """Optimizer steps ``steps`` after reading the checkpoint ``load``; then writes one under ``save``. Either may be empty."""
-    engine = build(world, path, layout, **options)
-    optimizer = engine.optimizer
-    assert optimizer is not None
-    if load:
-        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
-        load_checkpoint(Path(load), "actor", state, engine.mesh.pool)
-        optimizer.take_states(state.optim)
-        optimizer.step_count = steps.start
-    reports = []
-    for step in steps:
-        rows = rows_of(step, engine.spec.vocab_size)
-        engine.forward_backward(cut(rows, layout.dp, engine.mesh.dp_rank, 3), next_token_loss)
-        reports.append(engine.optimizer_step() | {"loss": 0.0})
-    if save:
-        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
-        save_checkpoint(Path(save), steps.stop, {"actor": state}, {}, engine.mesh.pool)
-    return reports, local_boxes(engine)
-
-
 def run(layout: Layout, path: str, options: dict[str, Any], steps: range = range(STEPS), load: str = "", save: str = "") -> Any:
     return together(run_ranks(layout.size, go, path, layout, options, steps, load, save))[1]
 
@@ -173,10 +150,12 @@ BOUNDS = {"adamw_8bit": 0.1, "muon": 0.02}
 LAYOUTS = [
     Layout(tp=2),
     Layout(dp=2, zero=3),
+    Layout(dp=4, zero=3, zero_size=2),
     Layout(pp=2),
     Layout(dp=2),
     Layout(tp=2, dp=2),
     Layout(tp=2, dp=2, zero=1),
+    Layout(tp=2, dp=4, zero=1, zero_size=2),
     Layout(pp=2, dp=2, zero=2),
     Layout(pp=2, vpp=2),
     Layout(pp=2, vpp=2, dp=2, zero=1),

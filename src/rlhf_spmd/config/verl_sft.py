@@ -32,6 +32,7 @@ NAMES = {  # theirs: ours, with the same values
     "optim.warmup_style": "models.actor.optim.lr_scheduler_type",
     "engine.tensor_model_parallel_size": "models.actor.layout.tp",
     "engine.pipeline_model_parallel_size": "models.actor.layout.pp",
+    "engine.fsdp_size": "models.actor.layout.zero_size",
     "trainer.project_name": "logger.project",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.dir",
@@ -109,5 +110,5 @@ def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
 
 
 def _is_set(key: str, value: Any) -> bool:
-    """Whether a value says something: -1 is verl's word for none."""
-    return not (key.endswith(("_max_samples", "_freq")) and isinstance(value, int) and value < 0)
+    """Whether a value says something: -1 is verl's word for none, of ranks for all."""
+    return not (key.endswith(("_max_samples", "_freq", "fsdp_size")) and isinstance(value, int) and value < 0)

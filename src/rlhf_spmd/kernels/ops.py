@@ -43,12 +43,13 @@ class Ops:
     - small_head: logits so few that the backward pass takes chunks of rows whole; of as many it finds those of the forward pass, where
       ``keeps_logits``: the statistics leave them as they are.
     - writes_pages: it has :meth:`heads_to_pages`.
+    - head_columns: blocks of the vocabulary in the head's backward pass are a multiple of so many tokens.
     - wide_head: the products of the head's backward pass are in fp32, also where its weight is not.
     """
 
     name, joins_layers, writes_pages = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
-    small_head, keeps_logits, wide_head = 1 << 23, False, False
+    small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
     def min_rows(self, numel: int, inner: int) -> int:
         """Rows from which on x @ w gives each row the same bits whatever their number; ``numel``: elements of w, with its batch;

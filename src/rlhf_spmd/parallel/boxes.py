@@ -75,10 +75,10 @@ def _part(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> Box:
     return Box(box.name, box.shape, start, size, local)
 
 
-def zero_rows(num_rows: int, dp_rank: int, dp: int) -> tuple[int, int]:
-    """Rows [first, last) of a parameter that FSDP2 leaves on one rank: torch.chunk's ceil-sized chunks along dim 0."""
-    chunk = -(-num_rows // dp)
-    return min(dp_rank * chunk, num_rows), min((dp_rank + 1) * chunk, num_rows)
+def zero_rows(num_rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Rows [first, last) of a parameter that FSDP2 leaves on one of ``ranks``: torch.chunk's ceil-sized chunks along dim 0."""
+    chunk = -(-num_rows // ranks)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
 def box_rows(box: Box, first: int, last: int) -> Box | None:
@@ -95,9 +95,9 @@ def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
     return ParamShard((last - first, *shard.shape[1:]), boxes, shard.whole_on_tp)
 
 
-def zero_shards(shards: Mapping[str, ParamShard], dp_rank: int, dp: int) -> dict[str, ParamShard]:
-    """What ZeRO leaves of a rank's parameters on one of ``dp`` replicas."""
-    return {name: shard_rows(shard, *zero_rows(shard.shape[0], dp_rank, dp)) for name, shard in shards.items()}
+def zero_shards(shards: Mapping[str, ParamShard], rank: int, ranks: int) -> dict[str, ParamShard]:
+    """What ZeRO leaves of the parameters of ``ranks`` replicas on one of them."""
+    return {name: shard_rows(shard, *zero_rows(shard.shape[0], rank, ranks)) for name, shard in shards.items()}
 
 
 def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box]], list[Box]]:

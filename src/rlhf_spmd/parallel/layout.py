@@ -25,6 +25,8 @@ class LayoutConfig:
     - tp: tensor slices
     - dp: replicas; null: what the ranks of the pool leave
     - zero: ZeRO stage over the replicas, 0 to 3
+    - zero_size: neighbouring replicas that share one copy of what `zero` shards, say those of a host (HSDP); divides `dp`; null: all,
+      see [placement.md](placement.md#zero-inside-hosts)
     - sequence_parallel: outside attention and MLP each tp rank holds 1 / tp of the tokens, see [training.md](training.md);
       without effect at tp 1
     """
@@ -34,6 +36,7 @@ class LayoutConfig:
     tp: int = 1
     dp: int | None = None
     zero: int = 0
+    zero_size: int | None = None
     sequence_parallel: bool = False
 
 
@@ -58,6 +61,11 @@ class Grid(ABC):
     @abstractmethod
     def ranks(self) -> np.ndarray:
         """Pool indices by coordinate, [pp, dp, tp]."""
+
+    @property
+    def dp_shard(self) -> int:
+        """Neighbouring ranks of dp that share one copy of what ZeRO shards; 1: each rank has a copy of its own."""
+        return 1
 
     @cached_property
     def _coordinates(self) -> list[Coordinate]:
@@ -84,10 +92,22 @@ class Grid(ABC):
         """The pp * tp ranks that together hold the replica of ``index``."""
         return self.along(index, "pp", "tp")
 
+    def shard_group(self, index: int) -> list[int]:
+        """The ``dp_shard`` ranks, ``index`` among them, that share one copy of what ZeRO shards."""
+        first = self.coordinate(index).dp // self.dp_shard * self.dp_shard
+        return self.along(index, "dp")[first : first + self.dp_shard]
+
+    def replicate_group(self, index: int) -> list[int]:
+        """The ranks that hold the same part of the model as ``index``, itself included: one of each shard group."""
+        return self.along(index, "dp")[self.coordinate(index).dp % self.dp_shard :: self.dp_shard]
+
 
 @dataclass(frozen=True)
 class Layout(Grid):
-    """A resolved training layout (p, t, d) with its ZeRO stage over d and ``vpp`` virtual stages per rank."""
+    """A resolved training layout (p, t, d) with its ZeRO stage over d and ``vpp`` virtual stages per rank.
+
+    ``zero_size``: ZeRO shards over so many neighbouring ranks of dp; None: over all of them.
+    """
 
     pp: int = 1
     tp: int = 1
@@ -95,10 +115,23 @@ class Layout(Grid):
     zero: int = 0
     vpp: int = 1
     sequence_parallel: bool = False
+    zero_size: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.dp % (self.zero_size or 1) == 0, f"zero_size={self.zero_size} does not divide dp={self.dp}"
 
     @property
     def size(self) -> int:
         return self.pp * self.tp * self.dp
+
+    @property
+    def dp_shard(self) -> int:
+        return (self.zero_size or self.dp) if self.zero else 1
+
+    @property
+    def dp_replicate(self) -> int:
+        """Copies of the model over dp."""
+        return self.dp // self.dp_shard
 
     def stages(self, pp_rank: int) -> list[int]:
         """The virtual stages, of ``pp * vpp``, that a pipeline rank holds, one for each of its chunks."""
@@ -109,7 +142,8 @@ class Layout(Grid):
         return np.arange(self.size).reshape(self.pp, self.dp, self.tp)
 
     def __str__(self) -> str:
-        more = (f" {key}({n})" for key, n, none in (("zero", self.zero, 0), ("vpp", self.vpp, 1)) if n != none)
+        options = (("zero", self.zero, 0), ("zero_size", self.zero_size, None), ("vpp", self.vpp, 1))
+        more = (f" {key}({n})" for key, n, none in options if n != none)
         return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + "".join(more)
 
 
@@ -131,13 +165,28 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
     if config.zero not in (0, 1, 2, 3):
         raise ValueError(f"{where}: zero={config.zero} is not a ZeRO stage; allowed: 0, 1, 2, 3")
     dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp), 1)
-    layout = Layout(config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel)
+    check_zero_size(config.zero, config.zero_size, dp, where)
+    zero_size = None if config.zero_size == dp else config.zero_size
+    layout = Layout(config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel, zero_size)
     if layout.size != pool_size:
         raise ValueError(
             f"{where}: pp({layout.pp}) * tp({layout.tp}) * dp({layout.dp}) = {layout.size} ranks, but the pool has {pool_size}; "
             f"change the layout or the pool so that both are equal"
         )
     return layout
+
+
+def check_zero_size(zero: int, size: int | None, dp: int, where: str) -> None:
+    """Raises ValueError where ZeRO cannot shard over ``size`` neighbours of ``dp`` ranks: the value and what is allowed."""
+    if size is None:
+        return
+    if size < 1 or dp % size:
+        allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        raise ValueError(f"{where}: zero_size={size} must divide dp={dp}; allowed: {allowed} (or null: all of dp)")
+    if not zero:
+        raise ValueError(
+            f"{where}: zero_size={size} says over how many ranks ZeRO shards, but zero=0; set zero to 1, 2 or 3, or leave zero_size out"
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Here a rank makes the groups that it is in, when they first communicate, so rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,8 @@ from rlhf_spmd.parallel.world import World
 class Mesh:
     """This rank's view of a layout on a pool. On ranks outside the pool ``index`` is -1 and the groups are solo groups.
 
-    pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``, ``pp``, ``pp_back`` (the stages again, for what travels
+    pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``; of its ranks ``dp_shard`` (those that share one copy of what ZeRO
+    shards) and ``dp_replicate`` (those that hold the same part as this one); ``pp``, ``pp_back`` (the stages again, for what travels
     backwards); ``replica`` (the pp * tp ranks of one replica), ``pool`` (all ranks), ``ends`` (first and last stage of this
     (dp, tp): tied embeddings), ``ring`` and ``ring_back`` (the same two, for what travels between them where vpp > 1); the last
     three are solo on the stages between. Ranks of a group ascend, so in a generation mesh regrouped from several stages ``dp.rank``,
@@ -38,6 +39,8 @@ class Mesh:
     tp_rank: int
     tp: Group
     dp: Group
+    dp_shard: Group
+    dp_replicate: Group
     pp: Group
     pp_back: Group
     replica: Group
@@ -61,13 +64,18 @@ class Mesh:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The axes that have more than one rank, by name. Members only. Collective over the pool, the first time: every rank of it
-        must call, in program order."""
-        shape = dict(zip(AXES, self.layout.ranks.shape, strict=True))
-        groups = {
-            axis: group.process_group for axis in AXES if shape[axis] > 1 and isinstance(group := getattr(self, axis), Group)
-        }
-        ranks = torch.tensor(self.pool.ranks)[torch.from_numpy(self.layout.ranks)].reshape([shape[axis] for axis in groups])
+        """The axes that have more than one rank, by name; dp as ``dp_replicate`` and ``dp_shard`` where ZeRO shards over a part of it.
+
+        Members only. Collective over the pool, the first time: every rank of it must call, in program order.
+        """
+        pp, dp, tp = self.layout.ranks.shape
+        shard = self.layout.dp_shard
+        shape = {"pp": pp, "dp": dp, "tp": tp}
+        if 1 < shard < dp:
+            shape = {"pp": pp, "dp_replicate": dp // shard, "dp_shard": shard, "tp": tp}
+        shape = {axis: size for axis, size in shape.items() if size > 1}
+        groups = {axis: group.process_group for axis in shape if isinstance(group := getattr(self, axis), Group)}
+        ranks = torch.tensor(self.pool.ranks)[torch.from_numpy(self.layout.ranks)].reshape(list(shape.values()))
         return DeviceMesh.from_group([*groups.values()], self.device_type, ranks, mesh_dim_names=tuple(groups))
 
 
@@ -75,11 +83,15 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
     """The mesh of a layout on the ranks of ``pool``, which ascend. Communicates nothing."""
     index = list(pool).index(world.rank) if world.rank in pool else -1
 
-    def along(name: str, *axes: str, channel: str = "") -> Group:
-        ranks = [pool[i] for i in layout.along(index, *axes)] if index >= 0 else []
-        if name in ("ends", "ring", "ring_back"):
-            ranks = sorted({*ranks[:1], *ranks[-1:]})
+    def group(name: str, members: Callable[[int], list[int]], channel: str = "") -> Group:
+        ranks = [pool[i] for i in members(index)] if index >= 0 else []
         return world.group(sorted(ranks), name, channel) or solo(world.rank)
+
+    def along(name: str, *axes: str, channel: str = "") -> Group:
+        return group(name, lambda at: layout.along(at, *axes), channel)
+
+    def ends(name: str, channel: str = "") -> Group:
+        return group(name, lambda at: sorted({(stages := layout.along(at, "pp"))[0], stages[-1]}), channel)
 
     return Mesh(
         layout,
@@ -87,12 +99,14 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         *(layout.coordinate(index) if index >= 0 else (-1, -1, -1)),
         tp=along("tp", "tp"),
         dp=along("dp", "dp"),
+        dp_shard=group("dp_shard", layout.shard_group),
+        dp_replicate=group("dp_replicate", layout.replicate_group),
         pp=along("pp", "pp"),
         pp_back=along("pp_back", "pp", channel="back"),
         replica=along("replica", "pp", "tp"),
         pool=along("pool", *AXES),
-        ends=along("ends", "pp"),
-        ring=along("ring", "pp", channel="ring"),
-        ring_back=along("ring_back", "pp", channel="ring_back"),
+        ends=ends("ends"),
+        ring=ends("ring", "ring"),
+        ring_back=ends("ring_back", "ring_back"),
         device_type=world.device.type,
     )

@@ -1,4 +1,7 @@
-"""ZeRO over dp by FSDP2, its collectives through the door of :mod:`~rlhf_spmd.parallel.collectives`.
+"""ZeRO by FSDP2, its collectives through the door of :mod:`~rlhf_spmd.parallel.collectives`.
+
+FSDP2 sees the shard group only. With several copies of the shards (HSDP) the engine sums gradients over the copies, once for each
+optimizer step, where FSDP2's mesh of two axes would do so after every reduction and by collectives of its own.
 
 FSDP2 is imported where a role uses it: that takes a rank most of a second, and a fifth of all that it imports.
 """
@@ -24,8 +27,8 @@ STAGED = 1 << 21  # elements that a rank gives to a collective of gloo at a time
 
 
 def stage_of_zero(layout: Layout) -> int:
-    """One replica has nobody to share its parameters with."""
-    return layout.zero if layout.dp > 1 else 0
+    """A rank that holds whole parameters has nobody to share them with."""
+    return layout.zero if layout.dp_shard > 1 else 0
 
 
 class _Collective:
@@ -84,7 +87,7 @@ class _ReduceScatter(_Collective):
 
 
 class Zero:
-    """FSDP2 applied to a module over dp: every one of ``blocks`` by itself, the rest at the root. Gradients are sums, not means.
+    """FSDP2 applied to a module over ``mesh.dp_shard``: every one of ``blocks`` by itself, the rest at the root. Gradients are sums.
 
     stage: 1 or 2 hold the gathered parameters from the first micro-batch to the last one; 3 gathers them in every pass. 1
     reduces gradients after the last micro-batch only. ``reduce_dtype``: in which gradients are summed over ranks.
@@ -101,13 +104,14 @@ class Zero:
         self._reductions: dict[int, _ReduceScatter] = {}  # by the identity of the parameter
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody writes into it
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        axis = "dp" if mesh.dp_shard.size == mesh.dp.size else "dp_shard"
         for part in [*blocks, module]:
-            fully_shard(part, mesh=mesh.device_mesh["dp"], reshard_after_forward=stage == 3, mp_policy=policy)
+            fully_shard(part, mesh=mesh.device_mesh[axis], reshard_after_forward=stage == 3, mp_policy=policy)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            reduction: Any = _ReduceScatter(mesh.dp)
-            gather: Any = _AllGather(mesh.dp)
+            reduction: Any = _ReduceScatter(mesh.dp_shard)
+            gather: Any = _AllGather(mesh.dp_shard)
             part.set_custom_all_gather(gather)
             part.set_custom_reduce_scatter(reduction)
             self._parts.append(part)

@@ -86,7 +86,8 @@ class _Rates:
         self.layers = np.ceil(shape.layers / choices.pp)  # of the stage with most
         self.last_layers = shape.layers // choices.pp
         self.slices = np.where(choices.sequence_parallel > 0, choices.tp, 1)  # of the residual stream
-        self.tp_ring, self.dp_ring = self.ring(choices.tp, 1), self.ring(choices.dp, choices.tp)
+        self.tp_ring, self.shard_ring = self.ring(choices.tp, 1), self.ring(choices.dp_shard, choices.tp)
+        self.replicate_ring = self.ring(choices.dp_replicate, choices.tp * choices.dp_shard)
 
     def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
         """Over so many ranks, one every ``apart``. Between hosts a ring crosses the network on all devices of a host that are in it."""
@@ -160,22 +161,21 @@ class _Rates:
         return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
 
     def zero(self, passes: Numbers, compute: Numbers, trains: bool) -> Numbers:
-        """What of ZeRO's transfers over dp, in ``passes`` micro-batches that take ``compute`` seconds, does not go on beside them.
+        """What of ZeRO's transfers in a shard group does not go on beside ``passes`` micro-batches that take ``compute`` seconds.
 
         1 and 2 gather parameters once, 3 in every pass; gradients are scattered once by 1, after every micro-batch by 2 and 3."""
         stage = self.choices.zero
         params = self.shape.stage_params(self.choices.pp, self.choices.tp)
         gathers = np.where(stage == 3, passes * (1 + trains), stage > 0)
         scatters = np.where(stage >= 2, passes, stage > 0) * trains
-        sent = gathers * self.dp_ring.gather(params * self.itemsize) + scatters * self.dp_ring.gather(params * self.wide)
+        sent = gathers * self.shard_ring.gather(params * self.itemsize) + scatters * self.shard_ring.gather(params * self.wide)
         beside = compute * np.where(stage == 1, 1 / passes, 1) * self.machine.device.overlap
         return np.maximum(sent - beside, 0)
 
     def optimizer(self) -> Numbers:
-        """An optimizer step, and without ZeRO the sum of gradients over dp before it."""
-        zero, params = self.choices.zero, self.shape.stage_params(self.choices.pp, self.choices.tp)
-        summed = np.where(zero == 0, 2 * self.dp_ring.gather(params * self.wide), 0)
-        return summed + params / np.where(zero > 0, self.choices.dp, 1) * OPTIMIZER_BYTES / self.bytes
+        """An optimizer step, and before it the sum of a rank's gradients over the copies of the model."""
+        own = self.shape.stage_params(self.choices.pp, self.choices.tp) / self.choices.dp_shard
+        return 2 * self.replicate_ring.gather(own * self.wide) + own * OPTIMIZER_BYTES / self.bytes
 
     def decode(self, rows: Numbers, context: Numbers, held: Numbers) -> Numbers:
         """A step of one token of each of ``rows`` [n, k] of a replica, which have ``context`` [n, k] tokens of ``held`` bytes each.

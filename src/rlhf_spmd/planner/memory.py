@@ -92,7 +92,7 @@ class _Slice:
         tied = np.where(shape.tied & ~self.first, shape.embed, 0)
         self.ends = (self.first * shape.embed + self.last * (shape.head + tied)) / tp  # outside of the layers
         self.params = self.layers * self.layer + self.ends
-        self.shards = np.where(choices.zero > 0, choices.dp, 1)
+        self.shards = choices.dp_shard
         table = shape.vocab * shape.hidden * (self.first | (self.last & (shape.outputs > 1)))
         self.widest = min(2 * shape.intermediate * shape.hidden, shape.layer) / tp  # of a layer's matrices
         self.largest = np.maximum(table / tp, self.widest)
@@ -151,7 +151,7 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
     reducing = root * (b + a + (a + b) / part.shards) + np.where(choices.zero > 0, layer * (b + a), largest)
     reducing = np.maximum(reducing, largest * frozen)
     bucket = np.maximum(BUCKET_ELEMENTS, part.largest / part.shards)
-    summed, brought = (choices.zero == 0) & (choices.dp > 1), role.optim_offload and not role.on_host
+    summed, brought = choices.dp_replicate > 1, role.optim_offload and not role.on_host
     step = a * bucket * summed + role.states * bucket * brought
     if role.optim == "muon":  # a bucket's steps, on their way and back, the rank's own matrices, and of one the product
         matrices = np.minimum(MATRIX_ELEMENTS, part.layers * part.layer / part.shards)
@@ -283,7 +283,7 @@ def _gathered(part: _Slice, choices: Choices, role: RoleSettings) -> Any:
     """Weights of ZeRO beside the rank's rows: all, or with stage 3 the root's and two layers', and FSDP2's buffer for the larger."""
     layer = part.layer - role.quantized / part.tp
     whole, some = part.layers * layer + part.ends, part.ends + 2 * layer + np.maximum(part.ends, layer)
-    return role.itemsize * np.choose(np.where(choices.dp > 1, choices.zero, 0), [0 * whole, whole, whole, some])
+    return role.itemsize * np.choose(np.where(choices.dp_shard > 1, choices.zero, 0), [0 * whole, whole, whole, some])
 
 
 def _merging(part: _Slice, role: RoleSettings) -> Any:

@@ -34,7 +34,7 @@ class Mesh:
         return self.first < other.first + other.count and other.first < self.first + self.count
 
 
-Layout = tuple[int, int, int]  # how weights lie: pp, tp and ``zero`` of an option
+Layout = tuple[int, int, int, int]  # how weights lie: pp, tp, ``zero`` and ``zero_size`` of an option
 IMPOSSIBLE = 1e6, 1e15  # seconds and bytes; finite, so that a search that walks finds its way out
 
 
@@ -45,8 +45,8 @@ class Option:
     ``held``: bytes on each of its ranks during the whole step, what the role keeps; only of a role's home. ``active``: bytes more
     while the call runs. Weights that come from the home for the call are not in it: :meth:`Problem.move` counts them. ``choice``: what
     it stands for. ``zero``: weights lie in rows over the ranks, gathered for a call together (1; ZeRO 1 and 2) or layer by layer (3);
-    0: they lie whole. ``in_place``: on the home's ranks in its layout the call takes the weights as they lie there, so ``zero`` must
-    be the home's."""
+    0: they lie whole. ``zero_size``: in rows over so many neighbours; 0: over all ranks of a stage and slice. ``in_place``: on the
+    home's ranks in its layout the call takes the weights as they lie there, so ``zero`` must be the home's."""
 
     size: int
     pp: int
@@ -56,11 +56,12 @@ class Option:
     active: float
     choice: Any = None
     zero: int = 0
+    zero_size: int = 0
     in_place: bool = False
 
     @property
     def layout(self) -> Layout:
-        return self.pp, self.tp, self.zero
+        return self.pp, self.tp, self.zero, self.zero_size
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,8 @@ class Problem:
             return IMPOSSIBLE
         shard = self.weights[role] / (option.pp * option.tp)
         if layout:
-            pp, tp, zero = layout
-            here = holders if zero else pp * tp
+            pp, tp, zero, zero_size = layout
+            here = pp * tp * zero_size if zero_size else holders if zero else pp * tp
             if not option.in_place and pp % option.pp == 0 and tp % option.tp == 0:
                 shard -= self.weights[role] / here
             near = near or here <= self.local_size

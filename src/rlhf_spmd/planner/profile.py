@@ -100,21 +100,21 @@ class Measured:
         """[n] of a forward pass over all rows."""
         took = self._passes("forward", shape, work, work.rows, choices)
         count, _ = work.micro_batches(work.rows, choices)
-        gathered = self.profile.zero_forward * shape.stage_params(choices.pp, choices.tp) * self._slower(choices)
-        return took + (choices.zero == 3) * count * gathered
+        params, slower = shape.stage_params(choices.pp, choices.tp), self._slower(choices.dp_shard, choices.tp)
+        return took + ((choices.zero == 3) & (choices.dp_shard > 1)) * count * self.profile.zero_forward * params * slower
 
     def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
-        """[n] of all mini-batches and epochs: passes, the sum of gradients over dp, the update."""
+        """[n] of all mini-batches and epochs: passes, the sums of gradients, the update."""
         steps = work.mini_batches * work.epochs
         passes = self._passes("both", shape, work, work.rows / work.mini_batches, choices)
-        params = shape.stage_params(choices.pp, choices.tp)
-        link = self.profile.device.link / self._slower(choices)
-        summed = 2 * 4 * params * (choices.dp - 1) / choices.dp / link + self.profile.latency
+        params, shards, copies = shape.stage_params(choices.pp, choices.tp), choices.dp_shard, choices.dp_replicate
+        link = self.profile.device.link / self._slower(copies, choices.tp * shards)
+        summed = 2 * 4 * params / shards * (copies - 1) / copies / link + self.profile.latency
         count, _ = work.micro_batches(work.rows / work.mini_batches, choices)
-        slower = np.asarray(self.profile.zero)[choices.zero] * self._slower(choices)
+        slower = np.asarray(self.profile.zero)[choices.zero] * self._slower(shards, choices.tp)
         sliced = slower * params * np.where(choices.zero >= 2, count, 1)
-        over_dp = np.where(choices.dp == 1, 0.0, np.where(choices.zero > 0, sliced, summed))
-        return steps * (passes + over_dp + self.profile.update * np.where(choices.zero > 0, params / choices.dp, params))
+        over_dp = np.where(shards > 1, sliced, 0.0) + np.where(copies > 1, summed, 0.0)
+        return steps * (passes + over_dp + self.profile.update * params / shards)
 
     def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Any = None) -> np.ndarray:
         """[n] of prefill, shared by a group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
@@ -128,12 +128,12 @@ class Measured:
             total = total + (length - before) * self._step(shape, choices, alive)
         return prefill + total * choices.pp
 
-    def _slower(self, choices: Choices) -> np.ndarray:
-        """[n]: of a ring over dp, how many times as long it takes as over what was measured; between hosts it crosses the network on
-        all devices of a host that are in it."""
+    def _slower(self, ranks: np.ndarray, apart: np.ndarray) -> np.ndarray:
+        """[n]: of a ring of so many ranks, one every ``apart``, how many times as long it takes as over what was measured; between
+        hosts it crosses the network on all devices of a host that are in it."""
         host, link = self.machine.local_size, self.profile.device.link
-        inside = (self.profile.size > host) | (choices.tp * choices.dp <= host)
-        return np.where(inside, 1.0, np.maximum(link / (self.machine.network * np.maximum(host // choices.tp, 1)), 1.0))
+        inside = (self.profile.size > host) | (apart * ranks <= host)
+        return np.where(inside, 1.0, np.maximum(link / (self.machine.network * np.maximum(host // apart, 1)), 1.0))
 
     def _layer(self, name: str, shape: ModelShape, choices: Choices, amount: np.ndarray) -> np.ndarray:
         """Seconds [n] by this name of :class:`LayerTimes`, of tokens or rows [n], each by the times of its tp."""

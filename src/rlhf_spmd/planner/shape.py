@@ -136,13 +136,15 @@ class Workload:
 @dataclass(frozen=True)
 class Choices:
     """Ways to run a call, one per place of these arrays [n], all of int64. ``micro_tokens``: token budget of a micro-batch.
-    ``checkpointing``: index into CHECKPOINTING. ``sequence_parallel``: 0 or 1. Of generation: ``dp`` replicas, ``max_num_seqs`` rows in
+    ``zero_size``: ranks of dp that ZeRO shards over, 0 for all. ``checkpointing``: index into CHECKPOINTING. ``sequence_parallel``: 0
+    or 1. Of generation: ``dp`` replicas, ``max_num_seqs`` rows in
     flight on each, ``graphs`` 1 where decode steps are captured as CUDA graphs."""
 
     pp: np.ndarray
     tp: np.ndarray
     dp: np.ndarray
     zero: np.ndarray
+    zero_size: np.ndarray
     micro_tokens: np.ndarray
     checkpointing: np.ndarray
     sequence_parallel: np.ndarray
@@ -156,6 +158,16 @@ class Choices:
     def size(self) -> np.ndarray:
         """Ranks."""
         return self.pp * self.tp * self.dp
+
+    @property
+    def dp_shard(self) -> np.ndarray:
+        """Neighbouring ranks of dp that share one copy of what ZeRO shards; 1 without ZeRO."""
+        return np.where(self.zero > 0, np.where(self.zero_size > 0, self.zero_size, self.dp), 1)
+
+    @property
+    def dp_replicate(self) -> np.ndarray:
+        """Copies of the model over dp."""
+        return self.dp // self.dp_shard
 
     def take(self, index: Any) -> Choices:
         """Those at ``index`` (numbers or a mask), as arrays."""
@@ -173,7 +185,8 @@ class Choices:
 
 def choices(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> Choices:
     """All combinations of (pp, tp, dp) with the values of the other fields; of a field that is not given, one usual value."""
-    usual = {"zero": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0, "max_num_seqs": 256, "graphs": 0}
+    usual = {"zero": 0, "zero_size": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0}
+    usual |= {"max_num_seqs": 256, "graphs": 0}
     values = [options.get(name, (one,)) for name, one in usual.items()]
     rows = [(*layout, *rest) for layout in layouts for rest in product(*values)]
     return Choices(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)

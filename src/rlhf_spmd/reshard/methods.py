@@ -58,7 +58,11 @@ class TransitionPlan:
 @dataclass(frozen=True)
 class Method:
     """``consecutive``: generation ranks form a grid of their own. ``everyone``: all ranks of the pool give, each its share of what
-    several hold; else the ranks of a training replica or of a regrouping. ``whole``: the whole model is gathered, then cut."""
+    several hold; else the ranks of a training replica or of a regrouping. ``whole``: the whole model is gathered, then cut.
+
+    Under ZeRO the ranks of a shard group exchange, with all of their stages and slices where the grid is another one. Between
+    copies of the model nothing moves then, but with ``everyone`` and ``whole``, which is there to be measured against.
+    """
 
     consecutive: bool = True
     everyone: bool = False
@@ -67,14 +71,11 @@ class Method:
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
         """The ranks that exchange weights with a rank, as pool indices."""
         train = layout.train
-        if self.everyone or (self.whole and train.zero):
+        if self.everyone and (self.whole or train.dp_shard == 1):
             return list(range(train.size))
-        if self.whole:
-            return sorted(train.replica_group(index))
-        if not train.zero:
-            return layout.micro_dp_group(index)
-        pp, _, tp = train.coordinate(index)
-        return sorted(rank for dp in range(train.dp) for rank in layout.micro_dp_group(train.index(pp, dp, tp)))
+        if self.whole or self.everyone:  # the ranks of all stages and slices that share one copy
+            return sorted(rank for other in train.shard_group(index) for rank in train.replica_group(other))
+        return sorted(rank for other in train.shard_group(index) for rank in layout.micro_dp_group(other))
 
     def plan(
         self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
@@ -84,13 +85,13 @@ class Method:
         ranks, mine = self.gather_ranks(layout, index), held_by(layout, wanted, index)
         source = holdings(layout.train, train, ranks, ranks)
         if self.consecutive and not self.whole:
-            transfer = plan_transfer(source, holdings(layout, wanted, ranks), host_of, index)
+            transfer = plan_transfer(source, holdings(layout, wanted, ranks, ranks), host_of, index)
             return TransitionPlan(transfer, mine)
         made = mine
         if self.whole:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
             made = {name: whole_shard(name, shape) for name, shape in boxes.items()}
-            if self.everyone and not layout.train.zero:
+            if self.everyone and layout.train.dp_shard == 1:
                 source = [share for holding in source for share in _shares(holding)]
         transfer = plan_transfer(source, [Holding(tuple(ranks), made)], host_of, index)
         together = plan_buckets(source, made, bucket)
@@ -140,4 +141,4 @@ def _shares(holding: Holding) -> list[Holding]:
     sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
     for name, shard in holding.shards.items():
         sides[not shard.whole_on_tp][name] = shard
-    return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks) > 1, whole=True)]
+    return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks), whole=True)]

@@ -30,36 +30,40 @@ Index = tuple[int, ...]  # one number per tensor dim
 
 @dataclass(frozen=True)
 class Holding:
-    """``ranks`` that hold these parameters whole or, with ``split``, each its rows of every one (ZeRO: ``zero_rows``).
+    """``ranks`` that hold these parameters: ``parts`` neighbours hold one copy, each its rows of every one (ZeRO: ``zero_rows``).
 
-    ``whole``: the ranks hold all of them, and each answers for its rows. On one side a rank holds no element of a tensor twice.
+    ``parts`` divides the number of ranks; 1: each rank holds all rows. ``whole``: the ranks hold all of them, and each answers for
+    its rows. On one side a rank holds no element of a tensor twice.
     """
 
     ranks: tuple[int, ...]
     shards: Shards
-    split: bool = False
+    parts: int = 1
     whole: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.ranks) % self.parts == 0, f"{len(self.ranks)} ranks do not hold whole copies of {self.parts} parts"
 
 
 def holdings(
     layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int], group: Iterable[int] | None = None
 ) -> list[Holding]:
-    """What each rank of a pool holds of a model in a layout; ``group``: of these pool indices, ``ranks`` in the same order."""
+    """What each rank of a pool holds of a model in a layout; ``group``: of these pool indices, ``ranks`` in the same order.
+
+    The ranks of a shard group follow each other in ``group``, and all of them are in it or none.
+    """
     at: dict[tuple[int, int], list[int]] = {}
     for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
         pp, _, tp = layout.coordinate(index)
         at.setdefault((pp, tp), []).append(rank)
-    return [Holding(tuple(held), shards(*coordinate), _splits(layout)) for coordinate, held in at.items()]
+    return [Holding(tuple(held), shards(*coordinate), layout.dp_shard) for coordinate, held in at.items()]
 
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
     """The shards of one rank (pool index), ZeRO's rows cut out."""
     pp, dp, tp = layout.coordinate(index)
-    return zero_shards(shards(pp, tp), dp, layout.dp) if _splits(layout) else shards(pp, tp)
-
-
-def _splits(layout: Layout | GenerationLayout) -> bool:
-    return isinstance(layout, Layout) and layout.zero > 0 and layout.dp > 1
+    parts = layout.dp_shard
+    return zero_shards(shards(pp, tp), dp % parts, parts) if parts > 1 else shards(pp, tp)
 
 
 class Part(NamedTuple):
@@ -210,7 +214,7 @@ def by_tensor(side: Sequence[Holding]) -> dict[str, list[Held]]:
     index: dict[str, list[Held]] = {}
     for number, holding in enumerate(side):
         for parameter, shard in holding.shards.items():
-            rows = shard.shape[0] if holding.split else 0
+            rows = shard.shape[0] if holding.parts > 1 else 0
             for box in shard.boxes:
                 index.setdefault(box.name, []).append(Held(number, parameter, rows, box))
     return index
@@ -229,21 +233,21 @@ def _regions(
 ) -> Iterator[_Region]:
     """The regions of some boxes of one tensor: of split ones only those with rows in ``within``, only those of ``rank``."""
     for number, (holding, _, rows, box) in enumerate(boxes):
-        ranks, whole = side[holding].ranks, side[holding].whole
+        ranks, parts, whole = side[holding].ranks, side[holding].parts, side[holding].whole
         if rank is not None and rank not in ranks:
             continue
         if not rows:
             yield _Region(number, ranks, box)
             continue
-        chunk, low, high = -(-rows // len(ranks)), box.local[0], box.local[0] + box.size[0]
+        chunk, low, high = -(-rows // parts), box.local[0], box.local[0] + box.size[0]
         if within is not None:
             first = within.start[0] + low - box.start[0]
             low, high = max(low, first), min(high, first + within.size[0])
-        for index in range(low // chunk, -(-high // chunk)) if rank is None else (ranks.index(rank),):
+        for index in range(low // chunk, -(-high // chunk)) if rank is None else (ranks.index(rank) % parts,):
             part = box_rows(box, index * chunk, (index + 1) * chunk)
             if part is not None:
                 local = part.local if whole else (part.local[0] - index * chunk, *part.local[1:])
-                yield _Region(number, ranks[index : index + 1], part._replace(local=local))
+                yield _Region(number, ranks[index::parts], part._replace(local=local))
 
 
 @dataclass
@@ -377,7 +381,7 @@ def _edges(side: Sequence[Holding], boxes: Sequence[Held]) -> Iterator[list[set[
     for holding, _, rows, box in boxes:
         edges = [{a, a + n} for a, n in zip(box.start, box.size, strict=True)]
         if rows:
-            chunk = -(-rows // len(side[holding].ranks))
+            chunk = -(-rows // side[holding].parts)
             edges[0].update(range(box.start[0] + -box.local[0] % chunk, box.start[0] + box.size[0], chunk))
         yield edges
 

@@ -176,13 +176,14 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
     budgets = [budget >> n for n in range(1, 12) if budget >> n > longest] + [longest] * (longest < budget)
     split = [role for role in models if models[role].shape.layout.dp > 1]
     zero = [rung([role for role in split if role in trained], "layout.zero", stage) for stage in (1, 2, 3)]
+    wide: list[Setting] = [(role, "layout.zero_size", None) for role in split if models[role].config.layout.zero_size]
     states, powers = rung(trained, "optim.offload", True), [2**n for n in range(1, 11)]
     largest = max(len(plan.pool.ranks) for plan in models.values())
     here = [role for role in models if models[role].shape.generation is not None]  # they generate on their own ranks
     return [
         [rung(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]],
         [[(None, step.limits.where, tokens)] for tokens in budgets] if step.limits.rows is None else [],
-        [*zero, rung(split, "layout.zero", 3)],
+        [*zero, *([wide] if wide else []), [*rung(split, "layout.zero", 3), *wide]],
         [[*states, *rung(roles, "offload", True)] for roles in ([], others, list(models))] if can(step.device).streams else [],
         [[*rung(list(models), "layout.tp", n), *rung(here, "generation.tp", n)] for n in powers if n <= local_size],
         [rung(list(models), "layout.pp", n) for n in powers if n <= largest],

@@ -208,7 +208,8 @@ class _Home:
         generation, level = self.config.generation, self.config.activation_checkpointing
         return choices(
             [(layout.pp, layout.tp, layout.dp)] * len(self.stages[self.role]),
-            zero=(layout.zero if layout.dp > 1 else 0,),
+            zero=(layout.zero if layout.dp_shard > 1 else 0,),
+            zero_size=(layout.zero_size or 0,),
             micro_tokens=(self.step.micro_tokens,),
             checkpointing=(CHECKPOINTING.index("none" if level == "auto" else level),),  # auto: undecided
             sequence_parallel=(int(layout.sequence_parallel),),

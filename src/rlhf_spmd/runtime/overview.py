@@ -100,7 +100,8 @@ def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
 def _axes(split: Layout | GenerationLayout, copies: int) -> str:
     axes = [f"{name}({n})" for name, n in (("pp", split.pp), ("tp", split.tp), ("dp", copies)) if n > 1]
     zero = f" zero({split.zero})" if isinstance(split, Layout) and split.zero else ""
-    return (" * ".join(axes) or "whole on one rank") + zero
+    size = f" zero_size({split.zero_size})" if isinstance(split, Layout) and split.zero_size else ""
+    return (" * ".join(axes) or "whole on one rank") + zero + size
 
 
 def _attention(ready: Any, device: torch.device) -> Iterator[str]:

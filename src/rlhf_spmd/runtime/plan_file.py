@@ -13,6 +13,7 @@ import yaml
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.config.written import parse, resolve
+from rlhf_spmd.parallel.layout import check_zero_size
 from rlhf_spmd.planner.problem import Mesh
 from rlhf_spmd.planner.shape import CHECKPOINTING
 
@@ -29,6 +30,7 @@ class PlannedCall:
     dp: int = 1
     home: bool = False
     zero: int = 0
+    zero_size: int | None = None
     sequence_parallel: bool = False
     activation_checkpointing: str = "none"
     offload: bool = False
@@ -60,6 +62,7 @@ class PlannedCall:
             raise ValueError(f"{where}: gpu_memory_utilization={share} must be in (0, 1] and max_num_seqs={flying} at least 1")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
+        check_zero_size(self.zero, self.zero_size, self.dp, where)
         if self.activation_checkpointing not in CHECKPOINTING:
             raise ValueError(
                 f"{where}.activation_checkpointing={self.activation_checkpointing!r}: allowed are {', '.join(CHECKPOINTING)}"
@@ -94,7 +97,7 @@ class PlanFile:
         for role, home in homes.items():
             found = models[role] = {
                 "pool": _pool(home.mesh),
-                "layout": {**_layout(home), "zero": home.zero, "sequence_parallel": home.sequence_parallel},
+                "layout": _layout(home) | _sharded(home),
                 "activation_checkpointing": home.activation_checkpointing,
                 "offload": home.offload,
                 "optim": {"offload": home.optim_offload},
@@ -122,6 +125,11 @@ def _pool(mesh: Mesh) -> str:
 
 def _layout(call: PlannedCall) -> dict[str, Any]:
     return {"pp": call.pp, "tp": call.tp, "dp": call.dp}
+
+
+def _sharded(home: PlannedCall) -> dict[str, Any]:
+    size = {} if home.zero_size is None else {"zero_size": home.zero_size}
+    return {"zero": home.zero, **size, "sequence_parallel": home.sequence_parallel}
 
 
 def read_plan(path: str) -> PlanFile:

@@ -135,6 +135,7 @@ def placed_calls(nodes: Sequence[PlannedNode], plans: Mapping[str, RolePlan]) ->
             len(ranks) // (grid.pp * grid.tp),
             node.home,
             layout.zero if node.kind != "generate" else 0,
+            layout.zero_size if node.kind != "generate" else None,
             node.kind == "train" and layout.sequence_parallel,
             config.activation_checkpointing if node.kind == "train" else "none",
             config.offload and node.home,

@@ -135,9 +135,9 @@ class Planning:
                 one, options = chosen.one(i), []
                 for node, estimate in zip(tied, estimates, strict=True):
                     took, needs, cache = (float(each[i]) for each in estimate)
-                    way, rows = Way(one, cache, offload, optim_offload), ROWS_OF[one["zero"]]
+                    way, rows = Way(one, cache, offload, optim_offload), (ROWS_OF[one["zero"]], one["zero_size"])
                     options.append(
-                        Option(size, one["pp"], one["tp"], took, float(held[i]), needs, way, rows, node.kind == "infer")
+                        Option(size, one["pp"], one["tp"], took, float(held[i]), needs, way, *rows, node.kind == "infer")
                     )
                 found.append(tuple(options))
         return found
@@ -155,7 +155,8 @@ class Planning:
         planned = self.fixed and self.fixed.calls[node.name]
         if planned:
             level, flying = CHECKPOINTING.index(planned.activation_checkpointing), planned.max_num_seqs or FLYING[-1]
-            more |= {"zero": (planned.zero,), "checkpointing": (level,), "max_num_seqs": (flying,)}
+            more |= {"zero": (planned.zero,), "zero_size": (planned.zero_size or 0,)}
+            more |= {"checkpointing": (level,), "max_num_seqs": (flying,)}
             more |= {"sequence_parallel": (int(planned.sequence_parallel),)}
         elif node.kind == "train":
             more |= {"zero": (0, 1, 2, 3), "checkpointing": (0, 1, 2), "sequence_parallel": (0, 1)}
@@ -177,7 +178,7 @@ class Planning:
     def _estimate(self, node: PlannedNode, given: Choices, role: RoleSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds, bytes beside what is held, and of them those of a cache; [n] each."""
         shape, work, none, device = node.shape, node.work, np.zeros(len(given)), self.machine.device
-        params = shape.stage_params(given.pp, given.tp) / np.where(given.zero > 0, given.dp, 1)
+        params = shape.stage_params(given.pp, given.tp) / given.dp_shard
         if node.kind == "generate":
             config = replace(node.plan.config.generation, num_pages=None)
 
@@ -314,6 +315,7 @@ def to_file(planning: Planning, problem: Problem, plan: Plan, schedule: Schedule
             chosen["dp"],
             call.home,
             chosen["zero"],
+            chosen["zero_size"] or None,
             bool(chosen["sequence_parallel"]),
             CHECKPOINTING[chosen["checkpointing"]],
             way.offload,

@@ -205,7 +205,7 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
 
 def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> RolePlan:
     where = f"models.{role}"
-    least = max(config.layout.pp * config.layout.tp * (config.layout.dp or 1), 1)
+    least = max(config.layout.pp * config.layout.tp * (config.layout.dp or config.layout.zero_size or 1), 1)
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
         usual = type(config)()  # the dtype may be said of all roles alike

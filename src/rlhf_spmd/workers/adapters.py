@@ -43,24 +43,24 @@ def merge_adapters(engine: TrainEngine, into: dict[str, Tensor]) -> None:
     """Local shards of the matrices that have adapters, with these added, by name: written over what is there, or new. The weights
     themselves stay.
 
-    A forward pass multiplies by the same bits where devices are exact. Under ZeRO collective over dp: every rank of it must call,
+    A forward pass multiplies by the same bits where devices are exact. Under ZeRO collective over dp_shard: every rank of it must call,
     in program order.
     """
     if engine.lora is None:
         return
     local, shapes = engine.local_tensors(), named_by_chunk([chunk.shards for chunk in engine.chunks])
-    halves, dp = {name: local[name] for name in local if is_adapter(name)}, engine.mesh.dp
+    halves, group = {name: local[name] for name in local if is_adapter(name)}, engine.mesh.dp_shard
     if engine.zero:  # each rank's rows beside zeros: the sum is exact
         for name, rows in halves.items():
             halves[name] = rows.new_zeros(shapes[name].shape)
-            halves[name][slice(*zero_rows(len(halves[name]), dp.rank, dp.size))] = rows
-        sum_in_buckets(halves, dp, "adapters")
+            halves[name][slice(*zero_rows(len(halves[name]), group.rank, group.size))] = rows
+        sum_in_buckets(halves, group, "adapters")
     modules = named_by_chunk([dict(chunk.named_modules()) for chunk in engine.chunks])
     for name in merged_names(engine):
         module = name.removesuffix(".weight")
         adapter = modules[f"{module}.lora"]
         assert isinstance(adapter, Adapter)
-        first, last = zero_rows(shapes[name].shape[0], dp.rank, dp.size) if engine.zero else (0, shapes[name].shape[0])
+        first, last = zero_rows(shapes[name].shape[0], group.rank, group.size) if engine.zero else (0, shapes[name].shape[0])
         rows = local[name] if adapter.base is None else adapter.base.values()[first:last]
         merged = adapter.merged(rows, halves[f"{module}.lora.a"], halves[f"{module}.lora.b"], first)
         if name in into:

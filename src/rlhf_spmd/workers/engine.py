@@ -1,13 +1,14 @@
-"""The training engine of one role: its part of the decoder on this rank, ZeRO over dp, the pipeline over pp, the optimizer.
+"""The training engine of one role: its part of the decoder on this rank, ZeRO in dp, the pipeline over pp, the optimizer.
 
 Parallelism is applied in one fixed order, on the meta device: tensor slices (in the decoder), activation checkpointing, FSDP2. Only
 then do the shards of this rank get memory and values. What the rank holds between calls are these local shards, plain tensors
 that checkpoints and resharding read and write by boxes. Its part of the decoder is one pipeline stage, or with
 ``layout.vpp`` > 1 as many chunks; parameter names then start with ``chunks.<i>.``.
 
-ZeRO over d replicas: 0 keeps plain parameters and sums gradients once per optimizer step; 1 sums each gradient into its owner's
-shard once, after the last micro-batch; 2 after every micro-batch; 3 also gathers parameters layer by layer, in every pass.
-1 and 2 hold the gathered parameters from the first micro-batch to the last one.
+ZeRO over the ranks of a shard group: 0 keeps plain parameters and sums gradients once per optimizer step; 1 sums each gradient into
+its owner's shard once, after the last micro-batch; 2 after every micro-batch; 3 also gathers parameters layer by layer, in every
+pass. 1 and 2 hold the gathered parameters from the first micro-batch to the last one. A shard group is all of dp, or
+``layout.zero_size`` neighbours in it; then the shards' gradients are summed over these groups once per optimizer step.
 
 Gradients are summed in a fixed order, so equal runs give equal bits: over the micro-batches of a chunk in their order (of the
 schedule), then over ranks as the collectives do it. Half-precision parameters sum theirs in fp32, over ranks too.
@@ -138,7 +139,7 @@ class TrainEngine:
         if optim is not None:
             heads = [name for name in self._params if name.endswith("value.weight" if head == "both" else "head.weight")]
             shards_at = partial(rank_shards, spec, head, mesh.layout, mesh.pp_rank)
-            muon = Muon(mesh, self.zero, shards_at) if optim.name == "muon" else None
+            muon = Muon(mesh, shards_at) if optim.name == "muon" else None
             self.optimizer = Optimizer(optim, self.trained_tensors(), total_updates, heads, muon)
             if wide != dtype:
                 self._accumulate_wide()
@@ -173,7 +174,8 @@ class TrainEngine:
 
     def _rows_of(self, plan: dict[str, ParamShard]) -> dict[str, ParamShard]:
         """The plan cut down to the rows that ZeRO leaves on this rank."""
-        return zero_shards(plan, self.mesh.dp.rank, self.mesh.dp.size) if self.zero else plan
+        group = self.mesh.dp_shard
+        return zero_shards(plan, group.rank, group.size) if self.zero else plan
 
     def _accumulate_wide(self) -> None:
         """Sum gradients of half-precision parameters over micro-batches in fp32."""
@@ -286,8 +288,7 @@ class TrainEngine:
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
             self.mesh.ends.all_reduce(grads[tied], "tied_gradients")
-        if not self.zero:
-            sum_in_buckets(grads, self.mesh.dp, "gradients")
+        sum_in_buckets(grads, self.mesh.dp_replicate, "gradients")
         return grads
 
     def _gradient(self, name: str, param: nn.Parameter) -> Tensor:
@@ -302,7 +303,7 @@ class TrainEngine:
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
         """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
         square = squared_norm(grads, self._owned)
-        if not self.zero and self.mesh.dp_rank > 0:  # replicas hold equal gradients: the first one answers for all
+        if self.mesh.dp_replicate.rank > 0:  # copies hold equal gradients: the first one answers for all
             square.zero_()
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
 

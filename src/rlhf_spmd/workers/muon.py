@@ -1,7 +1,8 @@
 """Muon's whole matrices (Jordan 2024; Liu et al. 2025, arXiv 2502.16982) out of the slices of them that ranks hold.
 
 Each matrix of a bucket has an owner among the ranks of dp and tp, so that all of them compute at the same time. Slices go to it over
-tp, then, where ZeRO has cut rows, over dp; what it makes of them goes back the same way. What travels is bfloat16, in which torch's
+tp, then, where ZeRO has cut rows, over its shard group. What it makes of them goes to its fellows in the other copies, then in every
+copy back the same way. What travels is bfloat16, in which torch's
 Muon computes anyway: no bit is lost.
 """
 
@@ -31,12 +32,20 @@ LABEL = "muon_matrices"
 class Slice(NamedTuple):
     """The part of a matrix that a rank holds."""
 
-    dp: int
+    shard: int  # the rank's place in its shard group
     tp: int
     box: Box
 
 
-Owners = Mapping[str, tuple[int, int]]  # a matrix's name at Hugging Face -> rank of dp, of tp
+class Owner(NamedTuple):
+    """The ranks of a matrix's owner in the groups ``dp_replicate``, ``dp_shard`` and ``tp``."""
+
+    copy: int
+    shard: int
+    tp: int
+
+
+Owners = Mapping[str, Owner]  # by a matrix's name at Hugging Face
 Route = tuple[Slice, int, int]  # what goes from which rank of a group to which
 
 
@@ -49,13 +58,13 @@ class Muon:
 
     bucket = MATRIX_ELEMENTS
 
-    def __init__(self, mesh: Mesh, zero: int, shards_at: Callable[[int], Mapping[str, ParamShard]]) -> None:
-        self._dp, self._tp, self._zero = mesh.dp, mesh.tp, zero
+    def __init__(self, mesh: Mesh, shards_at: Callable[[int], Mapping[str, ParamShard]]) -> None:
+        self._copies, self._shard, self._tp = mesh.dp_replicate, mesh.dp_shard, mesh.tp
         self._shards_at = cache(shards_at)
         self._boxes = cache(self._find_boxes)
         first = {name: x for name, x in self._shards_at(0).items() if "layers." in name and len(x.shape) == 2}
         self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
-        ranks, rows = mesh.dp.size * mesh.tp.size, mesh.dp.size if zero else 1
+        ranks, rows = mesh.dp.size * mesh.tp.size, mesh.dp_shard.size
         whole = {name: sum(rows * columns for rows, columns in its.values()) for name, its in self._shapes.items()}
         self.sizes = {
             name: max(-(-whole[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
@@ -74,64 +83,67 @@ class Muon:
         self._orthogonalize(steps)
         torch._foreach_mul_(list(params.values()), 1 - lr * config.weight_decay)
         for name, made in steps.items():
-            for box in self._boxes(name, self._dp.rank, self._tp.rank):  # the size of AdamW's steps: section 2.2 of Liu et al.
+            for box in self._boxes(
+                name, self._shard.rank, self._tp.rank
+            ):  # the size of AdamW's steps: section 2.2 of Liu et al.
                 at = box.local_slices
                 params[name][at].add_(made[at], alpha=-lr * 0.2 * max(box.shape) ** 0.5)
 
-    def _find_boxes(self, name: str, dp: int, tp: int) -> tuple[Box, ...]:
-        shard = self._shards_at(tp)[name]
-        return (zero_shards({name: shard}, dp, self._dp.size)[name] if self._zero else shard).boxes
+    def _find_boxes(self, name: str, shard: int, tp: int) -> tuple[Box, ...]:
+        return zero_shards({name: self._shards_at(tp)[name]}, shard, self._shard.size)[name].boxes
 
     def _orthogonalize(self, steps: Tensors) -> None:
         """This rank's part of steps, in place."""
-        dp, tp, device = self._dp, self._tp, next(iter(steps.values())).device
+        copies, shard, tp, device = self._copies, self._shard, self._tp, next(iter(steps.values())).device
         names = {tensor: name for name in steps for tensor in self._shapes[name]}
         shapes = {tensor: self._shapes[name][tensor] for tensor, name in names.items()}
-        owners = {tensor: divmod(rank, tp.size) for tensor, rank in share_out(shapes, dp.size * tp.size).items()}
-        here = [Slice(dp.rank, tp.rank, box) for name in steps for box in self._boxes(name, dp.rank, tp.rank)]
+        owners = self._owners(shapes)
+        here = [Slice(shard.rank, tp.rank, box) for name in steps for box in self._boxes(name, shard.rank, tp.rank)]
         held = {one: steps[names[one.box.name]][one.box.local_slices] for one in here}
-        over_tp = list(self._over_tp(names, owners))
-        held = exchange(
-            tp, over_tp if self._zero else [it for it in over_tp if owners[it[0].box.name][0] == dp.rank], held, device
-        )
-        over_dp = list(self._over_dp(names, owners)) if self._zero else []
-        if self._zero:
-            held = exchange(dp, over_dp, held, device)
-        mine = [tensor for tensor, owner in owners.items() if owner == (dp.rank, tp.rank)]
-        whole = {tensor: torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device) for tensor in mine}
+        mine = {tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank}  # matrices owned in this copy
+        held = exchange(tp, self._over_tp(names, mine), held, device)
+        held = exchange(shard, self._over_shard(names, mine), held, device)
+        own = [tensor for tensor, owner in mine.items() if owner[1:] == (shard.rank, tp.rank)]
+        whole = {tensor: torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device) for tensor in own}
         for one, part in held.items():
             whole[one.box.name][one.box.global_slices] = part
         whole = {tensor: orthogonal(matrix) for tensor, matrix in whole.items()}
-        if self._zero:
-            made = {one: whole[one.box.name][one.box.global_slices] for one, _, owner in over_dp if owner == dp.rank}
-            made = exchange(dp, [(one, owner, holder) for one, holder, owner in over_dp], made, device)
-        else:  # all of dp hold the same
+        if copies.size > 1:
             for tensor, owner in owners.items():
-                if owner[1] == tp.rank:
+                if owner[1:] == (shard.rank, tp.rank):
                     empty = torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device)
-                    whole[tensor] = dp.broadcast(whole.get(tensor, empty), owner[0], LABEL)
-            made = {one: whole[one.box.name][one.box.global_slices] for one, _, owner in over_tp if owner == tp.rank}
+                    whole[tensor] = copies.broadcast(whole.get(tensor, empty), owner.copy, LABEL)
+        over_shard, over_tp = list(self._over_shard(names, owners)), self._over_tp(names, owners)
+        made = {one: whole[one.box.name][one.box.global_slices] for one, _, owner in over_shard if owner == shard.rank}
+        made = exchange(shard, [(one, owner, holder) for one, holder, owner in over_shard], made, device)
         for one, part in exchange(tp, [(one, owner, holder) for one, holder, owner in over_tp], made, device).items():
             steps[names[one.box.name]][one.box.local_slices] = part
 
+    def _owners(self, shapes: Mapping[str, tuple[int, ...]]) -> Owners:
+        shards, slices = self._shard.size, self._tp.size
+        shared = share_out(shapes, self._copies.size * shards * slices)
+        return {
+            tensor: Owner(rank // (shards * slices), rank // slices % shards, rank % slices) for tensor, rank in shared.items()
+        }
+
     def _over_tp(self, names: Mapping[str, str], owners: Owners) -> Iterator[Route]:
-        """Slices in this rank's replica, from their holders to the owner's rank of tp; those that this rank gives or takes."""
+        """Slices of this rank's tp group, from their holders to the owner's rank of tp; those that this rank gives or takes."""
         tp = self._tp
-        for tensor, (_, owner) in owners.items():
-            for holder in range(tp.size) if owner == tp.rank else [tp.rank]:
-                yield from ((one, holder, owner) for one in self._slices(names, tensor, self._dp.rank, holder))
+        for tensor, owner in owners.items():
+            for holder in range(tp.size) if owner.tp == tp.rank else [tp.rank]:
+                yield from ((one, holder, owner.tp) for one in self._slices(names, tensor, self._shard.rank, holder))
 
-    def _over_dp(self, names: Mapping[str, str], owners: Owners) -> Iterator[Route]:
-        """Then, of all ranks of tp, to the owner's rank of dp."""
-        dp, tp = self._dp, self._tp
-        for tensor in (tensor for tensor, owner in owners.items() if owner[1] == tp.rank):
-            owner = owners[tensor][0]
-            for holder in range(dp.size) if owner == dp.rank else [dp.rank]:
-                every = (one for rank in range(tp.size) for one in self._slices(names, tensor, holder, rank))
-                yield from ((one, holder, owner) for one in every)
+    def _over_shard(self, names: Mapping[str, str], owners: Owners) -> Iterator[Route]:
+        """Then, of all ranks of tp, to the owner's rank in the shard group."""
+        shard, tp = self._shard, self._tp
+        for tensor, owner in owners.items():
+            if owner.tp == tp.rank:
+                for holder in range(shard.size) if owner.shard == shard.rank else [shard.rank]:
+                    every = (one for rank in range(tp.size) for one in self._slices(names, tensor, holder, rank))
+                    yield from ((one, holder, owner.shard) for one in every)
 
-    def _slices(self, names: Mapping[str, str], tensor: str, dp: int, tp: int) -> list[Slice]:
-        return [Slice(dp, tp, box) for box in self._boxes(names[tensor], dp, tp) if box.name == tensor]
+    def _slices(self, names: Mapping[str, str], tensor: str, shard: int, tp: int) -> list[Slice]:
+        return [Slice(shard, tp, box) for box in self._boxes(names[tensor], shard, tp) if box.name == tensor]
 
 
 def share_out(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:

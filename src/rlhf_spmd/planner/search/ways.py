@@ -82,7 +82,7 @@ class Ways:
         rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
         lent = any(problem.calls[node].role == role for node in problem.lent)
         options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
-        return [numbers[i] for i in best_of(rows, [o.layout if lent else (0, 0, 0) for o in options])]
+        return [numbers[i] for i in best_of(rows, [o.layout if lent else (0, 0, 0, 0) for o in options])]
 
     def _lent(self, node: int, size: int, holders: int, layout: Layout | None, near: bool) -> Steps:
         """Of a call on ``size`` ranks that are not its home's, or with ``layout``, the home's, on the same; ``holders`` 0: weights
