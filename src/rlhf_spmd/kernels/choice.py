@@ -60,7 +60,8 @@ def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", w
             f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
             f"{dtype} on {device.type}; set it to auto or torch"
         )
-    if exact or wanted == "torch" or unavailable("triton", torch.device("cuda"), dtype) is not None:
+    plain = exact or wanted == "torch" or not torch.cuda.is_available()  # such as a plan for GPUs that are not here
+    if plain or unavailable("triton", torch.device("cuda"), dtype) is not None:
         return found or (_EXACT if exact else _PLAIN)
     return _load_gpu(dtype)
 
