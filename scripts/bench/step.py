@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,24 @@ def run_program(program: str, ranks: int, root: Path, settings: dict[str, Any], 
     arguments = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([*launcher, *arguments, f"run.dir={run_dir}", *extra], env=env, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{module} on {ranks} rank(s) ended with code {done.returncode}\n{done.stderr[-4000:]}")
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines][1:]
+    metrics, said = run_dir / "metrics.jsonl", root / f"{run_dir.name}.txt"
+
+    def rows() -> list[dict[str, float]]:
+        text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    with said.open("w") as output:
+        command = [*launcher, *arguments, f"run.dir={run_dir}", *extra]
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        # a run ends with a checkpoint, which would take longer than the steps of a large model
+        while process.poll() is None and len(rows()) < settings["run.steps"]:
+            time.sleep(0.2)
+        process.terminate()
+        process.wait()
+    found = rows()
+    if len(found) < settings["run.steps"]:
+        sys.exit(f"{module} on {ranks} rank(s) ended with code {process.returncode}\n{said.read_text()[-4000:]}")
+    return found[1:]
 
 
 def summarise(program: str, ranks: int, metrics: list[dict[str, float]]) -> dict[str, Any]:
