@@ -59,10 +59,10 @@ def test_everything_that_the_gpu_day_names_exists():
     benchmarks = re.findall(r"\$bench/(\w+\.py)((?:[^\n]|\\\n)*)", script)
     assert len(benchmarks) == 9
     for name, arguments in benchmarks:
-        source = (ROOT / "scripts" / "bench" / name).read_text()
+        source = "".join((ROOT / "scripts" / "bench" / file).read_text() for file in (name, "measure.py"))
         assert all(f'"{option}"' in source for option in re.findall(r"--[\w-]+", arguments)), (name, arguments)
     paths = re.findall(r"(?:configs|tests)/[\w/]+\.\w+", script)
-    assert len(paths) == 4 and all((ROOT / path).is_file() for path in paths)
+    assert len(paths) == 8 and all((ROOT / path).is_file() for path in paths)
     modules = re.findall(r"rlhf_spmd(?:\.\w+)+", script)
     assert len(modules) == 4 and all(importlib.util.find_spec(module) for module in modules)
     blocks = (ROOT / "docs" / "benchmarks.md").read_text().partition("## On a GPU")[2].split("```")
