@@ -68,7 +68,7 @@ class _TokenLogProbs(torch.autograd.Function):
         (tokens, _), vocab = hidden.shape, weight.shape[0]
         block_rows = min(ops.backward_rows, tokens)
         whole = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
-        columns = chunk_rows * vocab // block_rows
+        columns = chunk_rows * vocab // max(block_rows, 1)  # a replica may have no tokens
         ctx.tile = (chunk_rows, vocab) if whole else (block_rows, max(columns - columns % ops.head_columns, ops.head_columns))
         first_kept = tokens - (ops.small_head // vocab if keep and whole and ops.keeps_logits else 0)
         for rows in _chunks(tokens, chunk_rows):
