@@ -103,7 +103,7 @@ class Fit:
 SLICED = {name: (*everyone(name, zero=1, tp=8), "models.actor.generation.tp=8") for name in ("grpo", "ppo")}
 NONE = tuple(f"models.{role}.activation_checkpointing=none" for role in ("actor", "critic"))
 FITS = [  # docs/planner.md has the arithmetic
-    Fit("sft", "qwen2.5_0.5b", 1, H100, (), 27.4),
+    Fit("sft", "qwen2.5_0.5b", 1, H100, (), 28.3),
     Fit("sft", "qwen2.5_7b", 1, H100, (), 137.4, "models.actor.optim.offload=true"),
     Fit("sft", "qwen2.5_7b", 1, H200, (), 137.4),
     Fit("dpo", "llama3.1_8b", 8, H100, (), 159.7, "models.actor.layout.zero=2"),
