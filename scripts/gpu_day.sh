@@ -59,7 +59,7 @@ print("# python", sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for 
   echo "# part, exit status (124: time limit), seconds"
 } | tee "$out/summary.txt"
 
-middle=(qwen3_1.7b) large=(llama_8b) served=(qwen3_0.6b) larger=(llama_8b) grown=qwen3_0.6b lora=(qwen3_4b) long=(8 8192 8192) longer=(4 16384 16384)
+middle=(qwen3_1.7b) large=(llama_8b:8) served=(qwen3_0.6b) larger=(llama_8b) grown=qwen3_0.6b lora=(qwen3_4b) long=(8 8192 8192) longer=(4 16384 16384)
 quick=() steps=() device=cuda peers=(packed_sdpa)
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   middle=(S) large=(S) served=(S) larger=(S) grown=tiny lora=(S) long=(2 64 64) longer=(2 64 64)

@@ -3,7 +3,7 @@
     python scripts/bench/generation.py --models S --out generation.json \\
         --peer vllm=/path/to/python --peer openvino=/path/to/python
     python scripts/bench/generation.py --models qwen3_0.6b --workload nano --dtypes bfloat16 --modes sampled \\
-        --ours attention=triton --ours attention=triton,enforce_eager=false,steps_per_sync=8 --out generation_gpu.json  # on a GPU
+        --ours enforce_eager=false --ours enforce_eager=true,steps_per_sync=1 --out generation_gpu.json  # on a GPU
 
 Workloads: ``skewed``, 64 prompts of 16 to 256 tokens with responses of 16 to 256, most of them short; ``nano``, the benchmark of
 nano-vllm: 256 prompts of 100 to 1024 tokens with responses of 100 to 1024, lengths as likely as each other, 133,966 tokens in all.

@@ -35,6 +35,7 @@ from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
 from rlhf_spmd.runtime import checks, outline, planning
 from rlhf_spmd.runtime.checked_plan import checked_plan
+from rlhf_spmd.runtime.checks import UNKNOWN_STEPS
 from rlhf_spmd.runtime.fitting import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.runtime.memory import StepFacts
 from rlhf_spmd.runtime.placing import place
@@ -219,7 +220,8 @@ def summary_of(run: Run, planned: planning.Planned) -> PlanSummary:
             own = str(error)
     rows = max(node.work.rows for node in run.nodes)
     tokens = rows * (run.work.prompt + sum(run.work.responses) / len(run.work.responses))
-    return summarise(planned, machine, tokens, run.config.run.steps, own)
+    steps = run.config.run.steps
+    return summarise(planned, machine, tokens, None if steps == UNKNOWN_STEPS else steps, own)
 
 
 def table(planned: planning.Planned) -> str:

@@ -162,11 +162,6 @@ def check(config: SamplingConfig | GenerationConfig) -> None:
             r"max_num_batched_tokens=50 is less than max_num_seqs=100",
         ),
         (GenerationConfig(steps_per_sync=0), r"steps_per_sync=0"),
-        pytest.param(
-            GenerationConfig(enforce_eager=False),
-            r"enforce_eager=false: CUDA graphs need a CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="graphs can be captured here"),
-        ),
     ],
 )
 def test_bad_settings_are_named(config: SamplingConfig | GenerationConfig, message: str) -> None:

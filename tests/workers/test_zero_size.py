@@ -146,15 +146,15 @@ def test_layouts_say_which_ranks_hold_what() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LayoutConfig(zero=3, zero_size=3), "zero_size=3 must divide dp=8; allowed: 1, 2, 4, 8 (or null: all of dp)"),
-        (LayoutConfig(zero=1, zero_size=16), "zero_size=16 must divide dp=8; allowed: 1, 2, 4, 8 (or null: all of dp)"),
-        (LayoutConfig(zero=1, zero_size=0), "zero_size=0 must divide dp=8; allowed: 1, 2, 4, 8 (or null: all of dp)"),
+        (LayoutConfig(zero=3, zero_size=3), "zero_size=3: must divide dp=8; allowed: 1, 2, 4, 8, or null: all of dp"),
+        (LayoutConfig(zero=1, zero_size=16), "zero_size=16: must divide dp=8; allowed: 1, 2, 4, 8, or null: all of dp"),
+        (LayoutConfig(zero=1, zero_size=0), "zero_size=0: must be at least 1, or null: all of dp"),
         (
             LayoutConfig(zero_size=4),
-            "zero_size=4 says over how many ranks ZeRO shards, but zero=0; set zero to 1, 2 or 3, or leave zero_size out",
+            "zero_size=4 needs models.actor.layout.zero 1, 2 or 3, and that is 0",
         ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(config: LayoutConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^models\.actor\.layout: {re.escape(message)}$"):
+    with pytest.raises(ValueError, match=rf"^models\.actor\.layout\.{re.escape(message)}$"):
         resolve_layout(config, 8, "models.actor.layout")

@@ -55,8 +55,8 @@ class GenerationConfig:
     - steps_per_sync: tokens that each row draws before the host looks at them (what is drawn after a stop is dropped), see
       [generation.md](generation.md#several-tokens-between-looks-of-the-host); null: 8 where steps are captured as CUDA graphs,
       else 1. Always 1 with `pp` above 1 and with `speculative_tokens`
-    - enforce_eager: `true`: no CUDA graphs. null: steps of rows that decode are captured on CUDA devices (attention `triton` or
-      `flash_attn`) where `tp` is 1; `false`: also with `tp` above 1, which was never tried
+    - enforce_eager: no CUDA graphs, for debugging. `false`: steps of rows that decode are captured on CUDA devices, with attention
+      `triton` or `flash_attn`; with `tp` or `pp` above 1 they are not
     - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
       `pp`
     - rebalance_steps: generator steps between looks at how many rows each replica has left: rows move where one has less than
@@ -81,7 +81,7 @@ class GenerationConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     steps_per_sync: int | None = None
-    enforce_eager: bool | None = None
+    enforce_eager: bool = False
     micro_batches: int | None = None
     rebalance_steps: int = 0
     speculative_tokens: int = 0
@@ -113,13 +113,11 @@ class GenerationConfig:
     def check_device(self, where: str) -> None:
         """Raises ValueError for what this process's device cannot; a plan may be for others."""
         check_backend(self.attention, model_device(), f"{where}.attention")
-        if self.enforce_eager is False and not can(model_device()).graphs:
-            raise ValueError(f"{where}.enforce_eager=false: CUDA graphs need a CUDA device; allowed here are true and null")
 
     def captures(self, device: torch.device, tp: int, pp: int) -> bool:
-        """Whether steps of rows that decode become CUDA graphs on such a device, if attention and experts allow it."""
-        wanted = self.enforce_eager is False or (self.enforce_eager is None and tp == 1)
-        return wanted and can(device).graphs and pp == 1 and not self.speculative_tokens
+        """Whether steps of rows that decode become CUDA graphs on such a device, if attention and experts allow it. Not with
+        collectives in them: that was never tried."""
+        return not self.enforce_eager and can(device).graphs and tp == pp == 1 and not self.speculative_tokens
 
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run; ``words`` say where it comes

@@ -180,13 +180,13 @@ def check_zero_size(zero: int, size: int | None, dp: int, where: str) -> None:
     """Raises ValueError where ZeRO cannot shard over ``size`` neighbours of ``dp`` ranks: the value and what is allowed."""
     if size is None:
         return
-    if size < 1 or dp % size:
+    if size < 1:
+        raise ValueError(f"{where}.zero_size={size}: must be at least 1, or null: all of dp")
+    if dp % size:
         allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
-        raise ValueError(f"{where}: zero_size={size} must divide dp={dp}; allowed: {allowed} (or null: all of dp)")
+        raise ValueError(f"{where}.zero_size={size}: must divide dp={dp}; allowed: {allowed}, or null: all of dp")
     if not zero:
-        raise ValueError(
-            f"{where}: zero_size={size} says over how many ranks ZeRO shards, but zero=0; set zero to 1, 2 or 3, or leave zero_size out"
-        )
+        raise ValueError(f"{where}.zero_size={size} needs {where}.zero 1, 2 or 3, and that is 0")
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class Formulas:
 
     def captured(self, config: GenerationConfig) -> bool:
         """Whether steps that a CUDA graph can be made of are taken to be one."""
-        return not self.machine.device.on_host
+        return not (self.machine.device.on_host or config.enforce_eager)
 
     def slices(self, shape: ModelShape) -> list[int]:
         """The tp that there are times for."""

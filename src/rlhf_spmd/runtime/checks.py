@@ -52,6 +52,9 @@ def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
     return config
 
 
+UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the data are known
+
+
 def check_duration(config: Any) -> tuple[Any, float | None]:
     """``data.epochs``, and then the configuration with more steps than any run has, until the data are known. Raises ConfigError."""
     steps, epochs = config.run.steps, getattr(config.data, "epochs", None)
@@ -61,7 +64,7 @@ def check_duration(config: Any) -> tuple[Any, float | None]:
         )
     if steps is None and epochs is None:
         raise ConfigError("run.steps=null needs data.epochs, which then says how long the run is")
-    return (config if epochs is None else with_steps(config, sys.maxsize)), epochs
+    return (config if epochs is None else with_steps(config, UNKNOWN_STEPS)), epochs
 
 
 def with_steps(config: Any, steps: int) -> Any:

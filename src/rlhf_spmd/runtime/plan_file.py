@@ -109,7 +109,6 @@ class PlanFile:
                     found["generation"] = {
                         "max_num_seqs": call.max_num_seqs,
                         "gpu_memory_utilization": call.gpu_memory_utilization,
-                        "enforce_eager": None if call.graphs else True,
                     }
                     if call.mesh == home.mesh and home.pp % call.pp == 0 and home.tp % call.tp == 0:
                         found["generation"] |= {"pp": call.pp, "tp": call.tp}
