@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlhf_spmd.generation import paged_kernels
-from rlhf_spmd.generation.triton_attention import SPLIT_KEYS, TileShape
+from rlhf_spmd.kernels import paged_kernels
+from rlhf_spmd.kernels.paged_tiles import SPLIT_KEYS, TileShape
 
 TYPES = {
     "tiles": "*i32",
