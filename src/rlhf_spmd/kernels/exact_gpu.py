@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import triton
 from torch import Tensor
 
 from rlhf_spmd.kernels import paged_kernels, paged_tiles, triton_head
@@ -106,9 +107,8 @@ def _packed(
     shape = TileShape.of_alike(dim, q.element_size(), PAGE_SIZE, group)
     held = packing.tiles(shape.rows // group, PAGE_SIZE)
     pages = k.new_empty(2, heads, held.num_pages, PAGE_SIZE * dim)
-    block = paged_kernels.triton.next_power_of_2(dim)
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
-    paged_kernels.write[(tokens, heads)](k, v, pages, held.slots, *strides, heads, dim, block)
+    paged_kernels.write[(tokens, heads)](k, v, pages, held.slots, *strides, heads, dim, triton.next_power_of_2(dim))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(q.shape[1], tokens, dtype=torch.float32)
     sizes = group, PAGE_SIZE, dim, rule.window or 0, rule.softcap is not None, paged_tiles.SPLIT_KEYS
@@ -126,6 +126,6 @@ def _packed_backward(
     if flash is not None:
         return flash.backward(packing, rule, needed, grad, q, k, v, out, log_sums)
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        again = Ops().attend_packed(*leaves, packing, rule)
-    return torch.autograd.grad(again, leaves, grad)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        again = Ops().attend_packed(q, k, v, packing, rule)
+    return torch.autograd.grad(again, (q, k, v), grad)

@@ -192,6 +192,7 @@ class Packing:
             tiles = np.stack([firsts[line] + starts, starts, np.minimum(lengths[line] - starts, width), line], 1)
             tiles = tiles[np.argsort(-starts, kind="stable")].astype(np.int32)
             table = (pages[:, None] + np.arange(counts.max(initial=1))).astype(np.int32)  # a row's last numbers are never read
-            arrays = tiles, table, pages.repeat(lengths) * page_size + within
-            self._tiles[key] = PackedTiles(*(on_device(each, self.device) for each in arrays), int(counts.sum()))
+            slots = pages.repeat(lengths) * page_size + within
+            placed, of_rows, at = (on_device(each, self.device) for each in (tiles, table, slots))
+            self._tiles[key] = PackedTiles(placed, of_rows, at, int(counts.sum()))
         return self._tiles[key]

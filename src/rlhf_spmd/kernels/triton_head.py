@@ -119,7 +119,7 @@ def logit_statistics(
     if rows:
         sizes = logits.stride(0), width, rows, first, *_factors(shape)
         options = {"SCALES": scales is not None, "CAPPED": shape.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
-        given = logits if scales is None else scales
+        given = out if scales is None else scales  # not read
         _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, given, **options, **STATISTICS)
     return out
 
