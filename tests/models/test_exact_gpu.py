@@ -3,6 +3,7 @@ is no GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_definition import flash_on_cpus
 from generators import SMALL, alone, ragged_requests
 from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import Drawing
 from rlhf_spmd.kernels import AttentionRule, Packing, paged_tiles, triton_products
 from rlhf_spmd.kernels.exact_gpu import ExactGpuOps, _packed
+from rlhf_spmd.kernels.flash import TorchFlash
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -122,13 +125,14 @@ def test_packed_attention_equals_float64(kv_heads: int, group: int, dim: int, ru
     expected, of_logs = defined(q, k, v, lengths, rule)
     torch.testing.assert_close(out.double(), expected, atol=2 * HALF_ULP[dtype], rtol=HALF_ULP[dtype])
     torch.testing.assert_close(log_sums.double(), of_logs, atol=2e-5, rtol=0)
-    ops, grad = ExactGpuOps(), drawn(*out.shape, dtype=dtype, seed=9)
-    found = ops.attend_packed(q, k, v, packing, rule)
-    assert torch.equal(found, out)
-    for ours, theirs in zip(
-        torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad.double()), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs.to(dtype), atol=8 * HALF_ULP[dtype], rtol=4 * HALF_ULP[dtype])
+    grad = drawn(*out.shape, dtype=dtype, seed=9)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
+    with contextlib.nullcontext() if DEVICE.type == "cuda" else flash_on_cpus():
+        for ops in (ExactGpuOps(), ExactGpuOps(TorchFlash())):  # the latter's backward pass takes our log-sum-exps
+            found = ops.attend_packed(q, k, v, packing, rule)
+            assert torch.equal(found, out)
+            for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), grad), wanted, strict=True):
+                torch.testing.assert_close(ours, theirs.to(dtype), atol=8 * HALF_ULP[dtype], rtol=4 * HALF_ULP[dtype])
     with torch.no_grad():
         for i, length in enumerate(lengths):
             rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
