@@ -17,12 +17,18 @@ from torch import Tensor
 
 from flash_definition import flash_on_cpus
 from generators import SMALL, alone, ragged_requests
+from launches import counted_launches
 from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.backends import build_backend
+from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import Drawing
+from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, Packing, paged_tiles, triton_products
+from rlhf_spmd.kernels.drawings import Drawings
 from rlhf_spmd.kernels.exact_gpu import ExactGpuOps, _packed
 from rlhf_spmd.kernels.flash import TorchFlash
+from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -140,9 +146,9 @@ def test_packed_attention_equals_float64(kv_heads: int, group: int, dim: int, ru
             assert torch.equal(alone, out[rows]), length
 
 
-def build(name: str, dtype: torch.dtype) -> Decoder:
+def build(name: str, dtype: torch.dtype, ops: GpuOps | None = None) -> Decoder:
     spec = spec_from_config({**CONFIGS[name], "num_hidden_layers": 2}, "test")
-    decoder = Decoder(spec, "lm", 0, 1, solo(), dtype, DEVICE, ops=ExactGpuOps())
+    decoder = Decoder(spec, "lm", 0, 1, solo(), dtype, DEVICE, ops=ops or ExactGpuOps())
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -202,6 +208,38 @@ def test_rows_of_several_temperatures_have_the_log_probs_of_theirs() -> None:
     prompts = [list(request.prompt_ids) for request in requests]
     for i, temperature in enumerate(temperatures):
         assert torch.equal(done[i].log_probs, trained(decoder, prompts, done, temperature or 1.0)[i]), temperature
+
+
+def test_a_row_that_is_not_finite_has_a_log_prob_that_is_not() -> None:
+    logits = drawn(3, 101, dtype=torch.float32)
+    logits[1, 7] = torch.nan
+    ones, zeros = torch.ones(3, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    for tempered in (False, True):
+        drawings = Drawings(0.7 * ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=tempered)
+        found = ExactGpuOps().draw_rows(logits, logits, drawings, zeros, zeros)
+        assert [each.isfinite().tolist() for each in found[1:]] == [[True, False, True]] * 2
+
+
+def test_launches_of_a_step() -> None:
+    """A layer has as many as the inexact one, a draw has the head's statistics and four small operations more."""
+    counts, draws = [], []
+    logits = drawn(8, 101, dtype=torch.float32)
+    ones, zeros = torch.ones(8, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    drawings = Drawings(ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=False)
+    for ops in (GpuOps(), ExactGpuOps()):
+        decoder = build("qwen3-tied", torch.bfloat16, ops)
+        cache = KVCache(
+            2, 2, decoder.spec.head_dim, 8, 16, torch.bfloat16, DEVICE, build_backend("triton", torch.bfloat16, DEVICE)
+        )
+        table = torch.arange(8, dtype=torch.int32, device=DEVICE).view(8, 1)
+        with torch.no_grad(), counted_launches() as launches:
+            decoder(zeros, TritonAttention.decoding(zeros, table, cache, 4))
+        counts.append(len(launches.names))
+        with counted_launches() as launches:
+            ops.draw_rows(logits, logits, drawings, zeros, zeros)
+        draws.append(launches.names)
+    assert counts[1] == counts[0]
+    assert "_statistics" in draws[1] and len(draws[1]) == len(draws[0]) + 5, draws
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

@@ -93,9 +93,9 @@ class ExactGpuOps(GpuOps):
 
     @staticmethod
     def _log_probs(logits: Tensor, tokens: Tensor, drawn: Tensor, scales: Tensor | None) -> Tensor:
-        """As ``models.heads`` makes log-probs of the statistics on one rank; ``drawn`` where it is not finite."""
+        """As ``models.heads`` makes log-probs of the statistics on one rank; NaN where those that were ``drawn`` are not finite."""
         largest, total, label, _ = triton_head.logit_statistics(logits, tokens, 0, False, LogitShape(), scales)
-        return torch.where(drawn.isfinite(), (label - largest) - total.log(), drawn)
+        return torch.add((label - largest) - total.log(), drawn, alpha=0)  # one launch, of 0 * drawn
 
 
 def _packed(
