@@ -88,7 +88,7 @@ def flash_on_cpus() -> Iterator[Calls]:
         for row, of_out, row_out, row_sums in noted:
             again, p, again_sums = attend(*row, scale, window_size_left, 0 if causal else window_size_right)
             torch.testing.assert_close(row_sums, again_sums.float())
-            torch.testing.assert_close(row_out, again.to(out.dtype))
+            torch.testing.assert_close(row_out, again.to(out.dtype), atol=2e-2, rtol=2e-2)  # of any kernel: p may be rounded
             grads.append(gradients(of_out, *row, p, scale))
         return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*grads, strict=True))
 

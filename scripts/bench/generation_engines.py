@@ -37,6 +37,7 @@ def start_ours(case: dict[str, Any]) -> Generate:
 
     from rlhf_spmd.data.balance import partition_by_tokens
     from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
+    from rlhf_spmd.kernels import choose_ops
     from rlhf_spmd.models.decoder import Decoder
     from rlhf_spmd.models.spec import read_spec
     from rlhf_spmd.models.weights import load_pretrained
@@ -48,7 +49,9 @@ def start_ours(case: dict[str, Any]) -> Generate:
     world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)
     torch.set_num_threads(case["threads"] // world.size)
     mesh = build_mesh(world, range(world.size), Layout(dp=world.size))
-    decoder = Decoder(read_spec(case["path"]), "lm", 0, 1, mesh.tp, getattr(torch, case["dtype"]), world.device)
+    dtype, exact = getattr(torch, case["dtype"]), case["settings"].get("exact") is True
+    ops = choose_ops(dtype, world.device, exact_gpu=exact)
+    decoder = Decoder(read_spec(case["path"]), "lm", 0, 1, mesh.tp, dtype, world.device, ops=ops)
     load_pretrained(decoder, case["path"]) if has_weights(case["path"]) else fill(decoder)
     generator = Generator(decoder, mesh, GenerationConfig(**case["settings"]), ())
     sampling = SamplingConfig(temperature=0.0 if case["mode"] == "greedy" else 1.0, ignore_eos=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of
 from places import ROOT
-from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, paged_kernels, triton_attention
+from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.triton_attention import TritonAttention
-from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.kernels import AttentionRule, paged_kernels, paged_tiles
+from rlhf_spmd.kernels.paged_tiles import TileShape
 from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
 from triton_device import DEVICE
@@ -35,8 +37,8 @@ WIDE = (64, 128) if DEVICE.type == "cpu" else (16, 32)  # rows of a chunk's tile
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows have several blocks and splits."""
-    monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 64)
-    monkeypatch.setattr(triton_attention, "BLOCK_BYTES", 1 << 9)
+    monkeypatch.setattr(paged_tiles, "SPLIT_KEYS", 64)
+    monkeypatch.setattr(paged_tiles, "BLOCK_BYTES", 1 << 9)
 
 
 @dataclass
@@ -85,7 +87,8 @@ class Rows:
         ]
         whole = torch.cat(parts, 1)  # heads of a token lie together, as the decoder gives them
         q, k, v = whole.split([x.shape[1] for x in parts], 1)
-        context = TritonAttention.for_step(work, cache, q.shape[1], chunk_rows)
+        shape_of = partial(TileShape.of_chunks, chunk_rows=chunk_rows)
+        context = TritonAttention.for_step(work, cache, q.shape[1], shape_of)
         positions = torch.cat([torch.arange(start, start + count) for _, start, count in chunks])
         assert torch.equal(context.positions.cpu(), positions)
         out = context.attend(1, q, k, v, rule)

@@ -20,6 +20,7 @@ POINTERS = {
     "grads": "*fp32",
     "entropies": "*fp32",
     "entropy_grads": "*fp32",
+    "scales": "*fp32",
 }
 DIVISIBLE = ("logits", "out", "stride", "width")  # by 16, as a vocabulary of 151,936 has it: what Triton finds when it runs
 
@@ -54,7 +55,8 @@ if __name__ == "__main__":
                 (ours._gradients, "fp32", ours.GRADIENTS),
                 (ours._gradients, "bf16", ours.GRADIENTS),
             ):
-                made = compile_kernel(kernel, out, options, **sizes)
+                more = {"SCALES": False} if kernel is ours._statistics else {}
+                made = compile_kernel(kernel, out, options, **sizes, **more)
                 wide = made.asm["ptx"].count("ld.global.v4")
                 print(made.metadata.name, out, int(capped), int(entropy), *usage(made.asm["cubin"]), wide)
                 if "-v" in sys.argv:

@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlhf_spmd.generation import paged_kernels
-from rlhf_spmd.generation.triton_attention import SPLIT_KEYS, TileShape
+from rlhf_spmd.kernels import paged_kernels
+from rlhf_spmd.kernels.paged_tiles import SPLIT_KEYS, TileShape
 
 TYPES = {
     "tiles": "*i32",
@@ -24,12 +24,21 @@ TYPES = {
     "slots": "*i64",
     "positions": "*i64",
     "parts": "*fp32",
+    "log_sums": "*fp32",
     "arrived": "*i32",
     "scale": "fp32",
     "cap": "fp32",
     "head_elements": "i64",
 }
-UNALIGNED = ("table_stride", "num_splits", "kv_heads", "heads", "scale", "cap")  # others are multiples of 16, which Triton uses
+UNALIGNED = (
+    "table_stride",
+    "num_splits",
+    "kv_heads",
+    "heads",
+    "tokens",
+    "scale",
+    "cap",
+)  # others are multiples of 16, which Triton uses
 INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma.sync": "mma.sync", "cp.async": r"cp.async.c[ag]\.", "fma": "fma.rn"}
 
 
@@ -60,7 +69,7 @@ def describe(name: str, compiled: Any, products: int = 0) -> dict[str, Any]:
 def attention(form: str, dtype: str, group: int, page: int, dim: int, window: int) -> dict[str, Any]:
     itemsize = 4 if dtype == "fp32" else 2
     if form == "chunks":
-        shape, extra = TileShape.of_chunks(dim, itemsize, page, group), {}
+        shape, extra = TileShape.of_chunks(dim, itemsize, page, group), {"LOGS": False}
     else:
         shape, extra = TileShape.of_singles(dim, itemsize, page, group), {"TILED": window > 0, "PARTS": window == 0}
     sizes = {"GROUP": group, "PAGE": page, "DIM": dim, "WINDOW": window, "CAPPED": window > 0, "SPLIT": SPLIT_KEYS, **extra}

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ import torch
 import tasks
 from generators import MODELS, alone, ragged_requests, tokens_of
 from places import ROOT
-from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.kernels.pinned import host_like, host_zeros
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.models.weights import load_pretrained, write_random_model
+from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.weights import init_random, load_pretrained, write_random_model
 from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
@@ -258,3 +260,66 @@ def test_flash_attn_draws_about_what_triton_draws(path: str) -> None:
     greedy = SamplingConfig(temperature=0.0)
     ours, theirs = (generate(path, torch.bfloat16, greedy, attention=name)[0] for name in ("triton", "flash_attn"))
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 0.8 * len(ours)
+
+
+EXACT_MODEL = {
+    **MODELS["qwen3"],
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "vocab_size": 5003,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+
+
+def exact_log_probs(decoder: Decoder, requests: list[Request], done: list[Completion], order: list[int]) -> list[torch.Tensor]:
+    """Of the responses, by one training forward over the rows in ``order``."""
+    rows = [[*requests[i].prompt_ids, *done[i].token_ids] for i in order]
+    ids, lengths = torch.tensor([token for row in rows for token in row], device="cuda"), [len(row) for row in rows]
+    attention = PackedAttention(lengths, torch.device("cuda"), decoder.ops)
+    log_probs, _ = token_log_probs(decoder, decoder(ids, attention), ids.roll(-1), 0.7)
+    log_probs.sum().backward()
+    parts = dict(zip(order, log_probs.detach().cpu().split(lengths), strict=True))
+    return [parts[i][len(requests[i].prompt_ids) - 1 : -1] for i in sorted(order)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3", torch.bfloat16), ("qwen3", torch.float32), ("gemma2", torch.bfloat16)], ids=str
+)
+def test_exact_generation_has_the_log_probs_of_training(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit, with graphs and without, of 64 rows and of a few, in other orders and chunks; prompts of several splits."""
+    device = torch.device("cuda")
+    spec = spec_from_config(EXACT_MODEL if name == "qwen3" else {**CONFIGS["gemma2"], "max_position_embeddings": 4096}, "test")
+    decoder = Decoder(spec, "lm", 0, 1, alone()[1].tp, dtype, device, ops=choose_ops(dtype, device, exact_gpu=True))
+    init_random(decoder, 7)
+    draw = torch.Generator().manual_seed(5)
+    lengths = [1, 3, 40, 64, 130, 515, 700, 1200] * 8
+    requests = [
+        Request(i, i, torch.randint(3, spec.vocab_size, (n,), generator=draw).tolist(), 9 + i % 5)
+        for i, n in enumerate(lengths)
+    ]
+
+    def generate(some: list[Request], **settings: Any) -> list[Completion]:
+        sampling = SamplingConfig(temperature=0.7)
+        return Generator(decoder, alone()[1], GenerationConfig(**settings), ()).generate(some, sampling, 3, 5)
+
+    done = generate(requests)
+    orders = [list(range(64)), list(range(63, -1, -1)), list(range(0, 64, 7))]
+    for order in orders:
+        for i, found in zip(sorted(order), exact_log_probs(decoder, requests, done, order), strict=True):
+            assert torch.equal(done[i].log_probs, found), (i, (done[i].log_probs - found).abs().max())
+    few = [requests[i] for i in (7, 12, 30)]
+    changes: list[dict[str, Any]] = [{}, {"enforce_eager": True, "page_size": 16, "max_num_batched_tokens": 256}]
+    for settings in changes:
+        for one in generate(few, **settings):
+            assert one.token_ids == done[one.row_id].token_ids
+            assert torch.equal(one.log_probs, done[one.row_id].log_probs), one.row_id
+
+
+def test_an_exact_run_computes_no_old_log_probs(tmp_path: Path) -> None:
+    settings = ("models.actor.generation.exact=true", *(f"models.{role}.dtype=bfloat16" for role in ("actor", "critic")))
+    process = tasks.start_torchrun(tmp_path, tasks.settings(tmp_path, 2, *settings), *tasks.one_node(1))
+    assert tasks.finish(process, tmp_path) == 0, (tmp_path / "output.txt").read_text()[-4000:]
+    done = tasks.read_run(tmp_path)
+    assert done.log_prob_difference() == 0 and "timing_s/compute_log_prob" not in done.raw[0]

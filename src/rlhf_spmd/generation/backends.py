@@ -5,6 +5,8 @@ The name is chosen when a program starts, the :class:`Backend` built when its ge
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rlhf_spmd.generation.kv_cache import Backend
@@ -33,13 +35,16 @@ def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.
     return wanted if wanted in EXTRAS else choose_ops(dtype, device, wanted, where).name
 
 
-def build_backend(name: str, dtype: torch.dtype, device: torch.device) -> Backend:
-    """``name``: what :func:`choose_backend` gave. Modules that need packages which may be missing are imported here."""
+def build_backend(name: str, dtype: torch.dtype, device: torch.device, alike: bool = False) -> Backend:
+    """``name``: what :func:`choose_backend` gave. ``alike``: see :attr:`Ops.alike_chunks`. Modules that need packages which may be
+    missing are imported here."""
     ops = choose_ops(dtype, device, "torch" if name in EXTRAS else name)
     if name == "triton":
         from rlhf_spmd.generation.triton_attention import TritonAttention
+        from rlhf_spmd.kernels.paged_tiles import TileShape
 
-        return Backend(TritonAttention.for_step, TritonAttention.decoding, ops, capturable=True)
+        for_step = partial(TritonAttention.for_step, shape_of=TileShape.of_alike) if alike else TritonAttention.for_step
+        return Backend(for_step, TritonAttention.decoding, ops, capturable=True)
     if name == "flash_attn":
         from rlhf_spmd.generation.flash_attention import FlashAttention
 

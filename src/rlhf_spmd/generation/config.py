@@ -38,7 +38,8 @@ class GenerationConfig:
     - exact: take the sampled tokens' log-probs as the old ones of training instead of computing these in a forward pass of
       their own. `null`: where both are the same bits (on CPUs whose products are exact, in float32 and bfloat16, if
       generation and training have the same `tp` and attention and no response takes several steps); `true`: refuse settings
-      in which they are not; `false`: never. `rollout/log_prob_diff_max` is then measured in the first update of a step
+      in which they are not, and on CUDA devices compute both by [kernels](generation.md#exact-on-gpus) whose bits do not
+      depend on the batch; `false`: never. `rollout/log_prob_diff_max` is then measured in the first update of a step
     - page_size: tokens per page of the KV cache
     - kv_cache: pages of rows that go on after a training step (`data.gen_batch_size`): `free` (computed again by the new
       weights), `keep`, or `offload` (they wait in host memory); with the last two rows go on from what older weights computed,

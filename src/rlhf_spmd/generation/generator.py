@@ -266,7 +266,7 @@ class Generator:
         """Chosen at the first call: before it the decoder may be without memory."""
         dtype, device = self.decoder.dtype, self._device
         name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention")
-        return build_backend(name, dtype, device)
+        return build_backend(name, dtype, device, self.decoder.ops.alike_chunks)
 
     @property
     def _device(self) -> torch.device:

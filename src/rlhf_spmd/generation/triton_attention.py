@@ -7,66 +7,28 @@ blocks are added in order within splits of SPLIT_KEYS keys, and splits in order,
 several share them and the last to arrive adds them up. Blocks that a query does not see add exactly 0, multiplications and
 additions are not fused by the compiler, and the number of splits follows from the row's own length. So batch, chunks, page size
 and PROGRAMS change nothing where both forms compile to the same arithmetic; Triton's interpreter, in which the tests run, has it so.
-On a device with wgmma the wide tile's products may round otherwise than the narrow tile's; ``chunk_rows=16`` makes them one.
+On a device with wgmma the wide tile's products may round otherwise than the narrow tile's; ``TileShape.of_alike`` has those of
+the narrow one.
 
 Grids are static for a table's width: programs without keys return at once, and there are at most about PROGRAMS of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from rlhf_spmd.generation import paged_kernels
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
 from rlhf_spmd.generation.step_pages import locate_tokens
-from rlhf_spmd.kernels import AttentionRule, PageTarget, on_device
+from rlhf_spmd.kernels import AttentionRule, PageTarget, on_device, paged_kernels, paged_tiles
+from rlhf_spmd.kernels.paged_tiles import TileShape, score_factors
 
-SPLIT_KEYS = 512  # keys of a part of the softmax: a multiple of every block of keys
-BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16
-CHUNK_ROWS = 128  # matrix rows of a chunk's tile, see TileShape
 PROGRAMS = 1 << 12  # of single tokens: an H100 holds some 400 at a time
-LOG2_E = 1.4426950408889634
-
-
-class TileShape(NamedTuple):
-    """Of a kernel: matrix rows, keys of a block, elements of a head rounded up; warps of a program, blocks in flight."""
-
-    rows: int
-    keys: int
-    elements: int
-    warps: int
-    stages: int
-
-    @classmethod
-    def of(cls, head_dim: int, itemsize: int, page_size: int, rows: int) -> TileShape:
-        """Blocks of fp32, whose products are no tensor cores' work, are small: a thread holds whole rows of both factors."""
-        elements = max(triton.next_power_of_2(head_dim), 16)
-        keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
-        # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
-        return cls(rows, keys, elements, 8 if rows >= 32 else 4, 5 if page_size % keys else 3)
-
-    @classmethod
-    def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
-        return cls.of(head_dim, itemsize, page_size, tile_rows(group_size))
-
-    @classmethod
-    def of_chunks(
-        cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
-    ) -> TileShape:
-        """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers."""
-        most = min(CHUNK_ROWS, 32 if itemsize > 2 else 64 if head_dim > 128 else 128)
-        return cls.of(head_dim, itemsize, page_size, max(chunk_rows or most, tile_rows(group_size)))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
 
 
 class TritonAttention:
@@ -90,16 +52,22 @@ class TritonAttention:
         self.cache, self.positions, self.slots, self.table = cache, positions, slots, table
         self.singles, self.chunks, self.arrived = singles, chunks, arrived
         self.group_size = num_heads // cache.kv_heads
-        self.num_splits = -(-longest // SPLIT_KEYS)
+        self.num_splits = -(-longest // paged_tiles.SPLIT_KEYS)
         self.sharing = max(min(self.num_splits, PROGRAMS // max(arrived.numel(), 1)), 1)
         size = (len(arrived), num_heads, self.num_splits, cache.head_dim + 2) if self.sharing > 1 else (0,)
         self.parts = torch.empty(size, dtype=torch.float32, device=positions.device)
 
     @classmethod
-    def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int, chunk_rows: int | None = None) -> TritonAttention:
-        """``work`` in the order in which its tokens are packed."""
+    def for_step(
+        cls,
+        work: Sequence[Work],
+        cache: KVCache,
+        num_heads: int,
+        shape_of: Callable[[int, int, int, int], TileShape] = TileShape.of_chunks,
+    ) -> TritonAttention:
+        """``work`` in the order in which its tokens are packed. ``shape_of``: gives chunks their tile."""
         step, group_size, device = locate_tokens(work, cache), num_heads // cache.kv_heads, cache.pages.device
-        shape = TileShape.of_chunks(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size, chunk_rows)
+        shape = shape_of(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size)
         width = shape.rows // group_size
         tiles: list[list[tuple[int, int, int, int]]] = [[], []]
         rows = zip(step.firsts.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
@@ -137,13 +105,27 @@ class TritonAttention:
         """:meth:`attend` where the step's keys and values lie in ``cache.pages[layer_index]`` at ``slots`` already."""
         cache, out = self.cache, torch.empty_like(q, memory_format=torch.contiguous_format)
         pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.head_dim
-        scale, cap = (rule.scale * LOG2_E, 0.0) if rule.softcap is None else (rule.scale / rule.softcap, rule.softcap * LOG2_E)
+        scale, cap = score_factors(rule)
         strides = (*q.stride()[:2], pages.stride(1), self.table.stride(0))
-        sizes = (self.group_size, cache.page_size, dim, rule.window or 0, rule.softcap is not None, SPLIT_KEYS)
+        sizes = (self.group_size, cache.page_size, dim, rule.window or 0, rule.softcap is not None, paged_tiles.SPLIT_KEYS)
         if self.chunks is not None:
             tiles, shape = self.chunks
             paged_kernels.attend_chunks[(heads, len(tiles))](
-                q, pages, out, tiles, self.table, *strides, heads, scale, cap, *sizes, *shape[:3], **shape.options
+                q,
+                pages,
+                out,
+                out,
+                tiles,
+                self.table,
+                *strides,
+                heads,
+                0,
+                scale,
+                cap,
+                False,
+                *sizes,
+                *shape[:3],
+                **shape.options,
             )
         if len(self.arrived):
             shape = TileShape.of_singles(dim, q.itemsize, cache.page_size, self.group_size)
@@ -154,7 +136,3 @@ class TritonAttention:
                 scale, cap, *forms, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip
         return out
-
-
-def tile_rows(group_size: int) -> int:
-    return max(triton.next_power_of_2(group_size), 16)

@@ -15,7 +15,7 @@ import torch
 from rlhf_spmd.kernels.build import build
 from rlhf_spmd.kernels.devices import can, model_device, unavailable
 from rlhf_spmd.kernels.exact import ExactOps
-from rlhf_spmd.kernels.flash import choose_packed
+from rlhf_spmd.kernels.flash import DTYPES, TorchFlash, choose_packed
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
 
@@ -40,13 +40,24 @@ def _load_gpu(dtype: torch.dtype) -> Ops:
     return GpuOps(choose_packed(dtype))
 
 
+@cache
+def _load_exact_gpu(dtype: torch.dtype) -> Ops:
+    from rlhf_spmd.kernels.exact_gpu import ExactGpuOps
+
+    flash = dtype in DTYPES and torch.backends.cuda.is_flash_attention_available()
+    return ExactGpuOps(TorchFlash() if flash else None)
+
+
 _suspended = False
 _EXACT, _PLAIN = ExactOps(), Ops()
 
 
-def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", where: str = "attention") -> Ops:
+def choose_ops(
+    dtype: torch.dtype, device: torch.device, wanted: str = "auto", where: str = "attention", exact_gpu: bool = False
+) -> Ops:
     """The arithmetic of models of ``dtype`` on ``device``; "meta", memory still to come, is where this process's models are. The C++
-    kernels are built at first use. ``wanted``: one of ATTENTION, of which ``where`` is the key.
+    kernels are built at first use. ``wanted``: one of ATTENTION, of which ``where`` is the key. ``exact_gpu``: what is exact
+    on GPUs, too, though slower there; the caller has made sure that Triton serves.
 
     Raises ValueError if cpp is wanted where it cannot be, or the environment names a target that cannot be.
     """
@@ -60,6 +71,8 @@ def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", w
             f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
             f"{dtype} on {device.type}; set it to auto or torch"
         )
+    if exact_gpu and not exact:
+        return _load_exact_gpu(dtype)
     plain = exact or wanted == "torch" or not torch.cuda.is_available()  # such as a plan for GPUs that are not here
     if plain or unavailable("triton", torch.device("cuda"), dtype) is not None:
         return found or (_EXACT if exact else _PLAIN)
@@ -67,7 +80,9 @@ def choose_ops(dtype: torch.dtype, device: torch.device, wanted: str = "auto", w
 
 
 def processor_kind() -> int:
-    """A number that hosts share where their vectors are alike. Elsewhere attention and norms differ in the last bits."""
+    """A number that hosts share where their GPUs, or without these their vectors, are alike. Others differ in the last bits."""
+    if can(model_device()).streams:
+        return zlib.crc32(torch.cuda.get_device_name().encode())
     return zlib.crc32(f"{torch.backends.cpu.get_cpu_capability()} {os.environ.get(TARGET, '')}".encode())
 
 

@@ -45,7 +45,7 @@ class TorchFlash:
         return rule.softcap is None and q.shape[-1] % 8 == 0 and _fits(q)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        halves = partial(self._forward, packing, rule), partial(self._backward, packing, rule)
+        halves = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
         return differentiable(*halves, *map(_rows, (q, k, v)))
 
     def _forward(
@@ -55,7 +55,7 @@ class TorchFlash:
         out, log_sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sequences, 0.0, True, False, **options)
         return out, (q, k, v, out, log_sums)
 
-    def _backward(
+    def backward(
         self,
         packing: Packing,
         rule: AttentionRule,
@@ -67,6 +67,7 @@ class TorchFlash:
         out: Tensor,
         log_sums: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v from that of the output; ``log_sums`` fp32 [H * G, T]."""
         state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
         sequences, options = _sequences(packing), _options(rule)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(

@@ -44,10 +44,11 @@ class Ops:
       ``keeps_logits``: the statistics leave them as they are.
     - writes_pages: it has :meth:`heads_to_pages`.
     - head_columns: blocks of the vocabulary in the head's backward pass are a multiple of so many tokens.
+    - alike_chunks: paged attention in Triton must give the tokens of a chunk the bits of single ones.
     - wide_head: the products of the head's backward pass are in fp32, also where its weight is not.
     """
 
-    name, joins_layers, writes_pages = "torch", False, False
+    name, joins_layers, writes_pages, alike_chunks = "torch", False, False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
@@ -314,10 +315,14 @@ class Ops:
         inside = ((local >= 0) & (local < grad.shape[1]))[:, None]
         return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grads.masked_fill(~inside, 0))
 
+    def cap_logits(self, logits: Tensor, softcap: float) -> Tensor:
+        """``logits``, overwritten with softcap * tanh(logits / softcap)."""
+        return logits.div_(softcap).tanh_().mul_(softcap)
+
     def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
         """``logits``, overwritten with their ``shape``; unless the statistics and gradients of the head make it as they read them."""
         if shape.softcap is not None:
-            logits = logits.div_(shape.softcap).tanh_().mul_(shape.softcap)
+            logits = self.cap_logits(logits, shape.softcap)
         return logits if shape.temperature == 1.0 else logits.div_(shape.temperature)
 
     def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:

@@ -124,6 +124,16 @@ class Alike:
         out.index_copy_(0, self.target, self.picked(keys[:, :, : self.num_queries].transpose(1, 2)))
 
 
+class PackedTiles(NamedTuple):
+    """Packed sequences as :mod:`paged_kernels` read them, whose keys lie in pages of their own. ``tiles`` int32 [n, 4]: first token,
+    its position, number of queries, sequence; ``table`` int32 [sequences, P]: pages; ``slots`` int64 [T]: of each token."""
+
+    tiles: Tensor
+    table: Tensor
+    slots: Tensor
+    num_pages: int
+
+
 class Packing:
     """Sequences of ``lengths`` tokens behind each other. ``bounds`` int64 [sequences + 1]: where they begin and end, on the host."""
 
@@ -132,6 +142,7 @@ class Packing:
         self.bounds = torch.tensor([0, *itertools.accumulate(lengths)])
         self._alike: dict[tuple[int, float], list[Alike]] = {}
         self._places: dict[tuple[int, float], Tensor] = {}
+        self._tiles: dict[tuple[int, int], PackedTiles] = {}
 
     @cached_property
     def filled(self) -> tuple[Tensor, int]:
@@ -166,3 +177,22 @@ class Packing:
         if key not in self._places:
             self._places[key] = torch.argsort(torch.cat([part.target for part in self.alike(*key)]))
         return self._places[key]
+
+    def tiles(self, width: int, page_size: int) -> PackedTiles:
+        """Tiles of up to ``width`` queries, those with most keys first."""
+        key = width, page_size
+        if key not in self._tiles:
+            lengths, firsts = np.array(self.lengths, dtype=np.int64), self.bounds[:-1].numpy()
+            counts = -(-lengths // page_size)
+            pages = counts.cumsum() - counts  # of each sequence the first one
+            within = np.arange(lengths.sum()) - firsts.repeat(lengths)
+            per_row = -(-lengths // width)
+            starts = (np.arange(per_row.sum()) - (per_row.cumsum() - per_row).repeat(per_row)) * width
+            line = np.arange(len(lengths)).repeat(per_row)
+            tiles = np.stack([firsts[line] + starts, starts, np.minimum(lengths[line] - starts, width), line], 1)
+            tiles = tiles[np.argsort(-starts, kind="stable")].astype(np.int32)
+            table = (pages[:, None] + np.arange(counts.max(initial=1))).astype(np.int32)  # a row's last numbers are never read
+            slots = pages.repeat(lengths) * page_size + within
+            placed, of_rows, at = (on_device(each, self.device) for each in (tiles, table, slots))
+            self._tiles[key] = PackedTiles(placed, of_rows, at, int(counts.sum()))
+        return self._tiles[key]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +20,8 @@ from torch import Tensor
 from rlhf_spmd.kernels.ops import LogitShape
 
 BLOCK = 2048
-STATISTICS: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
+# without fused multiplications and additions: variants of the kernel that compute the same number must round alike
+STATISTICS: dict[str, Any] = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False}
 GRADIENTS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
 
 
@@ -31,10 +33,14 @@ def _tanh(x: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["rows", "first"])
 def _statistics(
     logits: tl.tensor, labels: tl.tensor, out: tl.tensor, stride: tl.tensor, width: tl.tensor, rows: tl.tensor, first: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    scale: tl.tensor, cap: tl.tensor, scales: tl.tensor, SCALES: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """SCALES: each row has its own, in place of ``scale``."""
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * stride
+    if SCALES:
+        scale = tl.load(scales + row)
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -1e30, tl.float32)  # finite: what a lane without logits is multiplied by stays a number
     total = tl.full([BLOCK], 0.0, tl.float32)
@@ -102,15 +108,19 @@ def _check(logits: Tensor, labels: Tensor) -> None:
     assert labels.shape == logits.shape[:1], f"labels {tuple(labels.shape)} of logits {tuple(logits.shape)}"
 
 
-def logit_statistics(logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] before ``shape``, which stay as they are."""
+def logit_statistics(
+    logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape, scales: Tensor | None = None
+) -> Tensor:
+    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] before ``shape``, which stay as they are.
+    ``scales`` fp32 [T]: what each row is multiplied by, in place of the temperature's inverse."""
     _check(logits, labels)
     rows, width = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
         sizes = logits.stride(0), width, rows, first, *_factors(shape)
-        options = {"CAPPED": shape.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
-        _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, **options, **STATISTICS)
+        options = {"SCALES": scales is not None, "CAPPED": shape.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
+        given = out if scales is None else scales  # not read
+        _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, given, **options, **STATISTICS)
     return out
 
 
@@ -139,5 +149,21 @@ def logit_gradients(
     return out
 
 
+@triton.jit
+def _cap(logits: tl.tensor, cap: tl.tensor, number: tl.tensor, BLOCK: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(logits + at, cap * _tanh(tl.load(logits + at, mask=at < number, other=0.0) / cap), mask=at < number)
+
+
+def cap_logits(logits: Tensor, softcap: float) -> Tensor:
+    """``logits`` fp32, which lie together, overwritten with what the statistics make of a softcap, bit for bit."""
+    assert logits.dtype == torch.float32 and logits.is_contiguous(), "fp32 logits that lie together"
+    if logits.numel():
+        grid = (triton.cdiv(logits.numel(), BLOCK),)
+        _cap[grid](logits, float(softcap), logits.numel(), BLOCK, num_warps=8, enable_fp_fusion=False)
+    return logits
+
+
 def _factors(shape: LogitShape) -> tuple[float, float]:
-    return 1.0 / shape.temperature, 1.0 if shape.softcap is None else float(shape.softcap)
+    """The temperature is fp32, as that of a row which generation draws."""
+    return 1.0 / float(np.float32(shape.temperature)), 1.0 if shape.softcap is None else float(shape.softcap)

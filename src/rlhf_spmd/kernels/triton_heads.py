@@ -185,7 +185,7 @@ def heads(
         k, slots, written, stride = qkv.new_empty(tokens, shape.keys, shape.dim), qkv, 0, 0
         v = v if shape.blocks == 1 else torch.empty_like(k)
     needed = count if pages is None and shape.blocks == 1 else count + shape.keys
-    block_h, block_d = head_blocks(shape, needed)
+    block_h, block_d = head_blocks(shape, count + shape.keys)  # with and without pages: so the norms' sums have one order
     sizes = needed, shape.queries, shape.keys, shape.dim, shape.blocks, of_q is not None, shape.plus_one, pages is not None
     _heads[(tokens, triton.cdiv(needed, block_h))](
         qkv, qkv if of_q is None else of_q, qkv if of_k is None else of_k, cos, sin, q, k, v, slots, written, stride, shape.eps,

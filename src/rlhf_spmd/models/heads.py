@@ -150,7 +150,7 @@ def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
     """This rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
     with torch.no_grad():
         logits, softcap = decoder.ops.logits(hidden, decoder.head_weight), decoder.spec.logit_softcap
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+        return logits if softcap is None else decoder.ops.cap_logits(logits, softcap)
 
 
 def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:

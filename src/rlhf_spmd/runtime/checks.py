@@ -9,6 +9,8 @@ from dataclasses import fields, is_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.schema import ConfigError, first_line, nearest, type_hints
 from rlhf_spmd.controller import Graph, Production, Reference, Worker
@@ -17,6 +19,7 @@ from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
 from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import can, choose_ops, model_device
+from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.runtime.roles import RolePlan, check_sampling, generating
 from rlhf_spmd.workers import RewardWorker
 from rlhf_spmd.workers.optimizer import learning_rate, warmup_steps
@@ -349,15 +352,17 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
     if settings.exact is False:
         return False
     against, device, dtype = None, model_device(), plan.config.torch_dtype(model_device())
-    if not can(device).exact:
-        against = "only the kernels for CPUs do not depend on the batch"
+    if not can(device).exact and settings.exact is None:
+        return False  # its kernels are slower there: on by choice only
+    if not can(device).exact and (why := _against_on_gpus(role, plan, device, dtype)):
+        against = why
     elif dtype.itemsize == 8:
         against = "in float64 generation's products are other ones than training's"
     elif generation.tp != plan.shape.layout.tp:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
-    elif settings.attention not in ("auto", plan.config.attention):
+    elif can(device).exact and settings.attention not in ("auto", plan.config.attention):
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
-    elif not choose_ops(dtype, device, plan.config.attention).is_exact(dtype, config.run.threads):
+    elif not choose_ops(dtype, device, plan.config.attention, exact_gpu=True).is_exact(dtype, config.run.threads):
         against = (
             f"with run.threads={config.run.threads} torch's products are not exact on this processor, and it computes some"
         )
@@ -368,3 +373,22 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
     if settings.exact and against:
         raise ValueError(f"models.{role}.generation.exact=true, but {against}; leave it out")
     return against is None
+
+
+def _against_on_gpus(role: str, plan: RolePlan, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the exact kernels of GPUs cannot serve, or None."""
+    settings, spec = plan.config.generation, plan.spec
+    assert spec is not None, "a role that generates has a model"
+    if why := unavailable("triton", device, dtype):
+        return f"on GPUs only the Triton kernels are exact, and {why}"
+    if plan.config.attention != "auto":
+        return f"on GPUs models.{role}.attention={plan.config.attention} is not exact, auto is"
+    if settings.attention not in ("auto", "triton"):
+        return f"on GPUs models.{role}.generation.attention={settings.attention} is not exact, triton is"
+    if plan.shape.layout.tp > 1:
+        return f"on GPUs sums over tp={plan.shape.layout.tp} ranks depend on the number of rows"
+    if spec.experts is not None:
+        return "on GPUs the products of a mixture of experts depend on the batch"
+    if plan.config.lora.rank:
+        return f"on GPUs models.{role}.lora.rank={plan.config.lora.rank} is not exact: generation merges the adapters"
+    return None

@@ -109,7 +109,8 @@ def _attention(ready: Any, device: torch.device) -> Iterator[str]:
     exported = ready.config.algorithm.exported
     plan = ready.plans[exported]
     dtype = plan.config.torch_dtype(device)
-    attention = choose_ops(dtype, device, plan.config.attention, f"models.{exported}.attention").name
+    wanted, exact = plan.config.attention, plan.config.generation.exact is True
+    attention = choose_ops(dtype, device, wanted, f"models.{exported}.attention", exact).name
     yield attention
     if plan.generation is not None:
         where = f"models.{exported}.generation.attention"

@@ -90,6 +90,7 @@ class TrainEngine:
         new_head: bool = False,
         fill: bool = True,
         lora: LoraConfig | None = None,
+        exact_gpu: bool = False,
     ) -> None:
         """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout), or without
         ``fill`` are not set here and have no memory: ``storages`` gives it to them.
@@ -97,7 +98,7 @@ class TrainEngine:
         ``head``: "lm", "value" or "none". ``total_updates``: optimizer steps in the whole run, for the schedule.
         ``new_head``: a value head that the directory has not starts at zero; otherwise that is an error.
         ``activation_checkpointing`` and ``activation_offload``: see :meth:`Decoder.keep_activations`.
-        ``attention``: see ``kernels.choose_ops``.
+        ``attention``, ``exact_gpu``: see ``kernels.choose_ops``.
         ``lora``: adapters are trained, and a value head; the other weights stay. ``trained``: names of what an optimizer changes.
         Raises ValueError for weights that do not fit the model.
         """
@@ -106,7 +107,7 @@ class TrainEngine:
         self._num_calls, self._seeds = 0, (seed, mesh.pp_rank, mesh.dp_rank)  # calls of forward_backward in this optimizer step
         self.lora = lora if lora is not None and lora.rank else None
         self.zero = stage_of_zero(mesh.layout)
-        self.ops, self.attention = choose_ops(dtype, device), choose_ops(dtype, device, attention)
+        self.ops, self.attention = (choose_ops(dtype, device, name, exact_gpu=exact_gpu) for name in ("auto", attention))
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
             Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced, ops=self.ops, lora=self.lora)

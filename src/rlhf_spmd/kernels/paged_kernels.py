@@ -1,4 +1,5 @@
-"""Triton kernels of attention over the pages of a cache. ``triton_attention`` launches them and says how bits come about.
+"""Triton kernels of attention over the pages of a cache. ``generation/triton_attention`` launches them and says how bits come about;
+``exact_gpu`` has packed sequences written to pages for them.
 
 Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) head_dim, M (``BLOCK_M``) matrix rows of a
 tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position, number of
@@ -159,15 +160,15 @@ def _walk(
     return top, total, mixed, part_top, part_total, part_mixed, page
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "tokens"])
 def attend_chunks(
-    q: tl.tensor, pages: tl.tensor, out: tl.tensor, tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor,
-    q_head: tl.tensor, head_elements: tl.tensor, table_stride: tl.tensor, kv_heads: tl.tensor, scale: tl.tensor,
-    cap: tl.tensor, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q: tl.tensor, pages: tl.tensor, out: tl.tensor, log_sums: tl.tensor, tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor,
+    q_head: tl.tensor, head_elements: tl.tensor, table_stride: tl.tensor, kv_heads: tl.tensor, tokens: tl.tensor, scale: tl.tensor,
+    cap: tl.tensor, LOGS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program computes a tile of one KV head, grid [H, tiles]: keys that all of its queries see without masks, the window's first
-    blocks and the diagonal with them."""
+    blocks and the diagonal with them. LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens]."""
     head = tl.program_id(0).to(tl.int64)
     tile = tiles + tl.program_id(1) * 4
     token, start, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -207,6 +208,9 @@ def attend_chunks(
     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     to = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
     tl.store(out + to, mixed / total[:, None], mask=inside)
+    if LOGS:
+        log_sum = (top + tl.log2(total)) * 0.6931471805599453
+        tl.store(log_sums + heads * tokens + token + query, log_sum, mask=query < count)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])

@@ -1,0 +1,131 @@
+"""Exact arithmetic on GPUs: a row's bits depend on that row and the weights alone, so generation has those of training.
+
+What :class:`~rlhf_spmd.kernels.gpu.GpuOps` leaves to torch's libraries, which choose kernels and splits by the number of rows, is
+Triton here: products (:mod:`triton_products`); the attention of packed sequences by the kernel that reads the pages of
+generation, with tiles that give a query the same bits; log-probs of drawn tokens by the reduction of training's head.
+Gradients stay torch's, since nothing is compared with them.
+
+Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from rlhf_spmd.kernels import paged_kernels, paged_tiles, triton_head
+from rlhf_spmd.kernels.drawings import Drawings, Drawn
+from rlhf_spmd.kernels.flash import TorchFlash
+from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.ops import LogitShape, Ops
+from rlhf_spmd.kernels.packing import AttentionRule, Packing
+from rlhf_spmd.kernels.paged_tiles import TileShape, score_factors
+from rlhf_spmd.kernels.triton_products import product
+
+PAGE_SIZE = 64  # of packed sequences' keys: a multiple of every block
+
+
+class ExactGpuOps(GpuOps):
+    """``flash``: torch's backward pass of attention; None: through torch's own forward pass, as for what flash attention has not."""
+
+    name, alike_chunks = "triton", True
+
+    def __init__(self, flash: TorchFlash | None = None) -> None:
+        super().__init__()
+        self._flash = flash
+
+    def min_rows(self, numel: int, inner: int) -> int:
+        return 1
+
+    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
+        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    # -- products
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
+        if not torch.is_grad_enabled():
+            return product(x, weight, bias)
+
+        def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
+            return x.new_empty(len(x), len(weight)) if recomputed else product(x, weight, bias), (x, weight)
+
+        return differentiable(forward, self._linear_backward, x, weight, bias)
+
+    def _linear_backward(
+        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        grad_x = torch.mm(grad, weight) if needed[0] else None
+        return grad_x, torch.mm(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return product(hidden, weight, wide=True)
+
+    def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return product(x, weight, wide=True)
+
+    # -- packed sequences
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        if not len(q):
+            return torch.zeros_like(q)
+        flash = self._flash if self._flash is not None and self._flash.fits(q, rule) else None
+        return differentiable(partial(_packed, packing, rule), partial(_packed_backward, flash, packing, rule), q, k, v)
+
+    # -- the head
+
+    def cap_logits(self, logits: Tensor, softcap: float) -> Tensor:
+        return triton_head.cap_logits(logits, softcap)
+
+    def draw_rows(self, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor) -> Drawn:
+        """Log-probs are those that training's head computes from these logits, at a temperature that fp32 holds."""
+        tokens, tempered, at_one = super().draw_rows(scores, logits, drawings, keys, positions)
+        if drawings.tempered:
+            temperature = drawings.temperature.double()
+            scales = torch.where(temperature == 0, 1.0, 1.0 / temperature).float()
+            tempered = self._log_probs(logits, tokens, tempered, scales)
+        at_one = self._log_probs(logits, tokens, at_one, None)
+        return tokens, tempered if drawings.tempered else at_one, at_one
+
+    @staticmethod
+    def _log_probs(logits: Tensor, tokens: Tensor, drawn: Tensor, scales: Tensor | None) -> Tensor:
+        """As ``models.heads`` makes log-probs of the statistics on one rank; NaN where those that were ``drawn`` are not finite."""
+        largest, total, label, _ = triton_head.logit_statistics(logits, tokens, 0, False, LogitShape(), scales)
+        return torch.add((label - largest) - total.log(), drawn, alpha=0)  # one launch, of 0 * drawn
+
+
+def _packed(
+    packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """The attention of packed sequences, whose keys and values are laid out as a cache would have them."""
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    (tokens, heads, dim), group = k.shape, q.shape[1] // k.shape[1]
+    shape = TileShape.of_alike(dim, q.element_size(), PAGE_SIZE, group)
+    held = packing.tiles(shape.rows // group, PAGE_SIZE)
+    pages = k.new_empty(2, heads, held.num_pages, PAGE_SIZE * dim)
+    strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
+    paged_kernels.write[(tokens, heads)](k, v, pages, held.slots, *strides, heads, dim, triton.next_power_of_2(dim))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    log_sums = q.new_empty(q.shape[1], tokens, dtype=torch.float32)
+    sizes = group, PAGE_SIZE, dim, rule.window or 0, rule.softcap is not None, paged_tiles.SPLIT_KEYS
+    paged_kernels.attend_chunks[(heads, len(held.tiles))](
+        q, pages, out, log_sums, held.tiles, held.table, *q.stride()[:2], pages.stride(1), held.table.stride(0), heads, tokens,
+        *score_factors(rule), True, *sizes, *shape[:3], **shape.options,
+    )  # fmt: skip
+    return out, (q, k, v, out, log_sums)
+
+
+def _packed_backward(
+    flash: TorchFlash | None, packing: Packing, rule: AttentionRule, needed: object, grad: Tensor, *saved: Tensor
+) -> tuple[Tensor, ...]:
+    q, k, v, out, log_sums = saved
+    if flash is not None:
+        return flash.backward(packing, rule, needed, grad, q, k, v, out, log_sums)
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        again = Ops().attend_packed(q, k, v, packing, rule)
+    return torch.autograd.grad(again, (q, k, v), grad)
