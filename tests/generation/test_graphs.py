@@ -152,6 +152,20 @@ def test_all_that_a_gpu_runs_draws_the_same(
     assert counts and all(len(names) <= 10 * len(decoder.layers) + 30 for names in counts), " ".join(max(counts, key=len))
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_call_that_is_interrupted_leaves_no_window_under_way(path: str, eager: bool, captured: list[Any]) -> None:
+    def run(limits: CallLimits) -> list[Completion]:
+        generator, found, requests = build(path, enforce_eager=eager), [], ragged_requests()
+        generator.reserve_pages(64)
+        while generator.kept or requests:
+            found += generator.generate_until(requests, SAMPLED, 3, 5, limits, 0)
+            requests = []
+            assert all(token >= 0 for row in generator.kept for token in row.tokens), "a placeholder is left"
+        return sorted(found, key=lambda completion: completion.row_id)
+
+    check_equal(run(CallLimits(steps=3)), run(CallLimits()))
+
+
 def test_sizes_of_graphs() -> None:
     sizes = sorted({padded_size(rows) for rows in range(1, 257)})
     assert len(sizes) == 20 and sizes[:6] == [1, 2, 4, 8, 16, 32] and sizes[-1] == 256

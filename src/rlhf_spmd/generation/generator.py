@@ -29,6 +29,8 @@ from rlhf_spmd.generation.runner import Call
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, Row
 from rlhf_spmd.generation.stopping import Ends, build_ends
+from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels.packing import round_up
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
 
@@ -240,6 +242,10 @@ class Generator:
         self._graphs += [Graphs() for _ in range(number - len(self._graphs))]
         for its, graphs in zip(share_out(rows, [()] * number), self._graphs, strict=False):
             most = sum(sorted((needs[row] for row in its), reverse=True)[:num_seqs])
+            if can(
+                self._device
+            ).graphs:  # few sizes, so that the next call's cache may lie where this one's lay, with its graphs
+                most = round_up(most, 1 << max(most.bit_length() - 4, 0))
             num_pages = share if config.num_pages else max(min(most, share), 1)
             cache = KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend)
             lanes.append(Lane(replace(config, num_pages=num_pages, max_num_seqs=num_seqs), cache, graphs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
@@ -61,13 +62,16 @@ class Graphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._addresses: Hashable = None
         self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None  # never replayed: while it lives, others can be captured into its pool
 
     def run(self, step: Callable[[], None], repeats: int, key: Hashable, addresses: Hashable) -> None:
         """``step`` so many times. ``key``: what its launches depend on beside the contents of tensors; ``addresses``: of all tensors
         that it reads or writes and does not make, beside the arena's."""
         addresses = self.arena.stamp, addresses
         if addresses != self._addresses:
-            self.drop()
+            # the allocator gives the memory of a pool without graphs to no other pool, so the next graphs take this one's
+            self._anchor = next(iter(self._graphs.values()), self._anchor)
+            self._graphs.clear()
             self._addresses = addresses
         graph = self._graphs.get(key)
         if graph is None:
@@ -76,25 +80,25 @@ class Graphs:
         for _ in range(repeats):
             graph.replay()
 
-    def drop(self) -> None:
-        """Give the graphs' memory back."""
-        self._graphs.clear()
-        self._pool = None
-
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Run ``step`` once, which compiles kernels and fills caches, then capture it. Not by ``torch.cuda.graph``, which waits for
         the device and empties the allocators' caches each time."""
-        stream, graph = capture_stream(), torch.cuda.CUDAGraph()
+        stream, graph, collects = capture_stream(), torch.cuda.CUDAGraph(), gc.isenabled()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-            # weights may be arriving in another thread, which takes memory
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+        try:
+            with torch.cuda.stream(stream):
                 step()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+                gc.disable()  # what it frees may call CUDA, which ends a capture
+                # weights may be arriving in another thread, which takes memory
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+        finally:  # also where memory was lacking: what the step wrote to may be given back now
+            if collects:
+                gc.enable()
+            torch.cuda.current_stream().wait_stream(stream)
         return graph

@@ -228,7 +228,7 @@ class Lanes:
         while turns:
             lane = turns.popleft()
             ahead = lane.runner.runs_ahead and episodes is None and not (interrupted or lane.scheduler.finished)
-            while len(lane.windows) > ahead:
+            while lane.windows and (len(lane.windows) > ahead or interrupted or lane.scheduler.finished):
                 finish(lane)
             if not interrupted and not lane.scheduler.finished:
                 if not lane.start() and lane.windows:

@@ -119,8 +119,9 @@ class Runner:
         self.tokens[: filled.size] = torch.from_numpy(filled).view(-1)
         # by line and number in the response: at the sampling temperature, and at 1 where that differs
         self.log_probs = take("log_probs", (notes, num_notes), dtype).zero_()
-        self.top_ids = take("top_ids", (num_notes, num_top), torch.int64).zero_()
-        self.top_log_probs = take("top_log_probs", (num_notes, num_top), dtype).zero_()
+        num_tops = arena.size(f"top {num_top}", lines * most) if num_top else 0  # not of calls that ask for none
+        self.top_ids = take("top_ids", (num_tops, num_top), torch.int64).zero_()
+        self.top_log_probs = take("top_log_probs", (num_tops, num_top), dtype).zero_()
 
     def start(self, step: Step, repeats: int = 0) -> Launched:
         """This stage's part of a step. With ``repeats`` its rows that decode draw so many tokens, for which their pages have room, or
@@ -312,12 +313,12 @@ class Runner:
         )
         step = partial(self._decode_once, held, table, settings, alike, self.history)
         flags = drawings.filters, drawings.greedy, drawings.tempered
-        key = n, flags, alike[0][0].drawing if alike else None, None if self.rules is None else self.history.shape
+        key = n, flags, alike[0][0].drawing if alike else None
         self.graphs.run(step, repeats, key, self._addresses())
 
     def _addresses(self) -> tuple[object, ...]:
         """All that a captured step rests on and that is not in the arena."""
-        rules = () if self.rules is None else self.rules.constants()
+        rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
         return self.cache.pages.data_ptr(), self.cache.pages.shape, weights, rules
 

@@ -150,7 +150,7 @@ class TrainEngine:
         must call, in program order."""
         mesh = self.mesh
         ends = [mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
-        for group in (mesh.tp, *[mesh.dp] * (trains or self.zero > 0), *([*ends, mesh.pool] if trains else ())):
+        for group in (mesh.tp, *[mesh.dp_shard] * (self.zero > 0), *([mesh.dp_replicate, *ends, mesh.pool] if trains else ())):
             group.meet(self.device)
         connect_stages(mesh, self.device)
 

@@ -38,7 +38,9 @@ class Generating:
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
             merge_adapters(self.worker.engine, self._merged)
-            self.hybrid.to_generation(not self.worker.config.generation.overlap, self.worker.version)
+            # a graph's replay runs no hooks, and where weights and pages lie where they lay the call may begin with one
+            late = self.worker.config.generation.overlap and not (self.hybrid.keep and self.generator.kept)
+            self.hybrid.to_generation(not late, self.worker.version)
             self.generator.reserved_bytes = self.hybrid.pending_bytes
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
