@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What to run first on a machine with a GPU, in two parts of 7 and 5 minutes:
+# What to run first on a machine with a GPU, in two parts whose time limits add up to 8.3 and 9.3 minutes:
 #
 #   bash scripts/gpu_day.sh OUT first         kernels attention nano train_1.7b
 #   bash scripts/gpu_day.sh OUT second        grpo prime ppo train_8b nano_8b
 #   bash scripts/gpu_day.sh OUT nano ppo      some of them
 #   bash scripts/gpu_day.sh --wheels DIR      beforehand, on a machine with a network: what the other one may lack, as wheels
+#                                             for Python 3.12 on x86-64 Linux
 #
 # kernels: those in Triton, compiled, against float64. attention: decoding and prompts alone. nano: nano-vllm's workload with the defaults
 # and without graphs. grpo: one step of 0.6B by phase. prime: the shapes that prime-rl publishes. ppo: the quickstart, which learns.

@@ -47,17 +47,17 @@ class GenerationConfig:
     - num_pages: pages of the cache; null: what the rows that can run at once need, within `gpu_memory_utilization`
     - max_num_seqs: rows in flight per replica
     - max_num_batched_tokens: tokens computed in one step; at least `max_num_seqs`
-    - gpu_memory_utilization: as in vLLM, the share of a GPU's memory that holds weights, cache and what a step works with; what
-      training leaves there while it generates counts too. On CPUs the share that a cache may take of the rank's part of what the
-      host has free. null: 0.9, on CPUs 0.5
+    - gpu_memory_utilization: as in vLLM, the share of a GPU's memory that weights, cache and the work of a step may fill; tensors
+      that training leaves there count too. On CPUs the cache may take this share of the rank's part of the host's free memory.
+      null: 0.9, on CPUs 0.5
     - enable_prefix_caching: rows of equal prompts share pages
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them (what is drawn after a stop is dropped), see
       [generation.md](generation.md#several-tokens-between-looks-of-the-host); null: 8 where steps are captured as CUDA graphs,
       else 1. Always 1 with `pp` above 1 and with `speculative_tokens`
-    - enforce_eager: no CUDA graphs, for debugging. `false`: steps of rows that decode are captured on CUDA devices, with attention
-      `triton` or `flash_attn`; with `tp` or `pp` above 1 they are not
+    - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
+      are 1 and attention is `triton` or `flash_attn`
     - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
       `pp`
     - rebalance_steps: generator steps between looks at how many rows each replica has left: rows move where one has less than

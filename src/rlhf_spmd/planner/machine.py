@@ -66,7 +66,7 @@ class ClusterConfig:
     - gpu: `a100`, `a100_40`, `a10`, `l40s`, `h100`, `h200`, `h800`, `b200`, or a file that `plan profile` wrote
     - network_gb_s: gigabytes per second between hosts, for each device, in one direction
     - memory_gb: GiB of a device that are to be used; null: what the table or the profile says
-    - host_memory_gb: GiB of a host's own memory for what its ranks offload; null: enough
+    - host_memory_gb: GiB of a host's own memory that offloading may fill, for all ranks of the host; null: no limit
     - groups: hosts of several kinds, in order of their ranks, each `{nodes, gpus_per_node, gpu}`; then `cluster.nodes` is not
       read
     """

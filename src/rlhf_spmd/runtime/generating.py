@@ -22,7 +22,7 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World, choose_device
 from rlhf_spmd.runtime.inference import LoadedModel, ModelConfig, read_first, take_checkpoint
 
-IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its decode loop (graphs) anew
+IN_FLIGHT = 8  # times generation.max_num_seqs rows are with the generator: each call builds its runner anew; graphs stay
 ENDED = 0.5  # the share of their prompts that ends before rows are handed out and others follow, so that it never lacks any
 HANDED_OUT_S = 60.0  # seconds after which those that have ended are handed out in any case
 

@@ -37,8 +37,8 @@ class ComputeConfig:
     """How a model is computed.
 
     - dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `float32`, `bfloat16`, `float64` (also `fp32`, `bf16`, `fp64`)
-    - attention: `cpp` (kernels that are compiled at first use, on CPUs), `torch`, or `auto`: the first of these that can be
-      had, see [generation.md](generation.md#kernels)
+    - attention: `cpp` (kernels that are compiled at first use, on CPUs), `torch`, or `auto`. On CPUs `auto` is `cpp` where that
+      compiles, else `torch`, see [generation.md](generation.md#kernels). On GPUs it is flash attention, see [gpus.md](gpus.md)
     """
 
     dtype: str = "auto"
