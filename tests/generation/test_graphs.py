@@ -15,6 +15,7 @@ from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig, config, runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.graphs import Graphs, padded_size
+from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.runner import Runner
 from rlhf_spmd.generation.sequence import Drawing
 from rlhf_spmd.kernels import can
@@ -164,6 +165,20 @@ def test_a_call_that_is_interrupted_leaves_no_window_under_way(path: str, eager:
         return sorted(found, key=lambda completion: completion.row_id)
 
     check_equal(run(CallLimits(steps=3)), run(CallLimits()))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_row_ends_once(path: str, eager: bool, captured: list[Any]) -> None:
+    """Though a window that was launched before its end was read has it, too: in portions, and for a limit of whole groups."""
+    begun: list[list[Completion]] = []
+    requests = ragged_requests()
+    portions = Portions(requests, 2, lambda completions: None, begun.append)
+    build(path, enforce_eager=eager).generate(requests, SAMPLED, 3, 5, portions=portions)
+    assert sorted(each.row_id for part in begun for each in part) == sorted(request.row_id for request in requests)
+    generator, requests = build(path, enforce_eager=eager), ragged_requests(samples=8, max_new_tokens=40)
+    groups = len({request.group_id for request in requests})
+    generator.generate_until(requests, SAMPLED, 3, 5, CallLimits(fraction=0.5), 0)
+    assert groups - len({row.request.group_id for row in generator.kept}) >= groups / 2
 
 
 def test_sizes_of_graphs() -> None:

@@ -109,11 +109,12 @@ class Lane:
         return True
 
     def finish(self, stats: GenerationStats, episodes: Episodes | None) -> Step:
-        """Take the tokens of the oldest step under way; returns the step."""
+        """Take the tokens of the oldest step under way; returns the step, with the work of rows that had not ended before it."""
         step, launched, drawn = self.windows.popleft()
         tokens = self.runner.finish(launched)
         stats.steps += 1
         stats.prefill_tokens += sum(item.num_tokens - item.samples for item in step.work)
+        live = [item for item in step.work if not item.row.ended]  # others ended in a step that was read after this one began
         for row, first, count in drawn:
             stats.prefill_tokens -= len(row.draft)
             new, tokens = tokens[:count], tokens[count:]
@@ -127,7 +128,7 @@ class Lane:
             last = first + count if self.speculation is None else row.length
             if not row.ended and not row.held and (row.stopped or last >= row.limit):
                 self.scheduler.end(row)
-        return step
+        return Step(live, step.copies)
 
     def _fill(self, row: Row, first: int, drawn: Sequence[int], stats: GenerationStats) -> None:
         """Put the tokens where their placeholders are, from ``first`` on: all up to the first that the row's draft did not foresee,
