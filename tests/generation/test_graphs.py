@@ -181,6 +181,23 @@ def test_a_row_ends_once(path: str, eager: bool, captured: list[Any]) -> None:
     assert groups - len({row.request.group_id for row in generator.kept}) >= groups / 2
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_what_is_drawn_behind_a_stop_need_not_be_finite(path: str, eager: bool, captured: list[Any]) -> None:
+    def run(steps: int | None) -> list[Completion]:
+        generator = build(path, enforce_eager=eager, steps_per_sync=steps)
+        with torch.no_grad():
+            generator.decoder.embed.weight[: len(STOPS)] = torch.nan  # type: ignore[union-attr]  # a row ends before it reads one
+        return generator.generate(
+            [replace(each, prompt_ids=[max(token, 4) for token in each.prompt_ids]) for each in ragged_requests()],
+            SAMPLED,
+            3,
+            5,
+        )
+
+    found = run(None)
+    assert any(each.finish_reason == "stop" for each in found) and all(each.log_probs.isfinite().all() for each in found)
+
+
 def test_sizes_of_graphs() -> None:
     sizes = sorted({padded_size(rows) for rows in range(1, 257)})
     assert len(sizes) == 20 and sizes[:6] == [1, 2, 4, 8, 16, 32] and sizes[-1] == 256

@@ -25,9 +25,9 @@ from rlhf_spmd.generation.episodes import Episodes
 from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.runner import Call, Launched, Runner
+from rlhf_spmd.generation.runner import NOT_FINITE, Call, Launched, Runner
 from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler, Step
-from rlhf_spmd.generation.sequence import Completion, Interner, Notes, Row
+from rlhf_spmd.generation.sequence import Completion, Interner, Notes, NotFinite, Row
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.generation.stages import Stages
 
@@ -132,10 +132,12 @@ class Lane:
 
     def _fill(self, row: Row, first: int, drawn: Sequence[int], stats: GenerationStats) -> None:
         """Put the tokens where their placeholders are, from ``first`` on: all up to the first that the row's draft did not foresee,
-        or that ends the row."""
+        or that ends the row. Raises NotFinite."""
         guesses, ends = row.draft, self.ends
         for number, token in enumerate(drawn):
             at = first + number
+            if token == NOT_FINITE:  # what was drawn behind a stop may be
+                raise NotFinite(row.request.row_id)
             row.tokens[at : at + 1] = [token]
             row.stopped = token in ends.token_ids
             if ends.strings is not None and not row.stopped and at + 1 - row.prompt_length >= row.min_new:

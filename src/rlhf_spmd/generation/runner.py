@@ -31,7 +31,7 @@ from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.sampler import Alike, Drawings, alike_rows, build_drawings, draw_rows, row_keys
 from rlhf_spmd.generation.scheduler import Step, Work
-from rlhf_spmd.generation.sequence import NotFinite, Row
+from rlhf_spmd.generation.sequence import Row
 from rlhf_spmd.generation.stages import Stages
 from rlhf_spmd.generation.step_pages import fill_lines
 from rlhf_spmd.generation.stopping import Ends
@@ -47,10 +47,10 @@ DECODED_PER_LOOK = 8  # tokens of a row between two looks of the host, where ste
 
 
 class Launched(NamedTuple):
-    """A step that is queued on the device. ``lines``: of each token that it draws; ``places`` int64: where these lie in the tokens;
+    """A step that is queued on the device. ``number``: of the tokens that it draws; ``places`` int64: where these lie in the tokens;
     ``drawn``: the tokens, on their way to the host, on the last stage."""
 
-    lines: list[int]
+    number: int
     places: Tensor
     drawn: HostCopy | None
 
@@ -152,15 +152,15 @@ class Runner:
             drawn = HostCopy(values)
         elif len(lines):
             self.stages.expect_tokens(len(lines), self.device)
-        return Launched(lines.tolist(), tokens_at, drawn)
+        return Launched(len(lines), tokens_at, drawn)
 
     def finish(self, launched: Launched) -> list[int]:
         """Token ids that a started step drew, in the order of its work: of each row that samples one, one more for each token of its
         draft, or as many as its repetitions gave. The same on every rank of the replica. Steps are finished in their order.
 
-        Raises NotFinite. Collective over the replica: every rank of it must call, in program order.
+        NOT_FINITE stands for one whose log-prob is not. Collective over the replica: every rank of it must call, in program order.
         """
-        if not launched.lines:
+        if not launched.number:
             return []
         if launched.drawn is None:
             taken = self.stages.take_tokens()
@@ -168,8 +168,6 @@ class Runner:
             token_ids: list[int] = taken.tolist()
         else:
             token_ids = launched.drawn.tolist()
-        if NOT_FINITE in token_ids:
-            raise NotFinite(self.row_ids[launched.lines[token_ids.index(NOT_FINITE)]])
         return token_ids
 
     def _drawn_by(self, work: Sequence[Work], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
