@@ -19,6 +19,7 @@ from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.workers.engine import Packed, TrainEngine
@@ -54,6 +55,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
 }
+
+
+def write_models(base: Path, configs: Mapping[str, Mapping[str, Any]] = CONFIGS) -> dict[str, str]:
+    """Random weights for each of ``configs``; returns their directories by name."""
+    for name, config in configs.items():
+        write_random_model(base / name, {**config}, seed=3)
+    return {name: str(base / name) for name in configs}
+
 
 LENGTHS = [5, 3, 9, 2, 7, 4, 6]
 

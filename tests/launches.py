@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import KernelInterface
@@ -23,16 +24,26 @@ FREE = {
     "detach",
     "lift_fresh",
 }
+WAITS = {
+    "_local_scalar_dense",
+    "bincount",
+    "nonzero",
+    "unique_consecutive",
+    "_unique2",
+    "masked_select",
+}  # the host's, for a size
 PRODUCTS = {"mm", "addmm", "bmm", "linear"}
 
 
 class Launches(TorchDispatchMode):
-    """``names`` of those inside it in their order, views and allocations left out; ``bytes`` of the tensors of each, once each."""
+    """``names`` of those inside it in their order, views and allocations left out; ``bytes`` of the tensors of each, once each;
+    ``waits``: operations for which the host waits. An operation is one launch, although some are several (a sort)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.bytes: list[int] = []
+        self.waits: list[str] = []
 
     def note(self, name: str, values: Iterable[Any]) -> None:
         tensors = [x for x in values if isinstance(x, Tensor)]
@@ -46,6 +57,9 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
+        to_host = name == "_to_copy" and torch.device((kwargs or {}).get("device") or "meta").type == "cpu"
+        if name in WAITS or (to_host and args[0].device.type != "cpu"):
+            self.waits.append(name)
         view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
         if not view and name not in FREE:
             results = out if isinstance(out, tuple | list) else (out,)
@@ -53,12 +67,17 @@ class Launches(TorchDispatchMode):
         return out
 
     def elementwise_bytes(self) -> int:
-        """Of all that is no matrix product."""
+        """What all but the matrix products read and write."""
         return sum(size for name, size in zip(self.names, self.bytes, strict=True) if name not in PRODUCTS)
+
+    def bytes_of(self, *names: str) -> int:
+        """What the launches of these names read and write."""
+        return sum(size for name, size in zip(self.names, self.bytes, strict=True) if name in names)
 
 
 @contextmanager
-def counted_launches() -> Iterator[Launches]:
+def counted_launches(run: bool = True) -> Iterator[Launches]:
+    """``run``: Triton's kernels are run, too. On meta tensors they cannot be."""
     launches, original = Launches(), KernelInterface.__getitem__
 
     def get(kernel: Any, grid: Any) -> Callable[..., Any]:
@@ -66,6 +85,8 @@ def counted_launches() -> Iterator[Launches]:
 
         def counted(*args: Any, **options: Any) -> Any:
             launches.note(kernel.__name__, args)
+            if not run:
+                return None
             with _disable_current_modes():  # the interpreter's own operations are no launches
                 return launch(*args, **options)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_work import DeviceWork
+from launches import counted_launches
 from places import ROOT
-from rlhf_spmd.kernels import Ops, grouped, triton_experts, triton_layers
+from rlhf_spmd.kernels import Ops, grouped, triton_experts
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.experts import mix_experts
 from rlhf_spmd.models.spec import Experts
@@ -85,18 +85,16 @@ def test_gradients_of_idle_experts_are_cleared_whatever_was_there() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "trains", "most"), [(256, False, 20), (4096, True, 60)])
-def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, tokens: int, trains: bool, most: int) -> None:
-    """Of Qwen3-30B-A3B, whose tokens take 8 of 128 experts; the host waits for none of them."""
-    work, hidden, width = DeviceWork(), 2048, 768
-    work.watch(monkeypatch, triton_experts, ("_sum_rows", "_sum_rows_backward", "_clear_idle"))
-    work.watch(monkeypatch, triton_layers, ("_gate", "_gate_backward"))
+def test_launches_of_a_layer(tokens: int, trains: bool, most: int) -> None:
+    """A layer of Qwen3-30B-A3B, whose tokens take 8 of 128 experts; the host waits for none of them."""
+    hidden, width = 2048, 768
     shapes = (tokens, hidden), (128, hidden), (128 * 2 * width, hidden), (128 * hidden, width)
     parts = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=trains) for shape in shapes]
-    with work, torch.set_grad_enabled(trains):
+    with counted_launches(run=False) as work, torch.set_grad_enabled(trains):
         out = mix(GpuOps(), parts, Experts(128, 8, width, True))
         if trains:
             torch.autograd.grad(out, parts, torch.empty_like(out))
-    assert not work.waits and work.total <= most, work.launches
+    assert not work.waits and most / 2 < len(work.names) <= most, work.names
 
 
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:

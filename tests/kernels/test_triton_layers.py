@@ -172,14 +172,15 @@ def test_the_roundings_are_those_of_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_keys_and_values_go_to_their_pages(shape: HeadShape, with_norms: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ops", [OPS, Ops()], ids=["triton", "torch"])
+def test_keys_and_values_go_to_their_pages(ops: Ops, shape: HeadShape, with_norms: bool, dtype: torch.dtype) -> None:
     """As heads gives them, those of the first tokens, and nothing else is touched."""
     tokens, slots = 5, torch.tensor([17, 3, 40], device=DEVICE)
     (qkv, *norms), (cos, sin) = head_inputs(shape, tokens, dtype, with_norms), tables(tokens, shape.dim, dtype)
     with torch.no_grad():
-        q, k, v = OPS.heads(qkv, pair(norms), cos, sin, shape)
+        q, k, v = ops.heads(qkv, pair(norms), cos, sin, shape)
         pages = torch.full((2, shape.keys, 6, 8 * shape.dim), 7.0, dtype=dtype, device=DEVICE)
-        found = OPS.heads_to_pages(qkv, pair(norms), cos, sin, shape, PageTarget(pages, slots))
+        found = ops.heads_to_pages(qkv, pair(norms), cos, sin, shape, PageTarget(pages, slots))
     expected = torch.full((2, shape.keys, 48, shape.dim), 7.0, dtype=dtype, device=DEVICE)
     expected[0, :, slots], expected[1, :, slots] = k[:3].transpose(0, 1), v[:3].transpose(0, 1)
     assert torch.equal(found, q) and torch.equal(pages.view_as(expected), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine_runs import (
-    CONFIGS,
     COUNT,
     LENGTHS,
     LLAMA,
@@ -32,10 +30,10 @@ from engine_runs import (
     special_batches,
     together,
     train,
+    write_models,
 )
 from ranks import run_ranks
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.optimizer import learning_rate
@@ -43,10 +41,7 @@ from rlhf_spmd.workers.optimizer import learning_rate
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    base: Path = tmp_path_factory.mktemp("models")
-    for name, config in CONFIGS.items():
-        write_random_model(base / name, config, seed=3)
-    return {name: str(base / name) for name in CONFIGS}
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 # (p, t, d, zero), then micro-batches per replica

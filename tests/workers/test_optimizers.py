@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update
+from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update, write_models
 from ranks import run_ranks
-from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -29,11 +28,7 @@ OPTIONS = {"adamw_8bit": EIGHT_BIT, "muon": MUON}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    base: Path = tmp_path_factory.mktemp("models")
-    configs = {**CONFIGS, "deep": {**CONFIGS["tied"], "num_hidden_layers": 5}}
-    for name, config in configs.items():
-        write_random_model(base / name, config, seed=3)
-    return {name: str(base / name) for name in configs}
+    return write_models(tmp_path_factory.mktemp("models"), {**CONFIGS, "deep": {**CONFIGS["tied"], "num_hidden_layers": 5}})
 
 
 def drawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

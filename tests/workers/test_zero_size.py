@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from engine_runs import (
-    CONFIGS,
     OPTIM,
     assert_same,
     build,
@@ -29,21 +28,18 @@ from engine_runs import (
     together,
     train,
     worst_update,
+    write_models,
 )
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.manifest import PARAM
-from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    base: Path = tmp_path_factory.mktemp("models")
-    for name, config in CONFIGS.items():
-        write_random_model(base / name, config, seed=3)
-    return {name: str(base / name) for name in CONFIGS}
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 HYBRID = [Layout(dp=4, zero=stage, zero_size=2) for stage in (1, 2, 3)]

@@ -93,7 +93,7 @@ class Lane:
         if not step.work:
             return False
         repeats, alone = 0, not step.copies and all(item.decodes for item in step.work)
-        if self.runner.max_repeats and (self.runner.splits or alone):
+        if self.runner.max_repeats and (self.runner.captures or alone):
             repeats = self.scheduler.look_ahead(step, self.runner.max_repeats)
         drawn = []
         for item in step.work:
@@ -230,7 +230,7 @@ class Lanes:
 
         while turns:
             lane = turns.popleft()
-            ahead = lane.runner.runs_ahead and episodes is None and not (interrupted or lane.scheduler.finished)
+            ahead = lane.runner.runs_ahead and episodes is None
             while lane.windows and (len(lane.windows) > ahead or interrupted or lane.scheduler.finished):
                 finish(lane)
             if not interrupted and not lane.scheduler.finished:

@@ -75,7 +75,7 @@ class Runner:
     """For ``rows``, by their index; ``stages`` is shared by the runners of a call, ``graphs`` by those of a lane.
 
     - max_repeats: tokens that a row which decodes may draw before the host looks at them; 0: it looks at each.
-    - splits: rows that decode are computed apart from the others of a step, so that they can be repeated beside them.
+    - captures: steps of rows that decode are CUDA graphs. They are padded, and run apart from the others of a step.
     - runs_ahead: a step may be launched before the tokens of the last one are read.
     """
 
@@ -88,14 +88,15 @@ class Runner:
         number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
         self.samplings = [sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
         self._sampling_of = np.array([number[drawing] for drawing in drawings])
-        alone = decoder.pp == 1 and not config.speculative_tokens  # else others decide what follows a step
-        alone = alone and not (self.rules and self.rules.processors)
+        processors = self.rules is not None and self.rules.processors
+        # otherwise another stage, a guess or a user's function decides what follows a step
+        repeatable = decoder.pp == 1 and not config.speculative_tokens and not processors
         self._in_one_pass = isinstance(decoder.ops, DrawsRows)
-        self.captures = self.splits = self.pads = alone and self._can_capture(config)
+        self.captures = repeatable and self._can_capture(config)
         each = config.steps_per_sync or (DECODED_PER_LOOK if self.captures else 1)
-        self.max_repeats = each if alone and (each > 1 or self.captures) else 0
+        self.max_repeats = each if repeatable and (each > 1 or self.captures) else 0
         self._most_rows = padded_size(config.max_num_seqs)
-        self.runs_ahead = alone and can(self.device).streams
+        self.runs_ahead = repeatable and can(self.device).streams
         self._allocate(rows, sampling.logprobs)
         self.row_ids = [row.request.row_id for row in rows]
         seeds, numbers = zip(*(row.request.drawn_as or (call.seed, row.request.row_id) for row in rows), strict=True)
@@ -171,7 +172,7 @@ class Runner:
         return token_ids
 
     def _drawn_by(self, work: Sequence[Work], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each token that ``work`` draws: its row's line, and the tokens that stand before it."""
+        """The line of each token that ``work`` draws, and how many tokens stand before it."""
         rows = [item.row for item in work if item.samples]
         counts = [
             min(repeats, item.row.limit - item.row.length) if repeats and item.decodes else 1 + len(item.row.draft)
@@ -192,7 +193,7 @@ class Runner:
         self.top_ids[new], self.top_log_probs[new] = 0, 0.0
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the tokens that this runner drew, on the CPU of every rank of the replica: log-probs [rows, longest response] at
+        """What was noted of the drawn tokens, on the CPU of every rank of the replica: log-probs [rows, longest response] at
         the sampling temperature and at 1, the likeliest tokens' ids and log-probs [rows, longest response, logprobs].
 
         Collective over the replica: every rank of it must call, in program order.
@@ -285,7 +286,7 @@ class Runner:
 
     def _decode(self, rows: Sequence[Row], repeats: int) -> None:
         """``repeats`` steps of one token of each row."""
-        num_padding = padded_size(len(rows)) - len(rows) if self.pads else 0
+        num_padding = padded_size(len(rows)) - len(rows) if self.captures else 0
         padded = [*rows, *[rows[0]] * num_padding]
         width = max(len(row.pages) for row in rows)
         lines = np.array([row.index for row in padded])

@@ -141,7 +141,7 @@ def container_bytes(root: Path) -> float:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Of a GPU, the same in every process whatever it sees as its first one."""
+    """The GPU's UUID: every process reads the same one, whatever number the GPU has there."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 

@@ -29,7 +29,6 @@ class GpuOps(Ops):
 
     chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
     head_columns = 128  # products of odd widths run at less than half of the rate (H100, torch 2.11)
-    writes_pages = True
 
     def __init__(self, packed: PackedFlash | None = None) -> None:
         self._packed = packed

@@ -42,13 +42,12 @@ class Ops:
       since fewer add to gradients too often.
     - small_head: logits so few that the backward pass takes chunks of rows whole; of as many it finds those of the forward pass, where
       ``keeps_logits``: the statistics leave them as they are.
-    - writes_pages: it has :meth:`heads_to_pages`.
     - head_columns: blocks of the vocabulary in the head's backward pass are a multiple of so many tokens.
     - alike_chunks: paged attention in Triton must give the tokens of a chunk the bits of single ones.
     - wide_head: the products of the head's backward pass are in fp32, also where its weight is not.
     """
 
-    name, joins_layers, writes_pages, alike_chunks = "torch", False, False, False
+    name, joins_layers, alike_chunks = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
@@ -118,9 +117,11 @@ class Ops:
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
-        """q of :meth:`heads`, without gradients; k and v of the first tokens, as many as have slots, go to ``pages``. Only where
-        :attr:`writes_pages`."""
-        raise NotImplementedError(f"{type(self).__name__} does not write pages")
+        """q of :meth:`heads`, without gradients; k and v of the first tokens, as many as have slots, go to ``pages``."""
+        q, k, v = self.heads(qkv, norms, cos, sin, shape)
+        for block, x in zip(pages.pages.view(2, shape.keys, -1, shape.dim), (k, v), strict=True):
+            block.index_copy_(1, pages.slots, x[: len(pages.slots)].transpose(0, 1))
+        return q
 
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         """[T, 2n] = [gate; up] -> silu(gate) * up [T, n], or gelu(gate) * up, gelu in its tanh form."""
@@ -156,8 +157,8 @@ class Ops:
         return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
 
     def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """Of each token the sum of its rows, which lie as :meth:`expert_rows` has them, times ``weights`` [T, per_token]: [T, hidden],
-        added in the order of the token's own choices."""
+        """Add up each token's rows, which lie as :meth:`expert_rows` has them, times ``weights`` [T, per_token] -> [T, hidden]. The
+        order is that of the token's own choices."""
         parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
         total, *others = parts.unbind(1)
         for part in others:
@@ -282,7 +283,7 @@ class Ops:
         return self.wide_product(padded, weight)[: len(hidden)]
 
     def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of half precision, in fp32."""
+        """x [T, in] times the transpose of ``weight`` [out, in], both in half precision -> fp32 [T, out]."""
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:

@@ -146,7 +146,7 @@ class Packing:
 
     @cached_property
     def filled(self) -> tuple[Tensor, int]:
-        """Of the sequences that have tokens: where they begin and end, int32 [n + 1] on the device, and the longest's length."""
+        """Where the sequences that have tokens begin and end, int32 [n + 1] on the device, and the length of the longest."""
         bounds = [0, *itertools.accumulate(n for n in self.lengths if n)]
         return on_device(torch.tensor(bounds, dtype=torch.int32), self.device), max(self.lengths, default=0)
 

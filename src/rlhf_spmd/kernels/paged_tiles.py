@@ -15,7 +15,8 @@ LOG2_E = 1.4426950408889634
 
 
 class TileShape(NamedTuple):
-    """Of a kernel: matrix rows, keys of a block, elements of a head rounded up; warps of a program, blocks in flight."""
+    """How large a kernel's tile is: matrix rows, keys of a block, elements of a head rounded up; warps of a program, blocks in
+    flight."""
 
     rows: int
     keys: int
@@ -45,8 +46,8 @@ class TileShape(NamedTuple):
 
     @classmethod
     def of_alike(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
-        """Of chunks whose queries have the bits of single tokens: the same instructions, and the keys of a block shared out among the
-        same warps. Tensor cores allow for twice as many rows: four warps then still lie side by side along the keys."""
+        """The shape for chunks whose queries must have the bits of single tokens: the same instructions, and the same warps for the
+        keys of a block. Tensor cores allow for twice as many rows: four warps then still lie side by side along the keys."""
         narrow = cls.of_singles(head_dim, itemsize, page_size, group_size)
         return narrow._replace(rows=32) if itemsize == 2 and head_dim <= 128 and narrow.rows == 16 else narrow
 

@@ -58,7 +58,7 @@ def _heads(
     Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr,
     PAGED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of the first HEADS heads of a token. PAGED: keys and values go to ``k``, the pages of a layer."""
+    """Norm and rotate the first HEADS heads of a token. PAGED: keys and values go to ``k``, the pages of a layer."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)

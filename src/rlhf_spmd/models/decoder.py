@@ -145,7 +145,7 @@ class Block(nn.Module):
         # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
         of_q, of_k = (None if norm is None else copy_to_tp(norm.weight, self.tp) for norm in norms)
         parts = qkv, (of_q, of_k), cos, sin, self.head_shape
-        if self.ops.writes_pages and not torch.is_grad_enabled() and isinstance(attention, WritesPages):
+        if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
             q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
             return attention.attend_written(self.index, q[:num_tokens], self.rule)
         q, k, v = self.ops.heads(*parts)

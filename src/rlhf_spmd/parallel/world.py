@@ -242,8 +242,9 @@ def refuse_shared_gpus(launch: Launch, store: dist.Store, gpu: str) -> None:
 
 
 def nccl_settings(patience_s: float) -> dict[str, str]:
-    """Of torch's watchdogs, which end a process without a name. ``patience_s``: of collectives. The monitor that ends a process whose
-    watchdog makes no progress waits for 480 s by itself, less than the error board does, which names the culprit. Pure."""
+    """Variables that let torch's watchdog of NCCL end a process later than the error board, which names the culprit. Pure.
+
+    By itself the watchdog's monitor waits for 480 s. ``patience_s``: how long collectives may take."""
     return {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(math.ceil(patience_s) + 60)}
 
 

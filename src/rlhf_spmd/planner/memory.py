@@ -119,7 +119,7 @@ def held(shape: ModelShape, choices: Choices, role: RoleSettings, stage: Stage) 
 
 
 def held_by_host(shape: ModelShape, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
-    """Of a rank on a GPU what lies in host memory, pinned, from the first offload on: also while the device has it."""
+    """Bytes in pinned host memory of a rank on a GPU. They stay from the first offload on, also while the device has a copy."""
     weights, states = _kept(_Slice(shape, choices, stage), role)
     here = not role.on_host
     return {"weights": weights * (here and role.offload), "optimizer": states * (here and role.optim_offload)}
@@ -171,7 +171,7 @@ def train(shape: ModelShape, work: Workload, choices: Choices, role: RoleSetting
 
 
 def saved_by_host(shape: ModelShape, work: Workload, choices: Choices, role: RoleSettings, stage: Stage) -> Parts:
-    """Of a rank on a GPU what layers save in host memory while it trains."""
+    """Bytes that the layers of a rank on a GPU save in host memory while it trains."""
     part, (tokens, number) = _Slice(shape, choices, stage), _micro_batches(work, choices)
     kept = part.layers * part.kept(choices.checkpointing) * _alive(choices, role, stage, number)
     return {"activations": role.itemsize * tokens * kept * (role.activation_offload and not role.on_host)}

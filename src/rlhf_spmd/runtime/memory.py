@@ -263,7 +263,7 @@ class _Home:
         return {}
 
     def shares(self) -> dict[str, float]:
-        """Of a GPU's memory, by the calls that take no more."""
+        """The share of a GPU's memory that a call may take, for the calls that have such a limit."""
         generation = self.config.generation
         calls = {
             call.spec.name for call in self.step.graph.nodes if call.role.name == self.role and call.spec.kind == "generate"
