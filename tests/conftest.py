@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -32,6 +33,18 @@ def as_on_a_rank() -> None:
 
     torch.set_num_threads(1)
     choose_cpu_matmul()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_for_the_next_file() -> Iterator[None]:
+    """A program that fails in the test process leaves its process group behind, which a real one takes with it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        from rlhf_spmd.parallel.world import join_world
+
+        join_world.cache_clear()
+        distributed.destroy_process_group()
 
 
 def pytest_collection_finish() -> None:
