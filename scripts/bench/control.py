@@ -36,11 +36,11 @@ from torch import Tensor
 
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
-from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
-from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
+from rlhf_spmd.process.board import Board
+from rlhf_spmd.process.ending import end_process
 
 CHAIN = 16  # calls of one script, as many as a larger algorithm has
 SIZES = ((64, 2), (512, 16))  # (rows, MiB moved), those of published measurements of single controllers

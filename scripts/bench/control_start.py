@@ -30,10 +30,10 @@ def start_ours() -> Callable[[], object]:
     import torch
 
     from rlhf_spmd.controller import ONE_TO_ALL, Controller, GroupShape, ResourcePool, Worker, register
-    from rlhf_spmd.parallel.board import Board
-    from rlhf_spmd.parallel.ending import end_process
     from rlhf_spmd.parallel.layout import Layout
     from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
+    from rlhf_spmd.process.board import Board
+    from rlhf_spmd.process.ending import end_process
 
     class Toy(Worker):
         @register(ONE_TO_ALL)

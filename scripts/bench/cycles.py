@@ -30,16 +30,16 @@ import torch
 from measure import machine_facts, memory_mib, on_ranks, table
 from torch import Tensor
 
-from rlhf_spmd.generation import CallLimits, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import ParamShard, plan_params
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
-from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
+from rlhf_spmd.process.ending import end_process
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.optimizer import OptimConfig
@@ -93,7 +93,7 @@ class Actor:
         self.hybrid.to_generation()
         made = generator.generate(rows[::2], sampling, 0, number)
         texts = [[*row.prompt_ids, *done.token_ids] for row, done in zip(rows[::2], made, strict=True)]
-        limits = CallLimits() if drain else CallLimits(fraction=0.5)
+        limits = GenerationLimits() if drain else GenerationLimits(fraction=0.5)
         ended = generator.generate_until(rows[1::2], sampling, 0, number, limits, number)
         generator.before_training()
         self.hybrid.to_training()

@@ -23,7 +23,7 @@ from measure import add_device, device_facts, line, machine_facts, machine_rates
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.sequence import Request, Row
+from rlhf_spmd.generation.sequence import Request, SequenceState
 from rlhf_spmd.kernels import AttentionRule
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 64
@@ -81,7 +81,7 @@ def decoding(rows: int, context: int, longest: int, device: str, seconds: float)
 def prefill(tokens: int, device: str, seconds: float) -> dict[str, Any]:
     layers = 4 if device == "cuda" else 1
     cache = build_cache(-(-tokens // PAGE), layers, device)
-    row = Row(Request(0, 0, [0] * tokens, 1), pages=list(range(cache.num_pages)))
+    row = SequenceState(Request(0, 0, [0] * tokens, 1), pages=list(range(cache.num_pages)))
     attention = cache.backend.for_step([Work(row, 0, tokens, True)], cache, HEADS)
     qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
@@ -118,7 +118,7 @@ def main() -> None:
     args = parse()
     if args.device == "cpu":  # before anything imports triton, whose interpreter wants the tests' repairs
         os.environ["TRITON_INTERPRET"] = "1"
-        sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+        sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
         import triton_device  # noqa: F401
     rates = {} if args.quick else machine_rates(1, ["bfloat16"], args.device)
     report: dict[str, Any] = {"machine": machine_facts() | device_facts(args.device), "rates": rates, "cases": []}

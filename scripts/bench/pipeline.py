@@ -25,11 +25,11 @@ import torch
 from measure import device_facts, machine_facts, on_ranks, save
 from torch import Tensor
 
-from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
+from rlhf_spmd.process.ending import end_process
 
 WIDTH, TOKENS = 64, 256  # of the tensors between stages; tokens of a micro-batch (the mean of the ragged ones)
 FACTORS = (0.5, 1.75, 1.0, 0.25, 1.5, 0.75, 1.25, 1.0)  # tokens of ragged micro-batches, in turns

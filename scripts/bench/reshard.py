@@ -40,9 +40,9 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
-from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
+from rlhf_spmd.process.ending import end_process
 from rlhf_spmd.reshard import METHODS, HybridWeights, choose_method, missing_elements
 from rlhf_spmd.reshard.methods import Method, TransitionPlan
 from rlhf_spmd.reshard.plan import held_by

@@ -39,10 +39,10 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
-from rlhf_spmd.parallel.ending import end_process
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
+from rlhf_spmd.process.ending import end_process
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.optimizer import OptimConfig
 

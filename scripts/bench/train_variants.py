@@ -301,7 +301,7 @@ def main() -> None:
     if figures is not None:
         Path(sys.argv[2]).write_text(json.dumps(figures), encoding="utf-8")
     if torch.distributed.is_initialized():
-        from rlhf_spmd.parallel.ending import end_process
+        from rlhf_spmd.process.ending import end_process
 
         end_process(0)
 

@@ -10,8 +10,8 @@ import torch
 
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
-from rlhf_spmd.generation.sequence import Drawing
-from rlhf_spmd.kernels import can, model_device
+from rlhf_spmd.generation.sequence import SamplingOverrides
+from rlhf_spmd.kernels import capabilities, model_device
 
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
 MAX_LOGPROBS = 100
@@ -118,7 +118,7 @@ class GenerationConfig:
     def captures(self, device: torch.device, tp: int, pp: int) -> bool:
         """Whether steps of rows that decode become CUDA graphs on such a device, if attention and experts allow it. Not with
         collectives in them: that was never tried."""
-        return not self.enforce_eager and can(device).graphs and tp == pp == 1 and not self.speculative_tokens
+        return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1 and not self.speculative_tokens
 
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run; ``words`` say where it comes
@@ -191,10 +191,10 @@ class SamplingConfig:
         return self.temperature == 0.0
 
     @property
-    def drawing(self) -> Drawing:
-        return Drawing(self.temperature, self.top_p, self.top_k, self.min_p)
+    def drawing(self) -> SamplingOverrides:
+        return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
-    def drawn_by(self, drawing: Drawing) -> SamplingConfig:
+    def drawn_by(self, drawing: SamplingOverrides) -> SamplingConfig:
         """That of a row which is drawn so."""
         return replace(self, n=1, **drawing._asdict())
 

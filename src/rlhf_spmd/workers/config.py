@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.kernels import ATTENTION, can
+from rlhf_spmd.kernels import ATTENTION, capabilities
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.parallel.layout import LayoutConfig
@@ -52,7 +52,7 @@ class ComputeConfig:
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
-            return can(device).dtype
+            return capabilities(device).dtype
         return DTYPES[self.dtype]
 
 
