@@ -27,7 +27,7 @@ class RowsConfig(EncodingConfig):
     """Rows of a file or a data set.
 
     - path: required: file, glob pattern, directory or `datasets` name; a list of them; or a mapping of them to weights, see
-      [own_data_and_reward.md](own_data_and_reward.md)
+      [data_and_rewards.md](data_and_rewards.md)
     - split: of a `datasets` name or directory
     - subset: of a `datasets` name
     - prompt_key: column of the prompt; here and in the other keys of columns dots reach inside one: `reward_model.ground_truth`
@@ -76,9 +76,9 @@ class StoredRowsConfig(RowsConfig):
     """``one_chunk``: rows are encoded all together.
 
     - max_bad_rows: so many rows that cannot be used are left out, named and counted; one more ends the run. See
-      [own_data_and_reward.md](own_data_and_reward.md#bad-rows)
+      [data_and_rewards.md](data_and_rewards.md#bad-rows)
     - cache_dir: directory for tokens and rows, made once and mapped into memory by all ranks; null: each rank tokenises for
-      itself. See [own_data_and_reward.md](own_data_and_reward.md#many-rows)
+      itself. See [data_and_rewards.md](data_and_rewards.md#many-rows)
     """
 
     max_bad_rows: int = 0
