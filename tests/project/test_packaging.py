@@ -52,7 +52,9 @@ def test_the_table_of_versions_has_the_bounds_of_pyproject() -> None:
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
         name, bound = line.split(">=")
         if name != "torch":
-            assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", oldest[name]), f"pyproject allows {line}, tested is {oldest[name]}"
+            assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", oldest[name]), (
+                f"pyproject allows {line}, tested is {oldest[name]}"
+            )
     assert all("passed" in row["tests"] and "failed" not in row["tests"] for row in (oldest, newest))
 
 
