@@ -22,12 +22,12 @@ USUAL = "ppo"  # the algorithm of the tables of `train`
 PROGRAMS = ("plan", "generate", "evaluate", "score", "serve")  # beside `train`, which has the algorithms
 HEAD = """# Configuration
 
-Every key of every program. `rlhf-spmd PROGRAM --help` prints the same, `--help WORD` those with WORD in their name. How values are written
-is explained in [the quickstart](quickstart.md#settings).
+Every key of every program. `rlhf-spmd PROGRAM --help` prints the same, `--help WORD` the keys that contain WORD. [The
+quickstart](quickstart.md#settings) explains how values are written.
 
 ## train
 
-`algorithm` is here that of `ppo`; what other algorithms have otherwise follows below.
+With `algorithm.name=ppo`. What other algorithms have follows below.
 """
 
 

@@ -223,8 +223,8 @@ Configurations to start from: one file for a model, an algorithm and a number of
 | DPO | UltraFeedback's pairs | 128 | 2,048 |
 | SFT | Capybara's conversations | 128 | 2,048 |
 
-LoRA trains [adapters](parallelism.md#adapters-lora). Another model of the same size needs only `models.actor.path`. Where ranks have no network, run
-`hf download NAME` (data: with `--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
+LoRA trains [adapters](parallelism.md#adapters-lora). Another model of the same size needs only `models.actor.path`. Where ranks have no
+network, run `hf download NAME` (data: with `--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
 
 Each cell has the GiB of the fullest GPU (of 79.2) and the seconds of a step on H100, with rows at their limits. Both are predicted, not
 measured. For rows as long as yours:

@@ -2,7 +2,7 @@
 
 rlhf-spmd train --config configs/quickstart_ppo.yaml --nproc-per-node 2 run.steps=20
 rlhf-spmd train --help                            every key with its type, its default and what it means
-rlhf-spmd train --help reward                     the keys that have reward in their names
+rlhf-spmd train --help reward                     the keys that contain reward
 rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: programs and keys with the tabulator
 """
 

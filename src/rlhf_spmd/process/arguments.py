@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 def shared_parser(name: str, description: str | None) -> Parser:
     """Of programs with a configuration."""
     parser = Parser(name, description, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="print this and end; with a WORD: keys that have it in their names")
+    parser.add_argument("-h", "--help", action="store_true", help="print this and end; with a WORD: the keys that contain it")
     parser.add_argument("--config", metavar="FILE", action="append", help="YAML file")
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration as YAML and end")
     parser.add_argument("--dry-run", action="store_true", help="check configuration, models, data and memory, start nothing")
@@ -49,13 +49,13 @@ def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def help_text(parser: Parser, keys: Iterable[Key], arguments: Sequence[str]) -> str:
-    """What ``--help`` prints: everything, or only the keys that have one of the words among ``arguments`` in their names. Raises ValueError
-    where there is none."""
+    """What ``--help`` prints: everything, or only the keys whose names contain a word of ``arguments``. Raises ValueError where no key
+    does."""
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
     words = [one for one in arguments if "=" not in one]
     if not words:
         return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])
     found = [key.lines(width) for key in keys if any(word in key.name for word in words)]
     if not found:
-        raise ValueError(f"--help {' '.join(words)}: no key has that in its name; {parser.prog} --help lists all")
+        raise ValueError(f"--help {' '.join(words)}: no key contains that; {parser.prog} --help lists all")
     return "\n".join(found)
