@@ -24,10 +24,20 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
 
 # The files that take longest, which begin first: else a worker has one of them left when the others have nothing more to do.
-LONGEST = (
-    "test_bench test_ppo_layouts test_algorithms test_placements test_program test_launch test_memory test_exact_gpu "
-    "test_lora_runs test_sequence_parallel test_lora_training test_plan test_models_families test_environments"
-).split()
+LONGEST = [
+    "test_bench",
+    "test_ppo_layouts",
+    "test_algorithms",
+    "test_placements",
+    "test_program",
+    "test_launch",
+    "test_memory",
+    "test_exact_gpu",
+    "test_lora_runs",
+    "test_sequence_parallel",
+    "test_lora_training",
+    "test_plan",
+]
 
 
 @pytest.fixture(autouse=True)
