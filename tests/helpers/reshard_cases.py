@@ -97,7 +97,9 @@ def fits(spec: ModelSpec, *layouts: Layout | GenerationLayout) -> bool:
     return True
 
 
+@cache
 def global_value(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Not to be written to."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)) * 31 + 7))
 
 
