@@ -13,13 +13,11 @@ import torch
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.ends import NO_TURN, turn_frame
 from rlhf_spmd.data.files import DataError, local_files, read_rows
-from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
+from rlhf_spmd.data.loader import Loader, build_dataset, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sft import SftConfig
-from rlhf_spmd.data.stored import build_dataset
-from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+from rlhf_spmd.data.tokenizer import NO_TURN, decode, load_tokenizer, turn_frame
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
 

@@ -14,7 +14,7 @@ import torch
 from places import ROOT
 from ranks import run_ranks
 
-from rlhf_spmd.data.conversation import ConversationEncoder
+from rlhf_spmd.data.encoding import ConversationEncoder
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.sft import PairsConfig, SftConfig, encode_pairs

@@ -48,7 +48,7 @@ def partition_by_tokens(
     return parts if groups is None else parts[items]
 
 
-def partition_sharing(
+def partition_with_prefixes(
     lengths: np.ndarray,
     common: np.ndarray,
     groups: np.ndarray,
@@ -70,15 +70,15 @@ def partition_sharing(
     fits = (np.minimum(fits, max_rows) if max_rows else fits)[items]
 
     def most(parts: np.ndarray) -> float:
-        held = np.bincount(parts, own_tokens(parts, items, lengths, common, fits), num_parts)
+        held = np.bincount(parts, computed_tokens(parts, items, lengths, common, fits), num_parts)
         return float(np.max(held / speeds if len(speeds) else held))
 
-    weights = own_tokens(np.zeros_like(items), items, lengths, common, fits)
+    weights = computed_tokens(np.zeros_like(items), items, lengths, common, fits)
     together = partition_by_tokens(weights, num_parts, groups, speeds)
     return together if keep_groups else min(partition_by_tokens(lengths, num_parts, speeds=speeds), together, key=most)
 
 
-def own_tokens(
+def computed_tokens(
     parts: np.ndarray, items: np.ndarray, lengths: np.ndarray, common: np.ndarray, fits: np.ndarray | int
 ) -> np.ndarray:
     """What each row adds to the tokens that its part computes, int64 [rows]: of the rows of one item that a part has, only each
@@ -91,7 +91,7 @@ def own_tokens(
     return lengths - np.where(place % fits == 0, 0, common)
 
 
-def share_out(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
+def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
     """``held`` int64 [parts], items of equal size, filled up to ``number`` in all: to each part in proportion to its speed, within
     one where none has more already."""
     lacks = _shares(number * SHARE_UNITS, speeds) - held * SHARE_UNITS
@@ -157,7 +157,7 @@ def micro_batches_by_count(
     return bins + [[] for _ in range(wanted - len(bins))]
 
 
-def cut_rows(
+def cut_micro_batches(
     lengths: np.ndarray,
     common: np.ndarray,
     groups: np.ndarray,
@@ -190,7 +190,7 @@ def cut_rows(
     def computed(bins: list[list[int]]) -> np.ndarray:
         rows = np.fromiter(itertools.chain(*bins), dtype=np.int64)
         of = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
-        return np.bincount(of, own_tokens(of, items[rows], lengths[rows], common[rows], len(rows) + 1), len(bins))
+        return np.bincount(of, computed_tokens(of, items[rows], lengths[rows], common[rows], len(rows) + 1), len(bins))
 
     ways = [whole] if keep_groups else [[[row] for row in range(len(lengths))]]
     if not keep_groups and max_rows is None and len(whole) < len(lengths):

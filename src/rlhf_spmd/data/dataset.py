@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, take_rows
 from rlhf_spmd.data.encoding import EncodingConfig
-from rlhf_spmd.data.files import DataError, Given, Paths, Row, list_paths, names_of, readable, stream_rows
+from rlhf_spmd.data.files import DataError, Paths, Row, RowOrError, list_paths, row_or_raise, set_names, stream_rows
 
 DUPLICATES = ("refuse", "drop", "keep")
 
@@ -54,13 +54,13 @@ class RowsConfig(EncodingConfig):
         """Where the rows are from, a name for each source."""
         return list_paths(self.path)
 
-    def stream(self, validation: bool = False) -> Iterator[Given]:
+    def stream(self, validation: bool = False) -> Iterator[RowOrError]:
         """All rows one by one, those that cannot be used as the error. Raises DataError for what is not of a row."""
         return stream_rows(self.path, self.split, self.subset)
 
     def read(self, validation: bool = False) -> list[Row]:
         """All rows. Raises DataError."""
-        return list(map(readable, self.stream(validation)))
+        return list(map(row_or_raise, self.stream(validation)))
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
         """Some of the rows (or none) as this kind of data has them, for :func:`joined`. An error of a row begins with where it is."""
@@ -89,9 +89,9 @@ class StoredRowsConfig(RowsConfig):
         super().check(where)
         check_bounds(self, where, "max_bad_rows", least=0)
 
-    def usable(self, row: Given) -> Row:
+    def checked(self, row: RowOrError) -> Row:
         """The row, as far as it can be told without its tokens. Raises DataError."""
-        return readable(row)
+        return row_or_raise(row)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class DatasetConfig(StoredRowsConfig):
     def sources(self, validation: bool = False) -> list[str]:
         return list(self.val_sets.values()) if validation else list_paths(self.path)
 
-    def stream(self, validation: bool = False) -> Iterator[Given]:
+    def stream(self, validation: bool = False) -> Iterator[RowOrError]:
         """The training rows, or the validation rows."""
         if validation:
             assert self.val_path is not None, "there are no validation rows without val_path"
@@ -158,7 +158,7 @@ class DatasetConfig(StoredRowsConfig):
         rows = stream_rows(self.path, self.split, self.subset, self.train_max_samples)
         return rows if self.curriculum_key is None else map(self._ranked, rows)
 
-    def _ranked(self, row: Given) -> Given:
+    def _ranked(self, row: RowOrError) -> RowOrError:
         try:
             return row if isinstance(row, DataError) else replace(row, rank=self._rank(row))
         except DataError as error:
@@ -174,11 +174,11 @@ class DatasetConfig(StoredRowsConfig):
     @property
     def val_sets(self) -> dict[str, str]:
         """Where each set of validation rows is. Raises ValueError."""
-        return self.val_path if isinstance(self.val_path, dict) else names_of(list_paths(self.val_path or []))
+        return self.val_path if isinstance(self.val_path, dict) else set_names(list_paths(self.val_path or []))
 
 
 @dataclass
-class Tally:
+class RowTally:
     """Counts of a data set's rows, and of each kind that is left out the first. ``overlong``: the first row that is too long;
     ``shortest``: tokens of the shortest. ``num_dialogues``: rows whose prompt is the beginning of a dialogue. ``left_out``: by
     reason. ``bad``: the first rows of ``num_bad`` that cannot be used."""
@@ -193,7 +193,7 @@ class Tally:
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: RowTally) -> None:
         """What was counted of the rows that follow."""
         self.num_overlong += other.num_overlong
         self.num_dialogues += other.num_dialogues
@@ -224,14 +224,14 @@ class TokenDataset:
     Rows are dropped of which an entry has more than the limit's tokens, all columns together; ``kept``: positions of the others in
     ``rows``. ``limit`` and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
     ``beside``: fields by row that are no tokens; always ``source`` int64, which of the paths it is from, and ``rank`` float64, of a
-    curriculum. One whose values all are that of ``trivial`` is left out; those named in ``in_batches`` are fields of batches. All
+    curriculum. One whose values all are that of ``omitted_if`` is left out; those named in ``batch_fields`` are fields of batches. All
     of it is tensors, and a tally, so that a file can hold it.
     """
 
     noun = "rows"
     group_size = 1
-    trivial: ClassVar[dict[str, int]] = {}
-    in_batches: ClassVar[tuple[str, ...]] = ()
+    omitted_if: ClassVar[dict[str, int]] = {}
+    batch_fields: ClassVar[tuple[str, ...]] = ()
     fingerprint = ""
 
     def __init__(
@@ -247,11 +247,11 @@ class TokenDataset:
         lengths = [max(each[at : at + size]) for at in range(0, len(each), size)]
         self.limit, self.drop, self.known = limit, drop, dict[str, Tensor]()
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
-        self.tally = Tally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
+        self.tally = RowTally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
         if self.tally.num_overlong:
             first = next(i for i, length in enumerate(lengths) if length > limit[1])
             self.tally.overlong = f"{rows[first].where}: {lengths[first]} tokens"
-        self.beside: dict[str, Field] = {
+        self.row_fields: dict[str, Field] = {
             "source": torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64),
             "rank": torch.tensor([rows[i].rank for i in self.kept], dtype=torch.float64),
         }
@@ -279,7 +279,7 @@ class TokenDataset:
     def digest(self) -> str:
         """What tells these rows from others."""
         digest = hashlib.sha256()
-        fields = (*self.columns.values(), *self.numbers.values(), *(self.beside[name] for name in sorted(self.beside)))
+        fields = (*self.columns.values(), *self.numbers.values(), *(self.row_fields[name] for name in sorted(self.row_fields)))
         for one in fields:
             for part in (one.lengths, one.values) if isinstance(one, Ragged) else (one,):
                 digest.update(part.numpy().tobytes())
@@ -291,12 +291,12 @@ class TokenDataset:
     @property
     def sources(self) -> Tensor:
         """int64 [rows]: which of the paths each is from."""
-        return cast(Tensor, self.beside["source"])
+        return cast(Tensor, self.row_fields["source"])
 
     @property
     def ranks(self) -> Tensor:
         """float64 [rows]: of a curriculum."""
-        return cast(Tensor, self.beside["rank"])
+        return cast(Tensor, self.row_fields["rank"])
 
     @property
     def lengths(self) -> Tensor:
@@ -306,7 +306,7 @@ class TokenDataset:
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
         """Rows by index; each row is its own group, whose j-th row has the id ``row_id * group_size + j``."""
         groups, at = (torch.tensor(list(given), dtype=torch.int64) for given in (row_ids, indices))
-        fields = {name: take_rows(self.beside[name], at) for name in self.in_batches if name in self.beside}
+        fields = {name: take_rows(self.row_fields[name], at) for name in self.batch_fields if name in self.row_fields}
         ids, at = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, at))
         for name, column in self.columns.items():
             taken = column.take(at)
@@ -328,16 +328,18 @@ class TokenDataset:
         return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){self.tally.told()}"
 
 
-def joined(parts: Sequence[TokenDataset], bad: Tally | None = None) -> TokenDataset:
+def joined(parts: Sequence[TokenDataset], bad: RowTally | None = None) -> TokenDataset:
     """One data set of the rows of all, one after the other. ``bad``: the rows that are in none. Raises DataError."""
     whole, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
-    whole.tally = bad or Tally()
+    whole.tally = bad or RowTally()
     for part in parts:
         whole.tally.add(part.tally)
     whole.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
     whole.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
-    beside = {name: concat_field([part.beside[name] for part in full]) for name in full[0].beside}
-    whole.beside = {name: x for name, x in beside.items() if name not in whole.trivial or not _all(x, whole.trivial[name])}
+    beside = {name: concat_field([part.row_fields[name] for part in full]) for name in full[0].row_fields}
+    whole.row_fields = {
+        name: x for name, x in beside.items() if name not in whole.omitted_if or not _all(x, whole.omitted_if[name])
+    }
     whole.check()
     whole.fingerprint = whole.digest()
     return whole

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.telemetry.jsonl import json_value
+from rlhf_spmd.telemetry.run_dir import json_value
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -71,14 +71,14 @@ def _dotted(values: dict[str, Any]) -> Iterable[str]:
         yield from (f"{key}.{inner}" for inner in _dotted(value)) if isinstance(value, dict) and value else [str(key)]
 
 
-Given = Row | DataError  # of a line: what it holds, or why it cannot be used
+RowOrError = Row | DataError  # of a line: what it holds, or why it cannot be used
 
 
 def list_paths(path: Paths) -> list[str]:
     return [path] if isinstance(path, str) else list(path)
 
 
-def names_of(paths: Sequence[str]) -> dict[str, str]:
+def set_names(paths: Sequence[str]) -> dict[str, str]:
     """Each path under its file's name without the suffix, with as many directories before it as tell it from the others.
 
     Raises ValueError for a path that is there twice.
@@ -101,17 +101,17 @@ def read_rows(path: Paths, split: str = "train", subset: str | None = None, limi
     directory that ``datasets`` saved or loads, or the name of a data set on the hub (these two take ``split`` and ``subset``).
     Raises DataError.
     """
-    return list(map(readable, stream_rows(path, split, subset, limit)))
+    return list(map(row_or_raise, stream_rows(path, split, subset, limit)))
 
 
-def readable(row: Given) -> Row:
+def row_or_raise(row: RowOrError) -> Row:
     """The row. Raises DataError where it is one."""
     if isinstance(row, DataError):
         raise row
     return row
 
 
-def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[Given]:
+def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[RowOrError]:
     """As :func:`read_rows`, one by one; a row that cannot be read is there as the error, and counts. Raises DataError for files."""
     return islice(_numbered(path, split, subset), limit)
 
@@ -124,7 +124,7 @@ def local_files(path: str) -> list[Path]:
     return list(map(Path, sorted(glob.glob(str(here), recursive=True)))) if glob.has_magic(path) else []
 
 
-def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
+def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[RowOrError]:
     number = 0
     for source, name in enumerate(list_paths(path)):
         first = number
@@ -135,7 +135,7 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
             raise DataError(f"'{name}' holds no rows")
 
 
-def _rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
+def _rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
     here = Path(path).expanduser()
     if here.is_dir() and glob.has_magic(path):
         raise DataError(
@@ -158,7 +158,7 @@ def _looks_local(path: str) -> bool:
     return path.endswith(JSON_SUFFIXES + PARQUET_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def _file_rows(file: Path) -> Iterable[Given]:
+def _file_rows(file: Path) -> Iterable[RowOrError]:
     name = file.name.lower()
     try:
         if name.endswith(PARQUET_SUFFIXES):
@@ -179,14 +179,14 @@ def _open(file: Path) -> Any:
     return gzip.open(file) if file.name.endswith(".gz") else file.open("rb")
 
 
-def _jsonl_rows(file: Path) -> Iterable[Given]:
+def _jsonl_rows(file: Path) -> Iterable[RowOrError]:
     with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _row(line, f"{file}:{number}")
 
 
-def _json_rows(file: Path) -> Iterable[Given]:
+def _json_rows(file: Path) -> Iterable[RowOrError]:
     """One JSON list of objects; a file that holds several lines of objects is read as jsonl."""
     with _open(file) as stream:
         text = stream.read().decode("utf-8-sig")
@@ -207,7 +207,7 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(f"{where}: {first_line(error)}") from error
 
 
-def _row(value: Any, where: str, has_escapes: bool = False) -> Given:
+def _row(value: Any, where: str, has_escapes: bool = False) -> RowOrError:
     """``value``: of a line its bytes. ``has_escapes``: by which a text of it may be half a character."""
     try:
         if isinstance(value, bytes):
@@ -227,7 +227,7 @@ def _row(value: Any, where: str, has_escapes: bool = False) -> Given:
     return Row(json_value(value), where)
 
 
-def _parquet_rows(file: Path) -> Iterable[Given]:
+def _parquet_rows(file: Path) -> Iterable[RowOrError]:
     import pyarrow
     import pyarrow.parquet
 
@@ -237,10 +237,10 @@ def _parquet_rows(file: Path) -> Iterable[Given]:
             for number, values in enumerate(rows, 1):
                 yield _row(values, f"{file}, row {number}")
     except pyarrow.ArrowException as error:
-        raise DataError(f"data file '{file}' is not readable parquet: {first_line(error)}") from error
+        raise DataError(f"data file '{file}' is not row_or_raise parquet: {first_line(error)}") from error
 
 
-def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
+def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
     import datasets
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError

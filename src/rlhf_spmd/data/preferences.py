@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rlhf_spmd.data.conversation import ConversationEncoder, end_ids
 from rlhf_spmd.data.dataset import TokenDataset
-from rlhf_spmd.data.encoding import PromptEncoder, check_messages
-from rlhf_spmd.data.files import DataError, Given, Row
+from rlhf_spmd.data.encoding import ConversationEncoder, PromptEncoder, check_messages, end_ids
+from rlhf_spmd.data.files import DataError, Row, RowOrError
 from rlhf_spmd.data.sft import ResponsesConfig
 
 PKU = "PKU-SafeRLHF's"  # in place of the setting that names a column
@@ -138,8 +137,8 @@ class UnpairedConfig(ResponsesConfig):
         label = float(_bit(row, self.label_key, "data.label_key"))
         return [answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row, {"desirable": label})]
 
-    def usable(self, row: Given) -> Row:
-        self.single(found := super().usable(row))  # here, since :meth:`encode` would read all rows again after each bad one
+    def checked(self, row: RowOrError) -> Row:
+        self.single(found := super().checked(row))  # here, since :meth:`encode` would read all rows again after each bad one
         return found
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
@@ -285,7 +284,7 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
         given = response.prompt
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else check_messages(given, response.row.where)
         answer = {"role": "assistant", "content": response.text}
-        found[key] = talks.learn([*messages, answer], len(messages), response.row.where, end)[:2]
+        found[key] = talks.encode_pair([*messages, answer], len(messages), response.row.where, end)[:2]
     pairs = encoder.tokenize_pairs(texts, special_tokens=True)
     found |= {key: (prompt, [*ids, *end]) for key, (prompt, ids) in zip(texts, pairs, strict=True)}
     both = [found[key] for key in keys]

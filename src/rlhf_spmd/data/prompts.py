@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Given, Row, list_paths, names_of, stream_rows
+from rlhf_spmd.data.files import DataError, Row, RowOrError, list_paths, set_names, stream_rows
 from rlhf_spmd.data.tokenizer import prompt_texts
 
 LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a row's own limits: the least that each may be
@@ -65,13 +65,13 @@ class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
     max_samples: int | None = None
     val_batch_size: int | None = None
 
-    def stream(self, validation: bool = True) -> Iterator[Given]:
+    def stream(self, validation: bool = True) -> Iterator[RowOrError]:
         return stream_rows(self.path, self.split, self.subset, self.max_samples)
 
     @property
     def val_sets(self) -> dict[str, str]:
         """Where each set is. Raises ValueError."""
-        return names_of(list_paths(self.path))
+        return set_names(list_paths(self.path))
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class PromptDataset(TokenDataset):
     """
 
     noun = "prompts"
-    trivial: ClassVar[dict[str, int]] = dict.fromkeys(LIMITS, 0)
-    in_batches: ClassVar[tuple[str, ...]] = ("row", *LIMITS)
+    omitted_if: ClassVar[dict[str, int]] = dict.fromkeys(LIMITS, 0)
+    batch_fields: ClassVar[tuple[str, ...]] = ("row", *LIMITS)
 
     def __init__(self, rows: Sequence[Row], config: PromptsConfig, tokenizer: Any) -> None:
         encoded = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
@@ -119,12 +119,12 @@ class PromptDataset(TokenDataset):
         kept = [(rows[i], *encoded[i]) for i in self.kept]
         seen = [reward_row(row, row.number, text, config) for row, _, text in kept]
         limits = torch.tensor([_limits_within(row, config.max_response_length) for row, *_ in kept], dtype=torch.int64)
-        self.beside |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
-        self.beside |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
+        self.row_fields |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
+        self.row_fields |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
 
     def row(self, index: int) -> dict[str, Any]:
         """What rewards see of a row, decoded when it is asked for."""
-        field = cast(Ragged, self.beside["row"])
+        field = cast(Ragged, self.row_fields["row"])
         begin, end = field.offsets[index : index + 2].tolist()
         found: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
         return found
@@ -132,12 +132,12 @@ class PromptDataset(TokenDataset):
     def examples(self) -> list[dict[str, Any]]:
         """The first rows, and of every ``data_source``, ``environment`` and set of columns that have a value the first: what there
         is to check, without a look at every row."""
-        _, first = np.unique(cast(Tensor, self.beside["kind"]).numpy(), return_index=True)
+        _, first = np.unique(cast(Tensor, self.row_fields["kind"]).numpy(), return_index=True)
         return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
     def examples_by_path(self) -> list[list[dict[str, Any]]]:
         """A list for each path: its first row of every kind, by ``data_source``, ``environment`` and the columns that have a value."""
-        path, kind = self.sources.numpy(), cast(Tensor, self.beside["kind"]).numpy()
+        path, kind = self.sources.numpy(), cast(Tensor, self.row_fields["kind"]).numpy()
         _, first = np.unique(np.stack([path, kind]), axis=1, return_index=True)
         return [[self.row(i) for i in first.tolist() if path[i] == number] for number in np.unique(path)]
 

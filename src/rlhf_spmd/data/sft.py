@@ -10,16 +10,15 @@ import torch
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import ragged
-from rlhf_spmd.data.conversation import ConversationEncoder, Learnt, end_ids
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
-from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
+from rlhf_spmd.data.encoding import ConversationEncoder, MaskedPair, PromptEncoder, check_ids, check_messages, end_ids
 from rlhf_spmd.data.files import DataError, Row
 
 ID_KEYS = ("prompt_ids", "response_ids")
 
 
 @dataclass(frozen=True)
-class PairsConfig(RowsConfig):
+class PromptResponseConfig(RowsConfig):
     """A prompt and a response (or ``completion``, TRL's name): text, or one message of the assistant; or messages under
     ``prompt_key``, the last one the assistant's.
 
@@ -49,7 +48,7 @@ class ResponsesConfig(DatasetConfig):
 
 
 @dataclass(frozen=True)
-class SftConfig(ResponsesConfig, PairsConfig):
+class SftConfig(ResponsesConfig, PromptResponseConfig):
     """``data`` of SFT. Of messages under ``prompt_key`` or ``messages`` every turn of the assistant is learnt; if there is a
     completion of messages too, every turn in that.
 
@@ -70,8 +69,8 @@ class ResponseDataset(TokenDataset):
     conversation goes on after the assistant's first turn, also ``response_mask`` (Ragged bool): the tokens that are learnt.
     """
 
-    trivial: ClassVar[dict[str, int]] = {"response_mask": 1}
-    in_batches: ClassVar[tuple[str, ...]] = ("response_mask",)
+    omitted_if: ClassVar[dict[str, int]] = {"response_mask": 1}
+    batch_fields: ClassVar[tuple[str, ...]] = ("response_mask",)
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
         vocab_size = None if tokenizer is None else len(tokenizer)
@@ -83,7 +82,7 @@ class ResponseDataset(TokenDataset):
         columns = {"prompt_ids": [prompt for prompt, _, _ in whole], "response_ids": [response for _, response, _ in whole]}
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         masks = [whole[i][2] or [True] * len(whole[i][1]) for i in self.kept]
-        self.beside["response_mask"] = ragged(masks, torch.bool)
+        self.row_fields["response_mask"] = ragged(masks, torch.bool)
 
 
 def has_ids(row: Row) -> bool:
@@ -92,7 +91,7 @@ def has_ids(row: Row) -> bool:
 
 def encode_pairs(
     rows: Sequence[Row],
-    config: PairsConfig,
+    config: PromptResponseConfig,
     tokenizer: Any,
     vocab_size: int | None,
     append_eos: bool = False,
@@ -113,7 +112,7 @@ def encode_pairs(
 
 
 def _encode(
-    rows: Sequence[Row], config: PairsConfig, tokenizer: Any, append_eos: bool, text_key: str | None
+    rows: Sequence[Row], config: PromptResponseConfig, tokenizer: Any, append_eos: bool, text_key: str | None
 ) -> list[tuple[list[int], list[int]]]:
     if tokenizer is None:
         raise DataError(f"{rows[0].where}: without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
@@ -148,20 +147,20 @@ def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
     return [*check_messages(messages, row.where), *check_messages(response, row.where)], len(messages)
 
 
-def _response(row: Row, config: PairsConfig) -> Any:
+def _response(row: Row, config: PromptResponseConfig) -> Any:
     key = config.response_key if config.response_key in row else "completion"
     return row.get(key, "data.response_key") if key in row else None
 
 
 def _encode_talks(
     talks: Mapping[int, tuple[list[Any], int]], rows: Sequence[Row], config: SftConfig, tokenizer: Any
-) -> dict[int, Learnt]:
+) -> dict[int, MaskedPair]:
     if not talks:
         return {}
     if tokenizer is None:
         raise DataError(f"{rows[next(iter(talks))].where}: messages need a tokenizer")
     encoder, end = ConversationEncoder(PromptEncoder(tokenizer, config)), end_ids(tokenizer, config.append_eos)
-    return {i: encoder.learn(messages, first, rows[i].where, end) for i, (messages, first) in talks.items()}
+    return {i: encoder.encode_pair(messages, first, rows[i].where, end) for i, (messages, first) in talks.items()}
 
 
 def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -174,7 +173,7 @@ def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: li
     return [(tokens[:1], _not_empty([*tokens[1:], *end], row)) for tokens, row in zip(ids, rows, strict=True)]
 
 
-def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
+def _prompt_and_response(row: Row, config: PromptResponseConfig) -> tuple[Any, str]:
     prompt = row.get(config.prompt_key, "data.prompt_key")
     response = _response(row, config)
     if not isinstance(prompt, str) and response is None:

@@ -1,16 +1,36 @@
-"""Settings of environments (``environment.*``, ``environments.<name>.*``), the class of each, and which one a row has."""
+"""What an environment must have."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.environments.base import Environment
+
+ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
+
+
+class Environment(Protocol):
+    """One object per row: made, reset, then stepped once for each turn of the model, by one thread at a time.
+
+    A class may have ``schemas(**args)``, a static method: OpenAI's schemas of its tools, which chat templates tell the model of;
+    and ``gives_reward = False``: its rows need a score from elsewhere.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        """Begin. ``row``: the data's columns, as rewards see them. Returns a text that the model reads after its prompt, or None."""
+
+    def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
+        """``text``: the model's turn with its special tokens, but those that end a text. Returns (observation, reward, done).
+
+        The model reads the observation (``?`` for a lone surrogate) and goes on, unless it is done. Messages are read as its chat
+        template writes them between two of its turns. Rewards of a row's turns are added up.
+        """
+
 
 DEFAULT = "environment"  # the section of the environment of rows that name none, and its name
 

@@ -14,8 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from rlhf_spmd.environments.base import Environment, Message
-from rlhf_spmd.environments.config import Named, environment_key, resolve_class
+from rlhf_spmd.environments.config import ChatMessage, Environment, Named, environment_key, resolve_class
 
 BEAT_S = 0.1  # between looks at the clock while nothing else is to be done
 
@@ -30,7 +29,7 @@ class Answer(NamedTuple):
     """What ``reset`` (reward 0, not done) or ``step`` of a row's environment returned."""
 
     row_id: int
-    observation: str | list[Message]
+    observation: str | list[ChatMessage]
     reward: float
     done: bool
 
@@ -113,7 +112,7 @@ class EnvironmentRunner:
         calls.put(None)  # for the next thread
 
     def _answer(self, row_id: int, text: str | None, build: Callable[[], Environment]) -> Answer:
-        observation: str | list[Message] | None
+        observation: str | list[ChatMessage] | None
         if text is None:
             self._environments[row_id] = environment = build()
             observation = environment.reset(self._rows[row_id])
@@ -129,7 +128,7 @@ class EnvironmentRunner:
         if not math.isfinite(reward):
             raise ValueError(f"the reward must be a finite number, not {reward!r}")
         if isinstance(observation, list):
-            said: str | list[Message] = [
+            said: str | list[ChatMessage] = [
                 {key: _readable(value) if isinstance(value, str) else value for key, value in message.items()}
                 for message in observation
             ]

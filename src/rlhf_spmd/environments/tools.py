@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_spmd.config.registry import resolve_function
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.environments.base import Message
+from rlhf_spmd.environments.config import ChatMessage
 
 BEGIN = "<tool_call>"
 
@@ -35,13 +35,13 @@ class Tools:
     def reset(self, row: Mapping[str, Any]) -> None:
         pass
 
-    def step(self, text: str) -> tuple[str | list[Message], float, bool]:
+    def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
         calls = find_calls(text, self.begin)
         if not calls:
             return "", 0.0, True
         return [self._answer(call if isinstance(call, dict) else {}) for call in calls], 0.0, False
 
-    def _answer(self, call: Mapping[str, Any]) -> Message:
+    def _answer(self, call: Mapping[str, Any]) -> ChatMessage:
         """What the function returns, as text or JSON, or what is wrong with the call."""
         name, arguments = str(call.get("name")), call.get("arguments", call.get("parameters", {}))
         if "name" not in call or not isinstance(arguments, dict):

@@ -8,24 +8,29 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from rlhf_spmd.config.interpolation import compared
+from rlhf_spmd.config.load import flatten, to_dict
+from rlhf_spmd.config.registry import split_name
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.world import Launch, connect_store, start_limit
-from rlhf_spmd.process.ending import ToldToEnd, announce, await_all, classify, end_rank, one_line, told
+from rlhf_spmd.process.ending import ToldToEnd, announce, await_all, classify, end_rank, error_text, one_line
 from rlhf_spmd.process.messages import VERDICT, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, ExitStatus, write_exit_status
@@ -35,7 +40,7 @@ T = TypeVar("T")
 TELL_LATE_S = 300.0  # until ranks that are still checking their input are named
 PREPARE_TIMEOUT_S = 4200.0  # for them; more than one of them may wait for another process to make a file of data.cache_dir
 NO_KEY = "key/none"  # unsealed: why a rank has not got the key of the job
-Refusal = tuple[str, str, str]  # class, line, traceback (only for defects of the program)
+InputRefusal = tuple[str, str, str]  # class, line, traceback (only for defects of the program)
 
 
 class EarlySignals:
@@ -63,7 +68,7 @@ class EarlySignals:
         self.number = self.number or number
 
 
-def try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
+def check_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
     """On the first rank, print what ``check`` finds, or its line of refusal, and end with the code that a run would end with."""
     if launch.rank > 0:
         raise SystemExit(0)
@@ -79,7 +84,7 @@ def try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
 def agree_on_input(
     launch: Launch,
     prepare: Callable[[], T],
-    alike: Callable[[T], Mapping[str, str]],
+    must_match: Callable[[T], Mapping[str, str]],
     run_dir_hint: Path | None,
     signals: EarlySignals,
 ) -> tuple[T, Messages]:
@@ -102,7 +107,7 @@ def agree_on_input(
         signals.ends = False
     try:
         if prepared and refusal is None:
-            own = {"--nproc-per-node": str(launch.local_size), **alike(prepared[0])}
+            own = {"--nproc-per-node": str(launch.local_size), **must_match(prepared[0])}
             refusal = _differing(launch, messages, own)
             if refusal is None and launch.local_rank == 0:
                 refusal = _differing(launch, messages, versions())
@@ -122,7 +127,7 @@ def agree_on_input(
     return prepared[0], messages
 
 
-def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, Refusal | None]:
+def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, InputRefusal | None]:
     """The store, and why this rank has not got the key of the job. Ends the process where there is no store."""
     try:
         store = connect_store(launch)
@@ -142,7 +147,7 @@ def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, Refus
         return Messages(store, b""), ("hang", line, "")
 
 
-def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> Refusal:
+def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> InputRefusal:
     """Why there is a message without the job's seal: a rank that has not got the key may have said so."""
     try:
         error_class, line, _ = json.loads(messages.store.get(NO_KEY)) if messages.store.check([NO_KEY]) else ("", "", 0)
@@ -153,7 +158,7 @@ def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> Refus
     return "error", f"rank {launch.rank} ends before the first step: {error}", ""
 
 
-def _end_without_key(launch: Launch, messages: Messages, refusal: Refusal, run_dir_hint: Path | None) -> NoReturn:
+def _end_without_key(launch: Launch, messages: Messages, refusal: InputRefusal, run_dir_hint: Path | None) -> NoReturn:
     """Ends this rank, and by a verdict that nobody can read those that still wait for one."""
     with suppress(RuntimeError):
         messages.put_first(VERDICT, "")
@@ -178,7 +183,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> Refusal | None:
+def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> InputRefusal | None:
     """What this rank has another of than the first that came here."""
     here = f"rank {launch.rank} on {socket.gethostname()}"
     there, first = json.loads(messages.put_first(f"prepare/alike/{next(iter(own))}", json.dumps([here, own])))
@@ -189,7 +194,7 @@ def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> Re
     return None
 
 
-def _post_verdict(launch: Launch, messages: Messages, refusal: Refusal | None) -> None:
+def _post_verdict(launch: Launch, messages: Messages, refusal: InputRefusal | None) -> None:
     if refusal:
         record = json.dumps([*refusal[:2], launch.rank])
         if messages.put_first(VERDICT, record) == record:
@@ -243,16 +248,87 @@ def input_exit_code(error_class: str) -> int:
     return EXIT_CODES["config"] if error_class in ("config", "data") else EXIT_CODES[error_class]
 
 
-def _refusal(launch: Launch, error: BaseException) -> Refusal:
+def _refusal(launch: Launch, error: BaseException) -> InputRefusal:
     """The class, message and traceback of an exception that ``prepare`` raised."""
     error_class = classify(error)
     if error_class == "error" and isinstance(error, OSError):
         error_class = "data"  # a file that is named in the configuration and cannot be read
     origin = f" [rank {launch.rank} on {socket.gethostname()}]" if launch.size > 1 else ""
     if error_class == "signal":
-        return error_class, f"{told(error)}{origin}", ""
+        return error_class, f"{error_text(error)}{origin}", ""
     if error_class == "lost":
-        return error_class, f"left while it checked the input: SystemExit: {told(error)}{origin}", traceback.format_exc()
+        return error_class, f"left while it checked the input: SystemExit: {error_text(error)}{origin}", traceback.format_exc()
     if error_class == "error":
-        return error_class, f"{type(error).__name__}: {told(error)}{origin}", traceback.format_exc()
-    return error_class, f"{error_class} error: {told(error)}{origin}", ""
+        return error_class, f"{type(error).__name__}: {error_text(error)}{origin}", traceback.format_exc()
+    return error_class, f"{error_class} error: {error_text(error)}{origin}", ""
+
+
+LARGEST = 16 << 20  # bytes of a file that a setting names; data are larger, and are compared by their rows
+READS = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json")
+OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ between hosts: what is there may not
+
+
+def run_digests(ready: Any) -> dict[str, str]:
+    """What must be alike on all ranks of a checked run, by name: settings, and digests of data, weights and named files. Weights
+    are sampled, not read whole."""
+    settings = flatten(to_dict(ready.config, compared))
+    found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in OWN}
+    found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
+    found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
+    paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}
+    digests = {path: (weights_digest(path), text_digest(path)) for path in {*paths.values()}}
+    for role, path in paths.items():
+        found[f"models.{role}.path (its weights)"], found[f"models.{role}.path (its tokenizer and configuration)"] = digests[
+            path
+        ]
+    return found | file_digests(ready.config)
+
+
+def file_digests(config: Any) -> dict[str, str]:
+    """Digests, by key, of the files that settings name: the user's functions and templates."""
+    found = {}
+    for key, text in flatten(to_dict(config)).items():
+        if not set(OWN) & set(key.split(".")):
+            for file in _named_files(text):
+                found[f"{key} (its file)"] = f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+    return found
+
+
+def _named_files(text: str) -> Iterator[Path]:
+    """The file that ``file.py:function``, ``package.module:function`` of a module that is not this package's, or a path names."""
+    name, function = split_name(text)
+    if not (
+        function or re.search(r"/|\.[a-zA-Z]", name)
+    ):  # most settings are no path: a thousand ranks need not ask the file system
+        return
+    module = sys.modules.get(name) if (function or "." in name) and not name.startswith("rlhf_spmd.") else None
+    path = Path(str(getattr(module, "__file__", None) or name)).expanduser()
+    try:
+        if 0 < len(name) < 4096 and path.is_file() and path.stat().st_size <= LARGEST:
+            yield path
+    except (OSError, ValueError):  # a text that cannot be a path
+        return
+
+
+def text_digest(directory: Path) -> str:
+    """A digest of a model's tokenizer and configuration files."""
+    digest = hashlib.sha256()
+    for file in sorted({file for name in READS for file in directory.glob(name)}):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def weights_digest(directory: Path) -> str:
+    """The names and sizes of a model's files of weights, and a digest of samples of the first."""
+    files = sorted(directory.glob("*.safetensors"))
+    return json.dumps([*([file.name, file.stat().st_size] for file in files), *map(sample_of, files[:1])])
+
+
+def sample_of(path: Path) -> str:
+    """A hash of 64 parts of a file, spread over it."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for part in range(64):
+            file.seek(part * size // 64)
+            digest.update(file.read(4096))
+    return digest.hexdigest()

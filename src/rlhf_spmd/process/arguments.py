@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
 import shutil
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rlhf_spmd.config.keys import Key
+from rlhf_spmd.telemetry.run_dir import atomic_write_json, read_json
 
 RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun has both
 
@@ -52,3 +59,78 @@ def help_text(parser: Parser, keys: Iterable[Key]) -> str:
     """What ``--help`` prints."""
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
     return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class ProgramKeys:
+    """``about``: the program's description; ``default``: the algorithm where none is named, "" where there are none; ``keys``: by
+    algorithm."""
+
+    about: str
+    default: str
+    keys: Mapping[str, Sequence[Key]]
+
+
+def load_keys(program: str) -> ProgramKeys | None:
+    """None where nothing is known of the program as it is now."""
+    file = _file(program)
+    found = read_json(file) if file else None
+    if not isinstance(found, dict) or found.get("fingerprint") != fingerprint():
+        return None
+    keys = {algorithm: [Key(*row) for row in rows] for algorithm, rows in found["keys"].items()}
+    return ProgramKeys(found["about"], found["default"], keys)
+
+
+def save_keys(program: str, known: ProgramKeys) -> None:
+    """Where nothing can be written, nothing is remembered."""
+    keys: dict[str, Any] = {algorithm: list(map(astuple, its)) for algorithm, its in known.keys.items()}
+    file = _file(program)
+    if file is None:
+        return
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(file, {"fingerprint": fingerprint(), "about": known.about, "default": known.default, "keys": keys})
+
+
+def fingerprint() -> str:
+    """A hash of Python's version and of the paths, sizes and times of the package's files."""
+    files = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml")))
+    facts = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+    return hashlib.sha256(repr((sys.version, facts)).encode()).hexdigest()
+
+
+def _file(program: str) -> Path | None:
+    """None for a user who has no home, as some containers' have."""
+    try:
+        return Path("~/.cache/rlhf_spmd/keys").expanduser() / f"{program}.json"
+    except RuntimeError:
+        return None
+
+
+class _Pipe(io.FileIO):
+    """What is written after the reader has gone goes nowhere."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def ignore_closed_pipes() -> None:
+    """From now on nothing fails because nobody reads standard output or standard error any more: ``| head`` ends no run, and makes no
+    traceback. May be called again; streams that somebody else has put there are left alone."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is not io.TextIOWrapper:
+            continue
+        is_buffered = isinstance(stream.buffer, io.BufferedWriter)
+        if type(stream.buffer.raw if isinstance(stream.buffer, io.BufferedWriter) else stream.buffer) is io.FileIO:
+            stream.flush()
+            pipe = _Pipe(stream.fileno(), "w", closefd=False)
+            given: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
+            given |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(pipe) if is_buffered else pipe, **given))

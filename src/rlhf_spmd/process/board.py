@@ -30,7 +30,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.process.ending import announce, await_all, end_process, one_line, record_status
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
-from rlhf_spmd.process.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
+from rlhf_spmd.process.watch import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, place
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
@@ -56,10 +56,10 @@ class Failure(ExitStatus):
 class Board:
     """One per process. ``preempted``, ``run_dir`` and ``last_checkpoint`` are plain fields that the program reads and sets."""
 
-    def __init__(self, launch: Launch, store: dist.Store, limits: Limits | None = None, key: bytes = b"") -> None:
+    def __init__(self, launch: Launch, store: dist.Store, limits: WatchLimits | None = None, key: bytes = b"") -> None:
         """``key``: seals what the ranks say to each other; see :func:`~rlhf_spmd.process.messages.agree_on_key`."""
         self.launch = launch
-        self.limits = limits or Limits()
+        self.limits = limits or WatchLimits()
         self.preempted = False
         self.failing = False  # the main thread deals with an exception: signals change nothing
         self.run_dir: Path | None = None
@@ -148,7 +148,7 @@ class Board:
         self.stop()
         if self.launch.rank == 0:
             if self.run_dir is not None:
-                run_lock.prove(self.run_dir)
+                run_lock.check_still_held(self.run_dir)
                 write_exit_status(self.run_dir, ExitStatus("done", step=self.step, last_checkpoint=self.last_checkpoint))
             self._main.set(DONE, "1")
 
@@ -264,7 +264,7 @@ class Board:
         self._beats += 1
         rank, recent = self.launch.rank, self._recent(WINDOW)
         seq, name, site, _ = recent[-1] if recent else (0, "", "", 0)
-        beat = Beat(
+        beat = Heartbeat(
             rank=rank,
             count=self._beats,
             state=self._state,
@@ -296,12 +296,12 @@ class Board:
         suspect = self._suspect or self._own.store.check(["board/suspect"])
         return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
 
-    def _beats_of(self, ranks: Iterable[int]) -> list[Beat]:
+    def _beats_of(self, ranks: Iterable[int]) -> list[Heartbeat]:
         """Of those that have started."""
         keys = [f"board/beat/{rank}" for rank in ranks]
         if not self._own.store.check(keys):
             keys = [key for key in keys if self._own.store.check([key])]
-        return [Beat.decode(text) for text in self._own.get_all(keys)]
+        return [Heartbeat.decode(text) for text in self._own.get_all(keys)]
 
     def _call_text(self, rank: int, seq: int) -> str:
         entries = self._log if rank == self.launch.rank else json.loads(self._own.get(f"board/log/{rank}"))

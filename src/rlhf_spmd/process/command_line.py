@@ -13,10 +13,9 @@ import torch.distributed as dist
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.parallel.world import Launch, read_launch
-from rlhf_spmd.process.arguments import help_text, read_arguments, shared_parser
+from rlhf_spmd.process.arguments import help_text, ignore_closed_pipes, read_arguments, shared_parser
 from rlhf_spmd.process.ending import announce
-from rlhf_spmd.process.launcher import start_ranks, usual_number
-from rlhf_spmd.process.output import let_readers_go
+from rlhf_spmd.process.launcher import default_num_ranks, start_ranks
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 
@@ -45,7 +44,7 @@ def read_command_line(
     ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides. ``run_dir_of``:
     where exit_status.json goes, of the same.
     """
-    let_readers_go()
+    ignore_closed_pipes()
     try:
         launch = read_launch()
     except ValueError as error:  # each rank's own: there is nobody to agree with
@@ -67,7 +66,7 @@ def read_command_line(
         if launch.rank == 0:
             print(text.rstrip())
         raise SystemExit(0)
-    number = str(usual_number()) if given.nproc_per_node == "auto" else given.nproc_per_node
+    number = str(default_num_ranks()) if given.nproc_per_node == "auto" else given.nproc_per_node
     if number is not None:
         if not (number.isdecimal() and int(number)):
             refuse(f"--nproc-per-node={number}: must be a whole number, at least 1")

@@ -61,7 +61,7 @@ def lost_connection(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error).lower() for word in _CONNECTION_WORDS)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """In one line, with what was noted on its way here."""
     return one_line(" ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))]))
 
@@ -87,7 +87,7 @@ def forget_status(run_dir: Path) -> None:
 def record_status(run_dir: Path, status: ExitStatus) -> None:
     """Write exit_status.json, unless the directory is another job's by now."""
     try:
-        if run_lock.may_tell_ending(run_dir):
+        if run_lock.may_write_status(run_dir):
             write_exit_status(run_dir, replace(status, message=one_line(status.message)))
     except OSError as error:
         announce(str(error))

@@ -28,7 +28,7 @@ from rlhf_spmd.parallel.world import JOB_KEY, LAUNCHER, check_gpus, ranks_store
 from rlhf_spmd.process.board import Failure
 from rlhf_spmd.process.ending import announce, forget_status, record_status
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, VERDICT, ForgedMessage, Messages, given_key
-from rlhf_spmd.process.watch import Beat, group_places
+from rlhf_spmd.process.watch import Heartbeat, group_places
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, newest_checkpoint, read_exit_status
 
@@ -40,7 +40,7 @@ PASSED_ON: dict[int, int] = {number: number for number in (signal.SIGINT, signal
 PASSED_ON[signal.SIGHUP] = signal.SIGTERM  # of a terminal that is closed, which ranks in sessions of their own are not told
 
 
-def usual_number() -> int:
+def default_num_ranks() -> int:
     """Of ranks: one for each GPU. 1 without any: on CPUs each rank has the models once more in the machine's memory and takes a core
     from whoever else is there, so more of them are for the user to ask for."""
     return max(torch.cuda.device_count(), 1)
@@ -145,13 +145,13 @@ class _Job:
         error_class, place = "signal" if self.passed else "lost", None if saved is None else str(saved)
         self._post(Failure(error_class, f"{line}: {places}", number, call, step, place))
 
-    def _beats(self) -> dict[int, Beat]:
+    def _beats(self) -> dict[int, Heartbeat]:
         """The latest heartbeat of each rank that has sent one with the job's seal."""
-        found: dict[int, Beat] = {}
+        found: dict[int, Heartbeat] = {}
         for number in range(len(self.ranks)):
             with suppress(ForgedMessage):
                 text = self.messages.find(f"board/beat/{number}")
-                found |= {} if text is None else {number: Beat.decode(text)}
+                found |= {} if text is None else {number: Heartbeat.decode(text)}
         return found
 
     def _post(self, failure: Failure) -> None:

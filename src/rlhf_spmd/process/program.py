@@ -26,10 +26,10 @@ import torch.distributed as dist
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World, choose_matmul, init_world, launcher_is_process_1, read_launch
-from rlhf_spmd.process.agreement import EarlySignals, agree_on_input, try_input
+from rlhf_spmd.process.agreement import EarlySignals, agree_on_input, check_input
 from rlhf_spmd.process.board import Board
-from rlhf_spmd.process.ending import Preempted, classify, end_process, end_rank, forget_status, lost_connection, told
-from rlhf_spmd.process.watch import Limits, place
+from rlhf_spmd.process.ending import Preempted, classify, end_process, end_rank, error_text, forget_status, lost_connection
+from rlhf_spmd.process.watch import WatchLimits, place
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, create_run_dir, writing
 
@@ -46,8 +46,8 @@ class ProgramSettings:
     timeout_s: float = 600.0  # the longest that one rank may keep the others waiting in a call
     threads: int = 1  # of a rank, on CPUs
     calls_apart: int = 1  # so many times as long where a rank waits for what another one does some steps later
-    limits: Limits = field(default_factory=Limits)
-    alike: Mapping[str, str] = field(default_factory=dict)  # what all ranks must have the same of, by its name: digests
+    limits: WatchLimits = field(default_factory=WatchLimits)
+    must_match: Mapping[str, str] = field(default_factory=dict)  # what all ranks must have the same of, by its name: digests
     when_told: str = "the run saves after the steps under way and ends"  # what a body that polls does at a first Ctrl-C
 
 
@@ -81,7 +81,7 @@ def run_program(
     choose_matmul()
     launch = read_launch()
     if dry_run is not None:
-        try_input(launch, lambda: dry_run(prepare()))
+        check_input(launch, lambda: dry_run(prepare()))
 
     if launch.rank == 0 and run_dir_hint is not None:
         forget_status(run_dir_hint)
@@ -92,15 +92,15 @@ def run_program(
         if chosen.run_dir is not None:
             create_run_dir(chosen.run_dir)
             if launch.rank == 0:
-                run_lock.take(chosen.run_dir)
+                run_lock.acquire(chosen.run_dir)
         return prepared, chosen
 
-    with EarlySignals() as early, _exits_are_seen(lambda left: None):
-        (prepared, chosen), messages = agree_on_input(launch, checked, lambda both: both[1].alike, run_dir_hint, early)
+    with EarlySignals() as early, _os_exit_caught(lambda left: None):
+        (prepared, chosen), messages = agree_on_input(launch, checked, lambda both: both[1].must_match, run_dir_hint, early)
     board = Board(launch, messages.store, replace(chosen.limits, stall_s=chosen.timeout_s), messages.key)
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
-    ending = _exits_are_seen(lambda left: fail_beside(board, left, board.call))
+    ending = _os_exit_caught(lambda left: fail_beside(board, left, board.call))
     with _signals(board, chosen.when_told if saves_on_signal else None), ending:
         try:
             if early.number:
@@ -148,7 +148,7 @@ def _open_run_dir(board: Board) -> None:
         with writing(board.run_dir / EXIT_STATUS_FILE):
             (board.run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
     else:
-        run_lock.follow(board.run_dir)
+        run_lock.note_owner(board.run_dir)
     path = board.log_path("err")
     if path is not None and board.launch.size > 1:
         with writing(path):
@@ -190,7 +190,7 @@ def _signals(board: Board, when_told: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _exits_are_seen(fail: Callable[[SystemExit], object]) -> Iterator[None]:
+def _os_exit_caught(fail: Callable[[SystemExit], object]) -> Iterator[None]:
     """The user's code cannot end this process unseen: ``os._exit`` raises SystemExit in the main thread, which ends the job with a
     class and a line; in another thread ``fail`` is called first. Processes that were forked end as usual."""
     really, process = os._exit, os.getpid()
@@ -251,7 +251,7 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
 def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:
     seq, name, site = call
     where = place(name, seq, site, board.step)
-    said = told(error)
+    said = error_text(error)
     if error_class == "preempted":
         line = f"preempted at step {board.step}: {said or 'saved and ended'}"
     elif isinstance(error, KeyboardInterrupt):

@@ -1,6 +1,6 @@
 """Judging the ranks' heartbeats: who is lost, who took another branch, whether everybody stands still. No clock, no store.
 
-The board (board.py) collects one :class:`Beat` per rank and asks :class:`Watch` every half second. A rank's silence is measured
+The board (board.py) collects one :class:`Heartbeat` per rank and asks :class:`Watch` every half second. A rank's silence is measured
 by the watcher's own clock, as the time in which the rank's beat count did not change, so clocks of nodes may differ.
 """
 
@@ -15,7 +15,7 @@ HISTORY = 4096
 
 
 @dataclass(frozen=True)
-class Limits:
+class WatchLimits:
     """Seconds. ``stall_s`` is the longest time in which no rank enters or leaves a call or starts a collective."""
 
     beat_s: float = 0.5
@@ -27,7 +27,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What one rank says about itself. ``calls``: (sequence number, chained hash of all calls up to it), ascending."""
 
     rank: int
@@ -47,8 +47,8 @@ class Beat:
         return json.dumps([getattr(self, f.name) for f in fields(self)], separators=(",", ":"))
 
     @staticmethod
-    def decode(data: str) -> Beat:
-        return Beat(*json.loads(data))
+    def decode(data: str) -> Heartbeat:
+        return Heartbeat(*json.loads(data))
 
     @property
     def where(self) -> str:
@@ -69,7 +69,7 @@ class Finding:
 
     rank: int
     message: str
-    beat: Beat | None = None
+    beat: Heartbeat | None = None
     silent: bool = False  # the rank does not answer: a neighbour on its host ends it
     call: str = ""  # the call to blame, where the rank has gone on since
 
@@ -80,7 +80,7 @@ class Watch:
 
     self_rank: int
     ranks: Sequence[int]
-    limits: Limits
+    limits: WatchLimits
     _counts: dict[int, int] = field(default_factory=dict)
     _silence: dict[int, float] = field(default_factory=dict)
     _compared: dict[int, int] = field(default_factory=dict)  # rank -> last sequence number found equal
@@ -92,7 +92,7 @@ class Watch:
     def judge(
         self,
         now: float,
-        beats: dict[int, Beat],
+        beats: dict[int, Heartbeat],
         own_calls: Iterable[tuple[int, int]],
         suspect: bool,
         call_text: Callable[[int, int], str],
@@ -109,7 +109,9 @@ class Watch:
             or self._stalled(elapsed, beats)
         )
 
-    def _diverged(self, beats: dict[int, Beat], own: dict[int, int], call_text: Callable[[int, int], str]) -> Finding | None:
+    def _diverged(
+        self, beats: dict[int, Heartbeat], own: dict[int, int], call_text: Callable[[int, int], str]
+    ) -> Finding | None:
         newest = max(own, default=0)
         first: tuple[int, int] | None = None
         for rank in self.ranks:
@@ -139,7 +141,7 @@ class Watch:
         )
         return Finding(rank, message, beats[rank], call=entered.partition(" (")[0])
 
-    def _ended_early(self, beats: dict[int, Beat]) -> Finding | None:
+    def _ended_early(self, beats: dict[int, Heartbeat]) -> Finding | None:
         ended = [b for b in beats.values() if b.state == "ended"]
         if not ended:
             return None
@@ -153,7 +155,7 @@ class Watch:
         )
         return Finding(shortest.rank, message, shortest)
 
-    def _lost(self, elapsed: float, beats: dict[int, Beat], suspect: bool) -> Finding | None:
+    def _lost(self, elapsed: float, beats: dict[int, Heartbeat], suspect: bool) -> Finding | None:
         for rank in self.ranks:
             beat = beats.get(rank)
             count = beat.count if beat else -1
@@ -179,7 +181,7 @@ class Watch:
         message = f"rank {rank} stopped answering {verb} {inside}: nothing heard from it for {self._silence[rank]:.0f} s"
         return Finding(rank, message, beat, silent=True)
 
-    def _stalled(self, elapsed: float, beats: dict[int, Beat]) -> Finding | None:
+    def _stalled(self, elapsed: float, beats: dict[int, Heartbeat]) -> Finding | None:
         if len(beats) < len(self.ranks) or len(self.ranks) < 2:
             return None
         progress = sum(b.progress for b in beats.values())
@@ -193,7 +195,7 @@ class Watch:
         return Finding(culprit.rank, message, culprit)
 
 
-def group_places(beats: Sequence[Beat]) -> str:
+def group_places(beats: Sequence[Heartbeat]) -> str:
     """``ranks 0, 1, 2 in actor.update_actor (call 17, ppo.py:31, step 3); rank 3 after critic.compute_values (...)``"""
     places: dict[str, list[int]] = {}
     for beat in sorted(beats, key=lambda b: b.rank):

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlhf_spmd.config.schema import nearest
 
-Row = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
+RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
 
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
 OF_THE_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
@@ -75,7 +75,7 @@ class BoundReward:
                 raise self.refusal(f"it cannot be made: {type(error).__name__}: {error}") from error
         return replace(self, function=function, kwargs=kwargs, loop=asyncio.Runner() if self.is_async else None)
 
-    def call(self, rows: Sequence[Row], timeout_s: float) -> list[Any]:
+    def call(self, rows: Sequence[RewardRow], timeout_s: float) -> list[Any]:
         """What the function returns for each row; one row for a function that is neither batched nor async. Of an async one that is
         not batched, what it raised or ``OVERRUN`` in place of a row's result; each of its rows has ``timeout_s``.
 

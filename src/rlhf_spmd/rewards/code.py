@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.rewards.binding import right_answer
-from rlhf_spmd.rewards.sandbox import Limits, Outcome, run
+from rlhf_spmd.rewards.sandbox import Outcome, SandboxLimits, run
 
 _FENCE = re.compile(r"^[ \t]*(`{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
@@ -39,7 +39,7 @@ def same(output, expected, wrapped):
 
 
 @dataclass(frozen=True)
-class Task:
+class CodeTask:
     """What a row asks: ``before``, the program and ``after`` run as one, then ``tests``, after ``set_up``; or for each of ``cases``
     (standard input, output) the program. ``names``: what the tests call."""
 
@@ -81,14 +81,14 @@ def extract(response: str) -> str:
     return (python or plain or [""])[-1] if blocks else response
 
 
-def read_task(row: Mapping[str, Any], ground_truth: object) -> Task:
+def read_task(row: Mapping[str, Any], ground_truth: object) -> CodeTask:
     """Raises ValueError for a row without tests, and for tests that cannot be read."""
     if row.get("test") and row.get("entry_point"):
-        task = Task(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",), names=(str(row["entry_point"]),))
+        task = CodeTask(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",), names=(str(row["entry_point"]),))
     elif row.get("test_list"):
         before = "\n".join(row.get("test_imports") or ())
         # the set-up uses the program's classes
-        task = Task(before, row.get("test_setup_code") or "", tuple(row["test_list"]), set_up=before)
+        task = CodeTask(before, row.get("test_setup_code") or "", tuple(row["test_list"]), set_up=before)
     else:
         task = _read_cases(ground_truth)
     for test in (*task.tests, task.set_up):
@@ -99,18 +99,18 @@ def read_task(row: Mapping[str, Any], ground_truth: object) -> Task:
     return task
 
 
-def _read_cases(ground_truth: object) -> Task:
+def _read_cases(ground_truth: object) -> CodeTask:
     """Of verl's code data."""
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{" else ground_truth
     if not isinstance(cases, Mapping) or not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs") or ()):
         raise ValueError("the row has no tests: test and entry_point, test_list, or an answer with inputs and outputs")
     pairs, name = list(zip(cases["inputs"], cases["outputs"], strict=True)), cases.get("fn_name")
     if not name:
-        return Task(cases=tuple((_lines(given), _lines(out)) for given, out in pairs))
+        return CodeTask(cases=tuple((_lines(given), _lines(out)) for given, out in pairs))
     calls = [_call(given, out) for given, out in pairs]
     wrapped = all(isinstance(out, list) and len(out) == 1 for _, out in calls)
     tests = tuple(f"assert same({name}(*{given!r}), {out!r}, {wrapped})\n" for given, out in calls)
-    return Task(_IMPORTED, tests=tests, names=(str(name),), set_up=_SAME)
+    return CodeTask(_IMPORTED, tests=tests, names=(str(name),), set_up=_SAME)
 
 
 def _lines(text: object) -> str:
@@ -141,7 +141,7 @@ def _call(given: object, out: Any) -> tuple[list[Any], Any]:
     ], out
 
 
-def _program(response: str, row: Mapping[str, Any], task: Task) -> list[str]:
+def _program(response: str, row: Mapping[str, Any], task: CodeTask) -> list[str]:
     code, name, prompt = extract(response), row.get("entry_point"), row.get("prompt") or ""
     if not name:
         return [task.before, code, task.after]
@@ -173,9 +173,9 @@ def score(
     where the program had namespaces of its own. Raises ValueError for a row without tests.
 
     ``time_s``: CPU seconds of one run. By the clock all runs together must end within ``reward.timeout_s``, each within
-    ``WALL`` * ``time_s``, or the call has failed: that may be the machine's doing. See :class:`sandbox.Limits`.
+    ``WALL`` * ``time_s``, or the call has failed: that may be the machine's doing. See :class:`sandbox.SandboxLimits`.
     """
-    task, limits = read_task(row, ground_truth), Limits(time_s, WALL * time_s, memory_mb, processes, file_mb)
+    task, limits = read_task(row, ground_truth), SandboxLimits(time_s, WALL * time_s, memory_mb, processes, file_mb)
     program, outcomes, passed = _program(response, row, task), list[Outcome](), 0
     if task.tests:
         outcomes.append(run(program, task.tests, limits=limits, names=task.names, before=task.set_up))

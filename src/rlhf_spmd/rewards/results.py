@@ -72,7 +72,7 @@ class RewardResult:
         self.unanswered += len(calls)
         return range(first, first + len(calls))
 
-    def of_rows(self, rows: Sequence[int]) -> RewardResult:
+    def select_rows(self, rows: Sequence[int]) -> RewardResult:
         """What was found for these rows, in this order."""
         found = RewardResult(self.default, self.overrun)
         found.scores, found.extras = [self.scores[row] for row in rows], [self.extras[row] for row in rows]
@@ -112,7 +112,7 @@ class RewardResult:
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:
         """For each extra: its sum over rows and the number of rows that have it, so that a mean over ranks can be taken."""
-        return add_up({key: (value, 1) for key, value in row.items()} for row in self.extras)
+        return merge_sums({key: (value, 1) for key, value in row.items()} for row in self.extras)
 
 
 def source_metric(reward: str, source: str) -> str:
@@ -120,7 +120,7 @@ def source_metric(reward: str, source: str) -> str:
     return f"{reward}/{'data_source extra' if source == 'extra' else source}/mean"
 
 
-def add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+def merge_sums(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
     """Sums and counts, by name."""
     found: dict[str, tuple[float, int]] = {}
     for name, (total, count) in (item for part in parts for item in part.items()):

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from rlhf_spmd.rewards.binding import Row
+from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import RewardError, RewardResult
-from rlhf_spmd.rewards.worker_process import START_LIMIT_S, Output, WorkerProcess, start_worker
+from rlhf_spmd.rewards.worker import START_LIMIT_S, WorkerOutput, WorkerProcess, start_worker
 
 # Seconds beyond the time limit before a silent worker is killed. The worker measures each call itself, and by its clock an
 # overrun counts exactly; this only covers the way of the answer.
@@ -51,7 +51,7 @@ class RewardRunner:
         self.config, self.where = config, where
         self.bound = config.bind(where)
         self._name = f"{where}.function {config.function!r}"
-        self._output = Output(self._name)
+        self._output = WorkerOutput(self._name)
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._forget()
@@ -86,7 +86,7 @@ class RewardRunner:
 
     def score(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[RewardRow],
         groups: Sequence[int] | None = None,
         tick: Callable[[], None] = lambda: None,
         keys: Sequence[int] | None = None,
@@ -106,14 +106,14 @@ class RewardRunner:
             self._form_calls(len(self._workers))
             while self._step.unanswered:
                 self._turn(BEAT_S, tick)
-            return self._step.of_rows([self._at[key] for key in keys])
+            return self._step.select_rows([self._at[key] for key in keys])
         finally:
             for worker in self._workers:
                 self._output.take(worker)
             self._output.end_step()
             self._forget()
 
-    def begin(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None = None) -> None:
+    def begin(self, keys: Sequence[int], rows: Sequence[RewardRow], groups: Sequence[int] | None = None) -> None:
         """Rows that :meth:`score` will ask for by these ``keys``: their calls run meanwhile, as :meth:`pump` is called. With
         ``by_group`` whole groups. Returns at once. Raises as :meth:`score` does."""
         assert self._workers, "the reward runner is closed"
@@ -136,12 +136,12 @@ class RewardRunner:
     def _forget(self) -> None:
         """The next row is the first one of a step."""
         self._step = RewardResult(self.config.default, f"no score within {self.where}.timeout_s = {self.config.timeout_s}")
-        self._rows: list[Row] = []
+        self._rows: list[RewardRow] = []
         self._at: dict[int, int] = {}  # key -> row
         self._apart: list[int] = []  # rows in no call yet
         self._waiting: deque[int] = deque()  # calls that no worker has
 
-    def _add(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None) -> None:
+    def _add(self, keys: Sequence[int], rows: Sequence[RewardRow], groups: Sequence[int] | None) -> None:
         added = self._step.add_rows([row.get("id", at) for at, (_, _, row) in enumerate(rows, len(self._rows))])
         self._rows += rows
         self._at |= zip(keys, added, strict=True)

@@ -35,7 +35,7 @@ _JUDGE = Path(__file__).with_name("code_judge.py")
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """``time_s``: CPU seconds of all processes together; ``wall_s``: seconds of the clock, beyond which nothing is said of the program;
     ``memory_mb``: address space of each process; ``file_mb``: of each file, and four times that of all in the directory."""
 
@@ -62,7 +62,7 @@ def run(
     program: str | Sequence[str],
     tests: Sequence[str] = (),
     stdin: str = "",
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     names: Sequence[str] = (),
     before: str = "",
 ) -> Outcome:
@@ -73,7 +73,7 @@ def run(
     Raises TimeoutError at ``limits.wall_s``, by the machine's doing or because the program waits, and OSError where the judge cannot
     start: both say nothing of the program.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     parts, name = [program] if isinstance(program, str) else list(program), "program" if tests else "__main__"
     job = {"program": parts, "name": name, "limits": asdict(limits)}
     judged = {"tests": list(tests), "names": list(names), "before": before}
@@ -119,7 +119,7 @@ def _tell_of_sockets() -> None:
     )
 
 
-def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> str:
+def _watch(process: subprocess.Popen[bytes], directory: str, limits: SandboxLimits) -> str:
     """Wait for the end, or for the reason to end it. Raises TimeoutError."""
     end = time.monotonic() + limits.wall_s
     while True:

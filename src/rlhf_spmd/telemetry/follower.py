@@ -42,7 +42,7 @@ class Table(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order:
+class TrackerJob:
     """``offsets``: where in its files this start of the run begins, bytes. ``resumed_at``: a step, None: a new run. ``settings``:
     ``logger.<tracker>``, of W&B ``mode`` and ``logger.wandb_init``."""
 
@@ -76,7 +76,7 @@ class Order:
 
 
 class Tracker(Protocol):
-    """Made from an :class:`Order`. Whatever its methods raise ends no more than this process."""
+    """Made from an :class:`TrackerJob`. Whatever its methods raise ends no more than this process."""
 
     def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
         """``tables``: name of their file -> samples of the step, where it has some."""
@@ -87,7 +87,7 @@ class Tracker(Protocol):
 class Wandb:
     """Where online does not come up in time, this process begins again offline."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TrackerJob) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -119,7 +119,7 @@ class Wandb:
 
 
 class TensorBoard:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TrackerJob) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         first = 0 if order.resumed_at is None else order.resumed_at + 1  # later ones of earlier starts are not shown
@@ -141,7 +141,7 @@ class TensorBoard:
 class Mlflow:
     """Of names it takes letters, digits and ``_-. /:``; other characters become ``_``."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TrackerJob) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         import mlflow
 
@@ -168,7 +168,7 @@ class Mlflow:
 class Trackio:
     """Its own name of a run is ``logger.name``."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TrackerJob) -> None:
         import trackio
 
         self._trackio: Any = trackio
@@ -189,12 +189,12 @@ class Trackio:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Order], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackerJob], Tracker]] = {
     made.__name__.lower(): made for made in (Wandb, TensorBoard, Mlflow, Trackio)
 }
 
 
-def follow(tracker: Tracker, order: Order, end: Future[int]) -> None:
+def follow(tracker: Tracker, order: TrackerJob, end: Future[int]) -> None:
     """Log every step until the run has ended. One that the tracker refuses is told of, the first time, and left out."""
     files = {name: (Path(order.run_dir) / f"{name}.jsonl").open("rb") for name in order.offsets}
     for name, file in files.items():
@@ -234,7 +234,7 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     return Table(columns, [[value if isinstance(value, plain) else json.dumps(value) for value in row] for row in values])
 
 
-def hear_end(order: Order, end: Future[int]) -> None:
+def wait_for_end(order: TrackerJob, end: Future[int]) -> None:
     """In a thread: wait until the training process says that it ends, or is gone. Then this process has ``timeout_s`` left."""
     parent = os.getppid()
     while (line := next_line(POLL_S)) is None and os.getppid() == parent:
@@ -251,7 +251,7 @@ def main() -> int:
     line = sys.argv[1] if len(sys.argv) > 1 else next_line(timeout_s=None)
     if not line:
         return 0
-    order = Order(**json.loads(line))
+    order = TrackerJob(**json.loads(line))
     if len(sys.argv) == 1:
         os.nice(5)  # the ranks of a CPU run need the cores more
     try:
@@ -260,7 +260,7 @@ def main() -> int:
         warn(order.tracker, f"cannot start ({_reason(error)}); metrics go to metrics.jsonl only")
         return 1
     end: Future[int] = Future()
-    threading.Thread(target=hear_end, args=(order, end), daemon=True).start()
+    threading.Thread(target=wait_for_end, args=(order, end), daemon=True).start()
     follow(tracker, order, end)
     tracker.finish(end.result())
     return 0
@@ -281,7 +281,7 @@ def next_line(timeout_s: float | None) -> str | None:
     return line.decode()
 
 
-def _restart(order: Order, teardown: Callable[[], object]) -> NoReturn:
+def _restart(order: TrackerJob, teardown: Callable[[], object]) -> NoReturn:
     """This program anew in this process: wandb's service holds on to the id of a run whose start failed."""
     ending = threading.Thread(target=teardown, daemon=True)
     ending.start()

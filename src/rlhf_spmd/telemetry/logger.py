@@ -97,7 +97,7 @@ class LoggerConfig:
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
 
     @property
-    def followed(self) -> dict[str, dict[str, Any]]:
+    def tracker_settings(self) -> dict[str, dict[str, Any]]:
         """Tracker -> its settings."""
         found = {} if self.wandb == "disabled" else {"wandb": {"mode": self.wandb, **asdict(self.wandb_init)}}
         return found | {name: asdict(getattr(self, name)) for name in self.trackers}
@@ -118,7 +118,7 @@ class LoggerConfig:
         check_bounds(self, where, "timeout_s", **SECONDS)
 
 
-class Followers:
+class TrackerProcesses:
     """The processes of the trackers, each told what to follow in its first input line, ended by a second one or by the end of
     this process."""
 
@@ -133,9 +133,9 @@ class Followers:
         command = [sys.executable, "-P", "-m", follower.__name__]
         paths = os.pathsep.join(filter(None, (str(Path(follower.__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         started: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "start_new_session": True}
-        for name, settings in config.followed.items():
+        for name, settings in config.tracker_settings.items():
             told = config.project, config.name or run_name, settings, config.timeout_s
-            order = follower.Order(name, str(run_dir.resolve()), offsets, steps, resumed_at, *told)
+            order = follower.TrackerJob(name, str(run_dir.resolve()), offsets, steps, resumed_at, *told)
             self._processes[name] = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, **started)
             self._send(name, asdict(order))
 

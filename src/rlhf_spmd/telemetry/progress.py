@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Container, Mapping
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -89,3 +90,22 @@ def shown(metrics: Mapping[str, Any]) -> list[str]:
     forms = {reward: "reward {:.3f}"} if reward in metrics else dict.fromkeys(losses[:1], "loss {:.4f}")
     forms |= {"actor/kl": "KL {:.4f}", "perf/tokens_per_s": "{:,.0f} tokens/s"}
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
+
+
+def pick_samples(groups: Iterable[Hashable], most: int) -> list[int]:
+    """Positions of ``most`` rows at most, ascending: the first row of every group goes before a second one of any.
+
+    ``groups``: of each row, what it answers.
+    """
+    seen: Counter[Hashable] = Counter()
+    order = []
+    for at, group in enumerate(groups):
+        order.append((seen[group], at))
+        seen[group] += 1
+    return sorted(at for _, at in sorted(order)[:most])
+
+
+def equal_runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
+    """Value, begin and end of each longest run of equal values."""
+    ends = [at for at in range(1, len(mask)) if mask[at] != mask[at - 1]]
+    return [(mask[begin], begin, end) for begin, end in zip([0, *ends], [*ends, len(mask)], strict=True) if end > begin]

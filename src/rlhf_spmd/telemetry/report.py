@@ -11,15 +11,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.telemetry import timeline_chart
-from rlhf_spmd.telemetry.jsonl import json_value, read_jsonl
-from rlhf_spmd.telemetry.progress import LOWEST
+from rlhf_spmd.telemetry.progress import LOWEST, pick_samples
 from rlhf_spmd.telemetry.run_dir import (
     CHECKPOINTS_DIR,
     EXPORT_DIR,
@@ -31,13 +32,14 @@ from rlhf_spmd.telemetry.run_dir import (
     VALIDATION_FILE,
     ExitStatus,
     atomic_write_text,
+    json_value,
     list_checkpoints,
     newest_checkpoint,
     read_config,
     read_exit_status,
     read_json,
+    read_jsonl,
 )
-from rlhf_spmd.telemetry.samples import pick
 
 TIMING = "timing_s/"
 NOT_DRAWN = ("step", "unix_s")  # of a line of metrics.jsonl: what curves are drawn over
@@ -52,7 +54,7 @@ Sample = Mapping[str, Any]  # a line of rollouts.jsonl or validation.jsonl
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What lies in a run directory, parsed. ``config``: by dotted key."""
 
     directory: Path
@@ -75,25 +77,25 @@ def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
     return [line for line in read_jsonl(directory / file) if isinstance(line.get("step"), int)]
 
 
-def first_and_last_samples(run: Run, most: int) -> list[Sequence[Sample]]:
+def first_and_last_samples(run: RunRecord, most: int) -> list[Sequence[Sample]]:
     """Up to so many rollouts of the first step that has some, and of the last one, of as many prompts as there are."""
     rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
     found: list[Sequence[Sample]] = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         its = [sample for sample in rollouts if sample["step"] == step]
-        found.append([its[at] for at in pick((str(sample.get("prompt")) for sample in its), most)])
+        found.append([its[at] for at in pick_samples((str(sample.get("prompt")) for sample in its), most)])
     return found
 
 
-def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Run:
+def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> RunRecord:
     """Parse what is there. ``status`` replaces exit_status.json. Raises ValueError where there is no such directory."""
     directory = Path(run_dir)
     if not directory.is_dir():
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
     by_step = {row["step"]: row for row in read_lines(directory, METRICS_FILE)}
     metrics = [by_step[step] for step in sorted(by_step)]
-    return Run(directory, metrics, read_config(directory), status or read_exit_status(directory))
+    return RunRecord(directory, metrics, read_config(directory), status or read_exit_status(directory))
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
@@ -107,7 +109,7 @@ def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = No
     return path
 
 
-def page_data(runs: Sequence[Run], is_live: bool = False) -> tuple[str, list[str]]:
+def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, list[str]]:
     """What report.js reads, as JSON, and the timelines, as SVG. ``is_live``: the page is to ask for them again and again."""
     traces = [timeline_chart.from_trace(_trace(run)) for run in runs]
     colors = _phase_colors(runs, [busy for _, busy in traces])
@@ -121,7 +123,7 @@ def page_data(runs: Sequence[Run], is_live: bool = False) -> tuple[str, list[str
     return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
 
 
-def render(runs: Sequence[Run], is_live: bool = False) -> str:
+def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
     """The page. It fetches nothing, or if ``is_live`` its data from where it came: a content security policy in it forbids all else,
     so data in it cannot make it so either."""
     data, drawn = page_data(runs, is_live)
@@ -144,7 +146,7 @@ def render(runs: Sequence[Run], is_live: bool = False) -> str:
 
 
 def _run_data(
-    run: Run, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
+    run: RunRecord, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
 ) -> dict[str, Any]:
     """What report.js reads of a run."""
     best = _best(run)
@@ -164,7 +166,7 @@ def _run_data(
     }
 
 
-def _name(run: Run) -> str:
+def _name(run: RunRecord) -> str:
     return run.config.get("run.name") or run.directory.resolve().name
 
 
@@ -184,7 +186,7 @@ def _status(status: ExitStatus | None) -> dict[str, str]:
     return {"kind": kind, "text": text, "message": "" if kind == "good" else "\n".join(filter(None, (stopped, saved)))}
 
 
-def _facts(run: Run) -> dict[str, str]:
+def _facts(run: RunRecord) -> dict[str, str]:
     """Of a run, how it was made; of several starts the last."""
     config = run.config
     facts = {
@@ -205,7 +207,7 @@ def _facts(run: Run) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _curves(run: Run) -> dict[str, Any]:
+def _curves(run: RunRecord) -> dict[str, Any]:
     """``steps``, ``hours`` (since the first line) and ``metrics``, a column each. Of a long run's neighbours the extremes are kept."""
     steps, times = [row["step"] for row in run.metrics], [_number(row.get("unix_s")) for row in run.metrics]
     if None in times:  # the time of steps alone
@@ -220,7 +222,7 @@ def _curves(run: Run) -> dict[str, Any]:
     }
 
 
-def _best(run: Run) -> dict[str, Any] | None:
+def _best(run: RunRecord) -> dict[str, Any] | None:
     """Metric, step and value of the best validation after the first step: by ``run.keep_best``, else by what validations have."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
@@ -257,7 +259,7 @@ def _artifacts(directory: Path) -> Iterator[tuple[str, str, str]]:
         yield EXPORT_DIR, "Hugging Face directory", _size(directory / EXPORT_DIR)
 
 
-def _phase_colors(runs: Sequence[Run], busy: Sequence[Mapping[str, float]]) -> dict[str, str]:
+def _phase_colors(runs: Sequence[RunRecord], busy: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """One colour per phase for the bars and timelines of all runs, those that take longest first."""
     seconds: Counter[str] = Counter()
     for run in runs:
@@ -267,7 +269,7 @@ def _phase_colors(runs: Sequence[Run], busy: Sequence[Mapping[str, float]]) -> d
     return {key: f"var(--c{i})" for i, key in enumerate(keys[:NUM_COLORS])} | {timeline_chart.WAITING: "var(--wait)"}
 
 
-def _trace(run: Run) -> Mapping[str, Any]:
+def _trace(run: RunRecord) -> Mapping[str, Any]:
     trace = read_json(run.directory / TRACE_FILE)
     return trace if isinstance(trace, dict) else {}
 
@@ -303,3 +305,35 @@ def _size(directory: Path) -> str:
 
 def _packaged(name: str) -> str:
     return Path(__file__).parent.joinpath(name).read_text(encoding="utf-8")
+
+
+HERE = ("localhost", "127.0.0.1")
+
+
+def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
+    """``serve_forever`` of it answers until it is interrupted. ``port`` 0: a free one. Raises ValueError where there is no such
+    directory, OSError where the port is taken."""
+    for run in runs:
+        read_run(run)
+
+    class ReportHandler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host", "").rpartition(":")[0] not in HERE:  # a page elsewhere whose name leads here
+                return self.send_error(403)
+            if self.path not in ("/", "/data"):
+                return self.send_error(404)
+            found = [read_run(run) for run in runs]
+            text = render(found, is_live=True) if self.path == "/" else page_data(found, is_live=True)[0]
+            body = text.encode(errors="replace")
+            self.send_response(200)
+            self.send_header("Content-Type", f"{'text/html' if self.path == '/' else 'application/json'}; charset=utf-8")
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(ConnectionError):  # who asked has gone
+                self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Nothing: a line for every look of every page would be all that is seen."""
+
+    return ThreadingHTTPServer((HERE[1], port), ReportHandler)

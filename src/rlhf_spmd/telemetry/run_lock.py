@@ -35,11 +35,11 @@ class LockLost(RuntimeError):
 
 
 _held: dict[Path, threading.Event] = {}  # lock files of this process, each with what ends its touching
-_owners: dict[Path, Owner] = {}  # run directory -> the process of this job that owns it, on every rank
+_owners: dict[Path, LockOwner] = {}  # run directory -> the process of this job that owns it, on every rank
 
 
 @dataclass(frozen=True)
-class Owner:
+class LockOwner:
     """A process. ``machine``: the boot and the process namespace in which ``pid`` and ``started`` (ticks since boot) name just one."""
 
     host: str
@@ -49,7 +49,7 @@ class Owner:
     job: str  # "SLURM job 17", "torchrun job NAME", or "" without a number or name
     requeues: int
 
-    def left_behind(self, here: Owner, age_s: float) -> bool:
+    def is_stale(self, here: LockOwner, age_s: float) -> bool:
         """Whether its job has ended, as seen from the process ``here``; ``age_s``: since its last touch."""
         if self.job and self.job == here.job and self.requeues < here.requeues:
             return True
@@ -61,12 +61,12 @@ class Owner:
         return f"{self.job + ', ' if self.job else ''}process {self.pid} on {self.host}"
 
 
-def take(run_dir: str | os.PathLike[str]) -> None:
+def acquire(run_dir: str | os.PathLike[str]) -> None:
     """Make this process the owner. Raises ValueError, one line that names the owner, where another job is, and WriteError."""
     path, here = Path(run_dir).resolve() / LOCK_FILE, this_process()
-    with writing(path), _alone(path) as file:
+    with writing(path), _locked_file(path) as file:
         owner = _owner(file)
-        if owner not in (None, here) and not owner.left_behind(here, _age(path)):
+        if owner not in (None, here) and not owner.is_stale(here, _age(path)):
             raise ValueError(f"run.dir={run_dir} is in use by {owner}; wait for its end, or give another run.dir")
         file.truncate(0)
         file.write(json.dumps(asdict(here)) + "\n")
@@ -76,14 +76,14 @@ def take(run_dir: str | os.PathLike[str]) -> None:
         threading.Thread(target=_keep_touching, args=(path, here, _held[path]), name="run.lock", daemon=True).start()
 
 
-def follow(run_dir: str | os.PathLike[str]) -> None:
+def note_owner(run_dir: str | os.PathLike[str]) -> None:
     """On the ranks beside the owner: take note of who has the lock. Does nothing where it cannot be read."""
     owner = _read_owner(Path(run_dir) / LOCK_FILE)
     if owner is not None:
         _owners.setdefault(Path(run_dir).absolute(), owner)
 
 
-def prove(run_dir: str | os.PathLike[str]) -> None:
+def check_still_held(run_dir: str | os.PathLike[str]) -> None:
     """Raises LockLost, one line that names the new owner, where this job had the lock and has it no longer. Reads one small file."""
     own, path = _owners.get(Path(run_dir).absolute()), Path(run_dir) / LOCK_FILE
     try:
@@ -96,7 +96,7 @@ def prove(run_dir: str | os.PathLike[str]) -> None:
     raise LockLost(f"run.dir={run_dir} was taken from this job ({own}): {what}; this job writes nothing more there")
 
 
-def may_tell_ending(run_dir: str | os.PathLike[str]) -> bool:
+def may_write_status(run_dir: str | os.PathLike[str]) -> bool:
     """Whether exit_status.json is this job's to write: nobody else has the lock, nor has told an ending since this job began."""
     own, owner = _owners.get(Path(run_dir).absolute()), None
     with suppress(OSError):  # that cannot be read: the writing will tell
@@ -114,7 +114,7 @@ def release() -> None:
         with suppress(OSError):  # the directory may be gone
             if not path.exists():
                 continue
-            with _alone(path) as file:
+            with _locked_file(path) as file:
                 if _owner(file) == this_process():
                     path.unlink()
 
@@ -122,14 +122,14 @@ def release() -> None:
 atexit.register(release)  # what leaves by neither of the ways that release by themselves: a KeyboardInterrupt before the start
 
 
-def other_owner(run_dir: str | os.PathLike[str]) -> Owner | None:
+def other_owner(run_dir: str | os.PathLike[str]) -> LockOwner | None:
     """The living owner, unless it is this process. Raises OSError where the directory cannot be written."""
     path, here = Path(run_dir) / LOCK_FILE, this_process()
     owner = _read_owner(path)
-    return None if owner in (None, here) or owner.left_behind(here, _age(path)) else owner
+    return None if owner in (None, here) or owner.is_stale(here, _age(path)) else owner
 
 
-def this_process() -> Owner:
+def this_process() -> LockOwner:
     env = os.environ
     slurm, torchrun = env.get("SLURM_JOB_ID"), env.get("TORCHELASTIC_RUN_ID", "none")
     job = f"SLURM job {slurm}" if slurm else "" if torchrun == "none" else f"torchrun job {torchrun}"
@@ -138,7 +138,7 @@ def this_process() -> Owner:
     except OSError:  # not Linux
         machine = ""
     requeues = int(env.get("SLURM_RESTART_COUNT", 0)) if slurm else 0
-    return Owner(socket.gethostname(), os.getpid(), machine, _started(os.getpid()), job, requeues)
+    return LockOwner(socket.gethostname(), os.getpid(), machine, _started(os.getpid()), job, requeues)
 
 
 def _started(pid: int) -> str:
@@ -150,7 +150,7 @@ def _started(pid: int) -> str:
     return "" if values[0] in "ZX" else values[19]
 
 
-def _read_owner(path: Path) -> Owner | None:
+def _read_owner(path: Path) -> LockOwner | None:
     """As :func:`_owner`, None also where there is no such file. Raises OSError."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -159,11 +159,11 @@ def _read_owner(path: Path) -> Owner | None:
         return None
 
 
-def _owner(file: IO[str]) -> Owner | None:
+def _owner(file: IO[str]) -> LockOwner | None:
     """None: nobody, or what cannot be read."""
     file.seek(0)
     try:
-        return Owner(**json.loads(file.read()))
+        return LockOwner(**json.loads(file.read()))
     except (ValueError, TypeError):
         return None
 
@@ -175,7 +175,7 @@ def _age(path: Path) -> float:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[IO[str]]:
+def _locked_file(path: Path) -> Iterator[IO[str]]:
     """The lock file, made if there is none, while no other process judges or writes it: of two that start at once one comes first."""
     while True:
         with path.open("a+", encoding="utf-8") as file:
@@ -190,7 +190,7 @@ def _alone(path: Path) -> Iterator[IO[str]]:
                 return
 
 
-def _keep_touching(path: Path, here: Owner, ended: threading.Event) -> None:
+def _keep_touching(path: Path, here: LockOwner, ended: threading.Event) -> None:
     while not ended.wait(TOUCH_S):
         with suppress(OSError):
             if _read_owner(path) == here:  # not one that another job has taken since

@@ -42,7 +42,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
     for samples in first_and_last_samples(run, NUM_SAMPLES):
         lines += [f"  samples of step {samples[0]['step']}", *map(_sample, samples)]
-    lines += places(run.directory)
+    lines += artifact_lines(run.directory)
     return "\n".join(lines)
 
 
@@ -52,7 +52,7 @@ def _sample(sample: Sample) -> str:
     return f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}"
 
 
-def places(run_dir: str | os.PathLike[str]) -> list[str]:
+def artifact_lines(run_dir: str | os.PathLike[str]) -> list[str]:
     """Where report, export and newest checkpoint lie, one a line; those that are there. An export of another checkpoint says so."""
     newest, of = newest_checkpoint(run_dir), exported_checkpoint(run_dir)
     stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest.name else ""

@@ -171,7 +171,7 @@ def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": label}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
     ]
-    lanes = _DecodeMicroBatches()
+    trace_rows = _TraceRows()
     for name, category, step, start_ns, end_ns, args in sorted(rank["events"], key=lambda e: (e[3], -(e[4] or e[3]))):
         event = {
             "ph": "i" if end_ns is None else "X",
@@ -179,17 +179,17 @@ def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
             "cat": category,
             "ts": (start_ns - origin_ns) / 1e3,
             "pid": pid,
-            "tid": lanes.place(category, start_ns, start_ns if end_ns is None else end_ns),
+            "tid": trace_rows.place(category, start_ns, start_ns if end_ns is None else end_ns),
             "args": {"step": step, **args},
         }
         event |= {"s": "t"} if end_ns is None else {"dur": (end_ns - start_ns) / 1e3}
         events.append(event)
-    for tid, title in lanes.titles().items():
+    for tid, title in trace_rows.titles().items():
         events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": title}})
     return events
 
 
-class _DecodeMicroBatches:
+class _TraceRows:
     """Rows of one rank: a category has as many as it needs for spans on one row to be nested or apart (as viewers require)."""
 
     def __init__(self) -> None:
