@@ -325,7 +325,7 @@ def test_duplicates_by_id(tmp_path: Path, tokenizer: Any) -> None:
     def built(path: str, **options: Any) -> tuple[list[str], str]:
         data = build_dataset(DataConfig(path=path, **options), tokenizer)
         assert isinstance(data, PromptDataset)
-        return [data.row(i)["prompt"] for i in range(len(data))], data.tally.told()
+        return [data.row(i)["prompt"] for i in range(len(data))], data.tally.describe()
 
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i), "id": name} for i, name in enumerate([1, "1", 1, None, None])))
     with pytest.raises(DataError, match=r"a\.jsonl:3: the id 1 is also that of .*a\.jsonl:1; set data\.duplicates=drop"):
