@@ -1,9 +1,13 @@
-"""Data sets from their rows, chunk by chunk, so that only tokens and packed rows add up; bad rows are left out and counted. The same
-as safetensors files, made once and mapped into memory by every process that reads them.
+"""Builds data sets, or maps their cached file, and gives their rows in training order.
 
-A file's name is the hash of all that its content follows from: the data's files by path, size and time of change, the tokenizer's
-files, the template, the settings and the code of this package. One process makes it while the others wait for its lock, which the
-kernel takes back where a process ends; it is written aside and renamed, so what bears the name is whole.
+Rows are read in chunks, so only tokens and packed rows add up in memory; bad rows are left out and counted. With
+``data.cache_dir`` the result is a safetensors file that every process maps into memory. The file's name hashes
+everything its content depends on: the data files (path, size, time of change), the tokenizer's files, the template, the
+settings and this package's code. One process makes the file while the others wait for its lock, which the kernel
+releases when a process ends. The file is written aside and renamed, so a file with that name is complete.
+
+The training order is a permutation per epoch that depends on (seed, epoch) only. An integer cursor, which a checkpoint
+stores, says where it stands.
 """
 
 from __future__ import annotations
@@ -38,18 +42,19 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import DataError, Row, RowOrError, local_files
 
 CHUNK_ROWS = 256
-SHOWN_ROWS = 3  # of the bad ones
-# of the section: what changes neither tokens nor rows; paths are there as files
+SHOWN_ROWS = 3  # bad rows that an error names
+# settings that change neither tokens nor rows; the paths are hashed as files
 ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
 UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
 TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", "config.json")
-WAIT_S = 3600.0  # for another process that makes the file
+WAIT_S = 3600.0  # longest wait for another process that makes the file
 POLL_S = 0.2
-TELL_S = 30.0  # between two signs of life of the one that makes it
+TELL_S = 30.0  # between two progress lines of the process that makes it
 
 
 def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
-    """As :func:`build_dataset`; with ``cache_dir`` from there, made first if need be. Rows from the hub are not stored.
+    """Returns the data set of :func:`build_dataset`, from the cached file if ``cache_dir`` is set. Rows from the hub are
+    not cached.
 
     Local: no communication; processes of any jobs may call it at once. Raises DataError, one line.
     """
@@ -71,6 +76,7 @@ def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = Fa
 
 
 def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list[list[Path]]) -> str:
+    """Returns the name of the cached file."""
     settings = {key: value for key, value in to_dict(config).items() if key not in UNSEEN}
     seen = [[(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in group] for group in files]
     home = Path(getattr(tokenizer, "name_or_path", "") or os.devnull)
@@ -85,7 +91,10 @@ def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list
 
 @contextmanager
 def _cache_lock(path: Path, since: float) -> Iterator[IO[str]]:
-    """The lock's file while no other process has it. Raises DataError as the one that had it last did, if that was after ``since``."""
+    """Yields the lock's file while no other process holds it.
+
+    Raises DataError if the last holder did so after ``since``: its error stands in the file.
+    """
     with path.open("a+") as file:
         while True:
             try:
@@ -98,14 +107,15 @@ def _cache_lock(path: Path, since: float) -> Iterator[IO[str]]:
                     ) from None
                 time.sleep(POLL_S)
         file.seek(0)
-        told = file.read().partition("\n")
-        if told[0] and float(told[0]) >= since:
-            raise DataError(told[2])
+        failed_at, _, error = file.read().partition("\n")
+        if failed_at and float(failed_at) >= since:
+            raise DataError(error)
         yield file
 
 
 def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, validation: bool) -> None:
-    for left in path.parent.glob(f".{path.name}.*.tmp"):  # by a process that was killed
+    """Builds the data set and writes it to ``path``; an error goes into the lock's file for the processes that wait."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed process
         left.unlink(missing_ok=True)
     last = time.monotonic()
 
@@ -118,9 +128,9 @@ def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, v
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         dataset = build_dataset(config, tokenizer, validation, tick)
-        told = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
-        save_file(_tensors(dataset), temporary, told)
-        temporary.chmod(os.fstat(lock.fileno()).st_mode & 0o777)  # by the umask; safetensors: its owner alone
+        metadata = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
+        save_file(_tensors(dataset), temporary, metadata)
+        temporary.chmod(os.fstat(lock.fileno()).st_mode & 0o777)  # as the umask says; safetensors lets only the owner read
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)
@@ -143,20 +153,20 @@ def _tensors(dataset: TokenDataset) -> dict[str, Tensor]:
 
 
 def _map_file(path: Path, empty: TokenDataset) -> TokenDataset:
-    """The file's data set; its tensors are views of the file. ``empty``: one without rows, of its kind."""
+    """Returns the file's data set; its tensors are views of the file. ``empty``: a data set of its kind without rows."""
     with safe_open(path, "pt") as file:
-        told, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     empty.columns, empty.numbers, empty.row_fields = {}, {}, {}
     for name, values in tensors.items():
         kind, column, part = name.split("/")
         if part != "lengths":
             getattr(empty, kind)[column] = Ragged(values, tensors[f"{kind}/{column}/lengths"]) if part else values
-    empty.tally, empty.fingerprint = RowTally(**json.loads(told["tally"])), told["fingerprint"]
+    empty.tally, empty.fingerprint = RowTally(**json.loads(metadata["tally"])), metadata["fingerprint"]
     return empty
 
 
 def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
-    """Count a row that cannot be used. Raises DataError above the limit."""
+    """Counts a row that cannot be used. Raises DataError above the limit."""
     tally.num_bad += 1
     if len(tally.bad) < SHOWN_ROWS:
         tally.bad.append(str(error))
@@ -169,9 +179,9 @@ def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
 def build_dataset(
     config: StoredRowsConfig, tokenizer: Any, validation: bool = False, tick: Callable[[int], None] = lambda rows: None
 ) -> TokenDataset:
-    """The rows of ``config``, as tokens. ``tick`` is told the number of rows so far.
+    """Returns the rows of ``config`` as tokens. ``tick`` receives the number of rows so far.
 
-    Raises DataError, one line: for more bad rows than ``max_bad_rows``, and for what is not of a row.
+    Raises DataError, one line, for more bad rows than ``max_bad_rows``, or for an error outside single rows.
     """
     tally, parts, done, seen = RowTally(), list[TokenDataset](), 0, dict[str, str]()
     duplicates = config.duplicates if isinstance(config, DatasetConfig) and not validation else "keep"
@@ -191,7 +201,7 @@ def _encode(
     duplicates: str,
     seen: dict[str, str],
 ) -> TokenDataset:
-    """``seen``: where the row of each id is; only rows that can be used have one, so that a bad one stands in no other's way."""
+    """Encodes a chunk. ``seen`` maps each id to the place of its first usable row, so a bad row blocks no other."""
     rows: list[Row] = []
     for row in chunk:
         try:
@@ -205,7 +215,7 @@ def _encode(
             break
         except DataError as error:
             at = next((i for i, row in enumerate(rows) if str(error).startswith(f"{row.where}: ")), None)
-            if at is None:  # of the settings, or of the data as a whole
+            if at is None:  # the error is about settings or the data as a whole
                 raise
             count_bad_row(error, tally, config.max_bad_rows)
             del rows[at]
@@ -217,7 +227,7 @@ def _encode(
 
 
 def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[list[Row], dict[str, str], list[DataError]]:
-    """The rows whose id no earlier one has, or that have none; where that of each id is; and what is said of each other row."""
+    """Returns the rows that have a new id or none, the place of each new id, and an error for each other row."""
     own, ids, again = list[Row](), dict[str, str](), list[DataError]()
     for row in rows:
         name = row.values.get("id")
@@ -232,7 +242,10 @@ def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[lis
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [num_rows]. Sorts raw Philox words: numpy guarantees their stream, but not that of ``Generator.permutation``."""
+    """Returns the order of an epoch, int64 [num_rows].
+
+    Sorts raw Philox words, because numpy guarantees their stream, but not that of ``Generator.permutation``.
+    """
     if not shuffle:
         return np.arange(num_rows)
     words = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_rows)
@@ -240,10 +253,11 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarr
 
 
 def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [rows]: of an epoch as long as all sources together, the i-th of which has its weight's share. Each source goes through all
-    of its own rows before it repeats one, over the ends of epochs too. Without ``shuffle`` they take turns evenly.
+    """Returns the order of an epoch of weighted sources, int64 [rows]; it has as many rows as all sources together.
 
-    ``sources`` int64 [rows]: of each row. Follows from its arguments alone.
+    The i-th source gets the share of its weight. A source goes through all its rows before it repeats one, across
+    epochs too. Without ``shuffle`` the sources alternate evenly. ``sources`` int64 [rows] is the source of each row.
+    The result depends on the arguments only.
     """
     running = np.cumsum([0.0, *weights])
     number, bounds = len(sources), running / running[-1]  # the last is 1 to the bit, or an epoch would be a row short
@@ -262,11 +276,11 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
 
 @dataclass
 class Loader:
-    """Full batches for ever; one that reaches the end of an epoch goes on with the first rows of the next.
+    """Yields full batches for ever; a batch that reaches the end of an epoch goes on with the next one.
 
-    Row ids count samples over the whole run, so they never repeat. The same on every rank; nothing is communicated.
-    ``weights``: of the data's sources; without them all rows come once in an epoch. ``curriculum``: so many epochs go by rank.
-    Raises DataError where there are too few rows.
+    Row ids count samples over the whole run, so they never repeat. Every rank has the same loader; nothing is
+    communicated. ``weights`` are those of the sources; without them every row comes once per epoch. ``curriculum``:
+    number of epochs ordered by rank. Raises DataError if there are too few rows.
     """
 
     dataset: TokenDataset
@@ -295,7 +309,7 @@ class Loader:
                 )
 
     def next_batch(self, size: int | None = None) -> Batch:
-        """``size`` rows, ``batch_size`` by default; moves the cursor."""
+        """Returns ``size`` rows (default ``batch_size``) and moves the cursor."""
         size = self.batch_size if size is None else size
         indices: list[int] = []
         while len(indices) < size:
@@ -309,7 +323,7 @@ class Loader:
         return self.dataset.batch(indices, row_ids)
 
     def rows(self, row_ids: Sequence[int]) -> Batch:
-        """Rows that were given before, by id: the i-th sample of the run lies at i modulo the data's length in its epoch."""
+        """Returns rows that were given before, by id: sample i of the run is row i modulo the data's length of its epoch."""
         places = (divmod(row_id, len(self.dataset)) for row_id in row_ids)
         return self.dataset.batch([int(self._order(epoch)[index]) for epoch, index in places], row_ids)
 
@@ -329,7 +343,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` stood, with its order. Warns if the data are not the same as then."""
+        """Continues from ``state``, with its order. Warns if the data have changed since."""
         if state["fingerprint"] != self.dataset.fingerprint:
             warnings.warn(
                 f"the training data changed since the checkpoint ({state['rows']} rows then, {len(self.dataset)} now); "
@@ -354,7 +368,7 @@ class Loader:
 
 
 def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) -> Loader:
-    """The training order that the configuration asks for. Raises DataError if there are too few rows."""
+    """Returns the training order of the configuration. Raises DataError if there are too few rows."""
     weights = config.path if isinstance(config.path, dict) else None
     curriculum = config.curriculum_epochs if config.curriculum_key is not None else 0
     seed = run_seed if config.seed is None else config.seed
@@ -362,7 +376,7 @@ def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) ->
 
 
 def validation_batches(dataset: TokenDataset, batch_size: int | None = None) -> Iterator[Batch]:
-    """Every row once, in order, the last batch smaller; row ids are positions in the data set."""
+    """Yields every row once, in order; the last batch may be smaller. Row ids are positions in the data set."""
     size = len(dataset) if batch_size is None else batch_size
     for start in range(0, len(dataset), size):
         rows = range(len(dataset))[start : start + size]

@@ -1,4 +1,4 @@
-"""Prompt and response pairs, or plain text, as token ids: for SFT and for scoring."""
+"""Prompt and response pairs, or plain text, as token ids; for SFT and for scoring."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ID_KEYS = ("prompt_ids", "response_ids")
 
 @dataclass(frozen=True)
 class PromptResponseConfig(RowsConfig):
-    """A prompt and a response (or ``completion``, TRL's name): text, or one message of the assistant; or messages under
-    ``prompt_key``, the last one the assistant's.
+    """A prompt and a response (or ``completion``, TRL's name): text, or one message of the assistant. Or messages under
+    ``prompt_key`` that end with the assistant's.
 
-    - prompt_key: column of the prompt, or of messages; where it is not there, `messages`
-    - response_key: column of the response; where it is not there, `completion`
+    - prompt_key: column of the prompt, or of messages; if missing, `messages`
+    - response_key: column of the response; if missing, `completion`
     """
 
     response_key: str = "response"
@@ -33,9 +33,10 @@ class PromptResponseConfig(RowsConfig):
 class ResponsesConfig(DatasetConfig):
     """Rows with responses.
 
-    - max_length: tokens of prompt and response together; of a pair the longer one counts
+    - max_length: tokens of prompt and response together; the longer response of a pair counts
     - filter_overlong: drop longer rows; `false`: an error
-    - append_eos: end responses with the tokenizer's end token; behind chat messages, where the template writes no end of its own
+    - append_eos: end responses with the tokenizer's end token; after chat messages only if the template writes no end
+      itself
     """
 
     max_length: int = 1024
@@ -49,11 +50,11 @@ class ResponsesConfig(DatasetConfig):
 
 @dataclass(frozen=True)
 class SftConfig(ResponsesConfig, PromptResponseConfig):
-    """``data`` of SFT. Of messages under ``prompt_key`` or ``messages`` every turn of the assistant is learnt; if there is a
-    completion of messages too, every turn in that.
+    """``data`` of SFT. Every assistant turn of messages under ``prompt_key`` or ``messages`` is learnt; if the completion
+    is messages too, only the turns in it.
 
     - val_path: `path` of the rows for `val/loss`
-    - text_key: column of one text in place of prompt and response, all of which is learnt (language modelling)
+    - text_key: column of one text in place of prompt and response; all of it is learnt (language modelling)
     """
 
     text_key: str | None = None
@@ -63,10 +64,11 @@ class SftConfig(ResponsesConfig, PromptResponseConfig):
 
 
 class ResponseDataset(TokenDataset):
-    """``batch(indices, row_ids)`` has ``prompt_ids`` and ``response_ids`` (Ragged int64, no row empty in either).
+    """``batch(indices, row_ids)`` has ``prompt_ids`` and ``response_ids`` (Ragged int64); no row of either is empty.
 
-    Columns ``prompt_ids`` and ``response_ids`` are taken as they are, nothing appended; only then may ``tokenizer`` be None. Where a
-    conversation goes on after the assistant's first turn, also ``response_mask`` (Ragged bool): the tokens that are learnt.
+    Columns ``prompt_ids`` and ``response_ids`` are used as given; only if all rows have them, ``tokenizer`` may be
+    None. If a conversation goes on after the assistant's first turn, ``response_mask`` (Ragged bool) marks the tokens
+    to learn.
     """
 
     omitted_if: ClassVar[dict[str, int]] = {"response_mask": 1}
@@ -97,10 +99,10 @@ def encode_pairs(
     append_eos: bool = False,
     text_key: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids) of each row: those that it gives, else its text's, with the end token if ``append_eos``. Behind chat
-    messages a response is the text alone, without what the template would put around it.
+    """Returns (prompt ids, response ids) of each row: given ids, or its text's ids, with the end token if ``append_eos``.
 
-    Raises DataError, also for given ids beyond ``vocab_size``.
+    After chat messages a response is its text alone, without what the template would put around it. Raises DataError,
+    also for ids beyond ``vocab_size``.
     """
     texts = [row for row in rows if not has_ids(row)]
     encoded = iter(_encode(texts, config, tokenizer, append_eos, text_key) if texts else ())
@@ -131,7 +133,7 @@ def _encode(
 
 
 def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
-    """The row's messages, and from which on the assistant's are learnt; None where it has texts or ids."""
+    """Returns the row's messages and the first message to learn from, or None if the row has texts or ids."""
     key = config.prompt_key if config.prompt_key in row else "messages"
     if has_ids(row) or key not in row:
         return None
@@ -164,7 +166,7 @@ def _encode_talks(
 
 
 def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: list[int]) -> list[tuple[list[int], list[int]]]:
-    """The first token has nothing before it to predict it, so it is the prompt: the tokenizer's start token, if it adds one."""
+    """The first token is the prompt, because nothing predicts it: the tokenizer's start token if it adds one."""
     texts = [row.get(key, "data.text_key") for row in rows]
     for row, text in zip(rows, texts, strict=True):
         if not isinstance(text, str) or not text:
