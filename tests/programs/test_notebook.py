@@ -100,7 +100,7 @@ BEFORE = r"""
     import re as regex
     import xml.etree.ElementTree
     from dataclasses import dataclass
-    from collections import Counter as RowTally
+    from collections import Counter as Tally
 
     NUMBER = regex.compile(r"(\d+)\n", regex.IGNORECASE)
     LIMIT = {"most": 3}
@@ -111,7 +111,7 @@ BEFORE = r"""
         count: int = 0
 
         def counted(self) -> int:
-            return len(RowTally(self.text)) + self.count
+            return len(Tally(self.text)) + self.count
 """
 CELL = """
     import functools

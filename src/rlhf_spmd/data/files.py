@@ -242,7 +242,7 @@ def _parquet_rows(file: Path) -> Iterable[RowOrError]:
             for number, values in enumerate(rows, 1):
                 yield _row(values, f"{file}, row {number}")
     except pyarrow.ArrowException as error:
-        raise DataError(f"data file '{file}' is not row_or_raise parquet: {first_line(error)}") from error
+        raise DataError(f"data file '{file}' is not readable parquet: {first_line(error)}") from error
 
 
 def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:

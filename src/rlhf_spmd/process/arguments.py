@@ -1,4 +1,8 @@
-"""The options that all programs share, and what ``--help`` prints; without torch."""
+"""The options of all programs, their help, and their keys from an earlier import; without torch.
+
+A program's keys are dataclasses beside its code, and importing those takes seconds. So the command caches them in
+``~/.cache/rlhf_spmd/keys`` with a fingerprint of this package's files; any change makes the cache unknown.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from typing import Any, NoReturn
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.telemetry.run_dir import atomic_write_json, read_json
 
-RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun has both
+RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun accepts both
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def shared_parser(name: str, description: str | None) -> Parser:
-    """Of programs with a configuration."""
+    """Returns the parser of a program with a configuration."""
     parser = Parser(name, description, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="print this and end")
     parser.add_argument("--config", metavar="FILE", action="append", help="YAML file")
@@ -44,19 +48,22 @@ def shared_parser(name: str, description: str | None) -> Parser:
 
 
 def read_arguments(parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides: what is unknown is one of them, to be refused as such once for all ranks. Raises ValueError."""
+    """Returns the options and the overrides. Unknown words count as overrides, which are refused once for all ranks.
+
+    Raises ValueError.
+    """
     given, unknown = parser.parse_known_intermixed_args(argv)
     return given, unknown + given.overrides
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file and the overrides of a command line. Raises ValueError."""
+    """Returns the configuration file and the overrides of a command line. Raises ValueError."""
     given, overrides = read_arguments(shared_parser("", None), arguments)
     return (given.config or [None])[0], overrides
 
 
 def help_text(parser: Parser, keys: Iterable[Key]) -> str:
-    """What ``--help`` prints."""
+    """Returns what ``--help`` prints."""
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
     return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])
 
@@ -66,8 +73,10 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class ProgramKeys:
-    """``about``: the program's description; ``default``: the algorithm where none is named, "" where there are none; ``keys``: by
-    algorithm."""
+    """The keys of a program. ``about``: its description.
+
+    ``default``: the algorithm if none is named, "" if the program has none; ``keys``: by algorithm.
+    """
 
     about: str
     default: str
@@ -75,7 +84,7 @@ class ProgramKeys:
 
 
 def load_keys(program: str) -> ProgramKeys | None:
-    """None where nothing is known of the program as it is now."""
+    """Returns the cached keys, or None if they are unknown for the program as it is now."""
     file = _file(program)
     found = read_json(file) if file else None
     if not isinstance(found, dict) or found.get("fingerprint") != fingerprint():
@@ -85,7 +94,7 @@ def load_keys(program: str) -> ProgramKeys | None:
 
 
 def save_keys(program: str, known: ProgramKeys) -> None:
-    """Where nothing can be written, nothing is remembered."""
+    """Caches the keys, if the cache can be written."""
     keys: dict[str, Any] = {algorithm: list(map(astuple, its)) for algorithm, its in known.keys.items()}
     file = _file(program)
     if file is None:
@@ -96,14 +105,14 @@ def save_keys(program: str, known: ProgramKeys) -> None:
 
 
 def fingerprint() -> str:
-    """A hash of Python's version and of the paths, sizes and times of the package's files."""
+    """Returns a hash of Python's version and of the paths, sizes and times of the package's files."""
     files = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml")))
     facts = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
     return hashlib.sha256(repr((sys.version, facts)).encode()).hexdigest()
 
 
 def _file(program: str) -> Path | None:
-    """None for a user who has no home, as some containers' have."""
+    """Returns the cache file, or None for a user without a home, as in some containers."""
     try:
         return Path("~/.cache/rlhf_spmd/keys").expanduser() / f"{program}.json"
     except RuntimeError:
@@ -111,7 +120,7 @@ def _file(program: str) -> Path | None:
 
 
 class _Pipe(io.FileIO):
-    """What is written after the reader has gone goes nowhere."""
+    """Discards what is written after the reader has gone."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -121,8 +130,10 @@ class _Pipe(io.FileIO):
 
 
 def ignore_closed_pipes() -> None:
-    """From now on nothing fails because nobody reads standard output or standard error any more: ``| head`` ends no run, and makes no
-    traceback. May be called again; streams that somebody else has put there are left alone."""
+    """From now on closed readers of standard output and error raise nothing: ``| head`` ends no run with a traceback.
+
+    May be called again; streams that somebody else installed are left alone.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is not io.TextIOWrapper:

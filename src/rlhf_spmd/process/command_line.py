@@ -1,4 +1,4 @@
-"""The command line that all programs share: a configuration file, overrides, and questions that are answered without a run."""
+"""The command line of all programs: a configuration file, overrides, and questions that need no run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 @dataclass(frozen=True)
 class CommandLine:
-    """``launch``: the place of this rank; of a dry run, which is alone, that of rank 0 in the job it is about."""
+    """The parsed command line. ``launch``: this rank's place; in a dry run, rank 0's place in the job."""
 
     config: str | None
     overrides: list[str]
@@ -38,16 +38,16 @@ def read_command_line(
     has_ranks: bool = True,
     run_dir_of: Callable[[str | None, Sequence[str]], Path | None] = lambda config, overrides: None,
 ) -> CommandLine:
-    """What a program is called with; None: this process's own arguments. Ends the process with what is only asked, or where it has
-    started the program's ranks and they have ended.
+    """Reads a program's arguments; ``argv`` None: those of this process.
 
-    ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides. ``run_dir_of``:
-    where exit_status.json goes, of the same.
+    Ends the process if only help or the configuration is asked for. Started without torchrun, it starts the ranks,
+    waits for them and ends with their code. ``keys`` returns the configuration's keys, given the overrides. ``read``
+    returns the checked configuration of a file and overrides. ``run_dir_of`` returns where exit_status.json goes.
     """
     ignore_closed_pipes()
     try:
         launch = read_launch()
-    except ValueError as error:  # each rank's own: there is nobody to agree with
+    except ValueError as error:  # each rank reports its own: there is nobody to agree with
         announce(f"config error: {error}")
         raise SystemExit(EXIT_CODES["config"]) from None
     parser = shared_parser(name, description)
@@ -77,7 +77,7 @@ def read_command_line(
         if launch.size > 1 and not given.dry_run:
             arguments = [*overrides, *(["--config", config] if config else [])]
             try:
-                read(config, overrides)  # most mistakes, before any rank is started
+                read(config, overrides)  # finds most mistakes before any rank starts
                 command = [sys.executable, "-u", "-m", f"rlhf_spmd.{name}", *arguments]
                 code = start_ranks(command, launch.size, run_dir_of(config, overrides))
             except ValueError as error:
@@ -87,12 +87,12 @@ def read_command_line(
 
 
 def launched() -> bool:
-    """Whether this process is a rank that torchrun, or another launcher, has started."""
+    """True if torchrun or another launcher started this process as a rank."""
     return dist.is_torchelastic_launched() or read_launch().size > 1
 
 
 def refuse(why: object) -> NoReturn:
-    """End as bad input does, with one line, from the first rank."""
+    """Ends like bad input: one line, from the first rank."""
     if read_launch().rank == 0:
         announce(f"config error: {why}")
     raise SystemExit(EXIT_CODES["config"])
