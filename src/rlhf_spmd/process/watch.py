@@ -1,7 +1,8 @@
-"""Judging the ranks' heartbeats: who is lost, who took another branch, whether everybody stands still. No clock, no store.
+"""Judges the ranks' heartbeats: who is lost, who took another branch, whether everything stands still. No clock, no store.
 
-The board (board.py) collects one :class:`Heartbeat` per rank and asks :class:`Watch` every half second. A rank's silence is measured
-by the watcher's own clock, as the time in which the rank's beat count did not change, so clocks of nodes may differ.
+The board (board.py) collects one :class:`Heartbeat` per rank and asks :class:`Watch` every half second. A rank is
+silent while its heartbeat count does not change. The watcher measures that by its own clock, so clocks of nodes may
+differ.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-WINDOW = 64  # calls that a beat carries; a rank remembers HISTORY of its own: rank 0 compares them with ranks that lag behind
+WINDOW = 64  # calls in a heartbeat; each rank keeps HISTORY of its own, which rank 0 compares with ranks that lag
 HISTORY = 4096
 
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """Seconds. ``stall_s`` is the longest time in which no rank enters or leaves a call or starts a collective."""
+    """Limits in seconds. ``stall_s``: longest time in which no rank enters or leaves a call or starts a collective."""
 
     beat_s: float = 0.5
-    lost_s: float = 20.0  # silence of a rank; a C call that holds Python's lock (reading a large file) is silent too
-    suspect_s: float = 6.0  # silence of a rank once another rank has lost a connection
+    lost_s: float = 20.0  # silence of a lost rank; a C call that holds Python's lock (reading a large file) is silent too
+    suspect_s: float = 6.0  # the same once a rank has lost a connection
     stall_s: float = 600.0
-    grace_s: float = 3.0  # for the main thread to end by itself once a failure is known
-    verdict_s: float = 15.0  # how long a rank with a broken connection waits for the real cause
+    grace_s: float = 3.0  # time for the main thread to end by itself once a failure is known
+    verdict_s: float = 15.0  # wait of a rank with a broken connection for the real cause
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one rank says about itself. ``calls``: (sequence number, chained hash of all calls up to it), ascending."""
+    """What one rank reports. ``calls``: (sequence number, chained hash of all calls up to it), ascending."""
 
     rank: int
     count: int
@@ -56,7 +57,7 @@ class Heartbeat:
 
 
 def place(name: str, seq: int, site: str, step: int | None) -> str:
-    """``actor.update_actor (call 17, ppo.py:31, step 3)``"""
+    """Returns ``actor.update_actor (call 17, ppo.py:31, step 3)``."""
     if not name:
         return "the start of the program" if not step else f"the script (step {step})"
     parts = [f"call {seq}", site, f"step {step}" if step is not None else ""]
@@ -65,18 +66,18 @@ def place(name: str, seq: int, site: str, step: int | None) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the watch found: the rank to blame, its last beat where known, and the line to print."""
+    """What the watch found: the rank to blame, its last heartbeat if known, and the line to print."""
 
     rank: int
     message: str
     beat: Heartbeat | None = None
-    silent: bool = False  # the rank does not answer: a neighbour on its host ends it
-    call: str = ""  # the call to blame, where the rank has gone on since
+    silent: bool = False  # the rank does not answer: a neighbour on its host kills it
+    call: str = ""  # the call to blame, if the rank has gone on since
 
 
 @dataclass
 class Watch:
-    """Watches ``ranks`` (their beats) against this rank's own calls (``self_rank``, normally 0)."""
+    """Compares the heartbeats of ``ranks`` with this rank's own calls (``self_rank``, normally 0)."""
 
     self_rank: int
     ranks: Sequence[int]
@@ -97,9 +98,11 @@ class Watch:
         suspect: bool,
         call_text: Callable[[int, int], str],
     ) -> Finding | None:
-        """One look at all beats (``now`` in seconds of a monotonic clock). ``own_calls``: this rank's last ones, as a beat's;
-        ``call_text(rank, seq)`` words a call of a rank."""
-        # a watcher that was itself held up must not count that time as the others' silence
+        """Looks at all heartbeats once; ``now`` is in seconds of a monotonic clock. Returns a finding, or None.
+
+        ``own_calls``: this rank's last calls, as in a heartbeat. ``call_text(rank, seq)`` names a call of a rank.
+        """
+        # time in which the watcher itself was held up must not count as silence of others
         elapsed = min(now - self._last, 4 * self.limits.beat_s) if self._last is not None else 0.0
         self._last = now
         return (
@@ -159,7 +162,7 @@ class Watch:
         for rank in self.ranks:
             beat = beats.get(rank)
             count = beat.count if beat else -1
-            if rank in self._counts and count <= self._counts[rank]:  # not even an old beat said again is a sign of life
+            if rank in self._counts and count <= self._counts[rank]:  # an old heartbeat written again is no sign of life
                 self._silence[rank] += elapsed
             else:
                 self._counts[rank], self._silence[rank] = count, 0.0
@@ -187,7 +190,7 @@ class Watch:
         progress = sum(b.progress for b in beats.values())
         self._still = self._still + elapsed if progress == self._progress else 0.0
         self._progress = progress
-        first = all(b.seq == 0 for b in beats.values())  # before the first call models are loaded: no calls to count
+        first = all(b.seq == 0 for b in beats.values())  # before the first call, models are loading: no calls to count
         if self._still < self.limits.stall_s * (3 if first else 1):
             return None
         culprit = min(beats.values(), key=lambda b: (b.seq, not b.inside, b.rank))
@@ -196,7 +199,8 @@ class Watch:
 
 
 def group_places(beats: Sequence[Heartbeat]) -> str:
-    """``ranks 0, 1, 2 in actor.update_actor (call 17, ppo.py:31, step 3); rank 3 after critic.compute_values (...)``"""
+    """Returns ``ranks 0, 1, 2 in actor.update_actor (call 17, ppo.py:31, step 3); rank 3 after critic.compute_values
+    (...)``."""
     places: dict[str, list[int]] = {}
     for beat in sorted(beats, key=lambda b: b.rank):
         verb = "ended after" if beat.state == "ended" else "in" if beat.inside or not beat.name else "after"
