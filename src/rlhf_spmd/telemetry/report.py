@@ -1,7 +1,8 @@
-"""``report.html``: one self-contained page about a run, or about several beside each other, from the files of their run directories.
+"""``report.html``: one self-contained page about one or several runs, from the files of their run directories.
 
-Any of these files may be missing. Here they become one JSON object; ``report.js`` makes panels of it in the browser, with uPlot
-(``uplot/``, MIT), which is part of the page.
+Any of these files may be missing. Python turns them into one JSON object; ``report.js`` draws it in the browser with
+uPlot (``uplot/``, MIT), which is part of the page. ``open_server`` serves a page of running jobs, which asks for new
+data again and again.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from rlhf_spmd.telemetry.run_dir import (
 )
 
 TIMING = "timing_s/"
-NOT_DRAWN = ("step", "unix_s")  # of a line of metrics.jsonl: what curves are drawn over
-MAX_ROWS = 2000  # of a curve
+NOT_DRAWN = ("step", "unix_s")  # keys of metrics.jsonl that are axes, not curves
+MAX_ROWS = 2000  # points of a curve
 MAX_STEPS = 8  # columns of the validation samples
 SAMPLES_PER_STEP = 6
 MAX_TEXT = 4000
@@ -55,7 +56,7 @@ Sample = Mapping[str, Any]  # a line of rollouts.jsonl or validation.jsonl
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What lies in a run directory, parsed. ``config``: by dotted key."""
+    """The parsed contents of a run directory. ``config``: by dotted key."""
 
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
@@ -63,22 +64,22 @@ class RunRecord:
     status: ExitStatus | None
 
     def values(self, name: str) -> list[float]:
-        """The numbers of a metric, by rising step; steps that have none are left out."""
+        """Returns the numbers of a metric by rising step, without steps that lack it."""
         return [number for row in self.metrics if (number := _number(row.get(name))) is not None]
 
     def names(self) -> list[str]:
-        """Every metric with at least one number, in the order of appearance."""
+        """Returns every metric with at least one number, in order of appearance."""
         seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if _number(value) is not None)
         return [name for name in seen if name not in NOT_DRAWN]
 
 
 def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file that have a step."""
+    """Returns the objects of a JSON lines file that have a step."""
     return [line for line in read_jsonl(directory / file) if isinstance(line.get("step"), int)]
 
 
 def first_and_last_samples(run: RunRecord, most: int) -> list[Sequence[Sample]]:
-    """Up to so many rollouts of the first step that has some, and of the last one, of as many prompts as there are."""
+    """Returns up to ``most`` rollouts of the first and of the last step that has any, spread over prompts."""
     rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
     found: list[Sequence[Sample]] = []
@@ -89,7 +90,7 @@ def first_and_last_samples(run: RunRecord, most: int) -> list[Sequence[Sample]]:
 
 
 def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> RunRecord:
-    """Parse what is there. ``status`` replaces exit_status.json. Raises ValueError where there is no such directory."""
+    """Parses a run directory. ``status`` replaces exit_status.json. Raises ValueError if there is no such directory."""
     directory = Path(run_dir)
     if not directory.is_dir():
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
@@ -99,9 +100,9 @@ def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) 
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
-    """Write ``report.html`` into the run directory (atomically) and return its path. ValueError: no such directory.
+    """Writes ``report.html`` into the run directory (atomically) and returns its path. Raises ValueError if there is none.
 
-    ``status``: how the run ends, where the report is written before exit_status.json is.
+    ``status``: how the run ends, if exit_status.json is not written yet.
     """
     run = read_run(run_dir, status)
     path = run.directory / REPORT_FILE
@@ -110,27 +111,29 @@ def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = No
 
 
 def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, list[str]]:
-    """What report.js reads, as JSON, and the timelines, as SVG. ``is_live``: the page is to ask for them again and again."""
+    """Returns what report.js reads, as JSON, and the timelines as SVG. ``is_live``: the page asks for new data."""
     traces = [timeline_chart.from_trace(_trace(run)) for run in runs]
     colors = _phase_colors(runs, [busy for _, busy in traces])
-    told = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
-    names = Counter(run["name"] for run in told)
-    alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[told[n]["name"]] > 1}
-    for n, path in alike.items():  # what their directories do not share tells them apart
-        told[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
-    whole = json_value({"runs": told, "colors": colors, "live": is_live})
+    entries = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
+    names = Counter(entry["name"] for entry in entries)
+    alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[entries[n]["name"]] > 1}
+    for n, path in alike.items():  # runs of one name are told apart by their directories
+        entries[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
+    whole = json_value({"runs": entries, "colors": colors, "live": is_live})
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
 
 
 def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
-    """The page. It fetches nothing, or if ``is_live`` its data from where it came: a content security policy in it forbids all else,
-    so data in it cannot make it so either."""
+    """Returns the page. It loads nothing, or with ``is_live`` only its data from its own server.
+
+    A content security policy in the page forbids all else, even if data try it.
+    """
     data, drawn = page_data(runs, is_live)
     data = data.replace("<", "\\u003c")  # no text of a run can end the element that holds the data
     timelines = (f"<template>{svg}</template>" for svg in drawn)
     connect = "; connect-src 'self'" if is_live else ""
-    # the library without its first line, which is its address; its licence instead
+    # the library, with its licence in place of its first line (an address)
     library = f"/* uPlot\n{_packaged('uplot/LICENSE')}*/\n" + _packaged("uplot/uPlot.iife.min.js").partition("\n")[2]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -148,7 +151,7 @@ def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
 def _run_data(
     run: RunRecord, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What report.js reads of a run."""
+    """Returns what report.js reads about a run."""
     best = _best(run)
     used = {box.key for row in chart.rows for track in row.tracks for box in track}
     return {
@@ -171,7 +174,7 @@ def _name(run: RunRecord) -> str:
 
 
 def _status(status: ExitStatus | None) -> dict[str, str]:
-    """``kind`` and ``text`` of the badge; ``message``: what stopped a run, where, and what to resume from."""
+    """Returns the badge: ``kind``, ``text``, and ``message``: what stopped a run, where, and what to resume from."""
     if status is None:
         return {"kind": "", "text": "not finished", "message": ""}
     kind = {"done": "good", "preempted": "warn"}.get(status.class_, "bad")
@@ -187,7 +190,7 @@ def _status(status: ExitStatus | None) -> dict[str, str]:
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """Of a run, how it was made; of several starts the last."""
+    """Returns how a run was made; of several starts, the last."""
     config = run.config
     facts = {
         "Algorithm": config.get("algorithm.name"),
@@ -208,7 +211,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _curves(run: RunRecord) -> dict[str, Any]:
-    """``steps``, ``hours`` (since the first line) and ``metrics``, a column each. Of a long run's neighbours the extremes are kept."""
+    """Returns ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their
+    extremes."""
     steps, times = [row["step"] for row in run.metrics], [_number(row.get("unix_s")) for row in run.metrics]
     if None in times:  # the time of steps alone
         times = list(accumulate(_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
@@ -223,7 +227,8 @@ def _curves(run: RunRecord) -> dict[str, Any]:
 
 
 def _best(run: RunRecord) -> dict[str, Any] | None:
-    """Metric, step and value of the best validation after the first step: by ``run.keep_best``, else by what validations have."""
+    """Returns metric, step and value of the best validation after the first step: by ``run.keep_best``, else a usual
+    metric."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
     found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := _number(row.get(name))) is not None]
@@ -234,7 +239,7 @@ def _best(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
-    """Of each ``stretch`` neighbours two, the lowest and the highest in their order, so that spikes stay visible."""
+    """Yields the lowest and highest of each ``stretch`` neighbours in their order, so spikes stay visible."""
     for at in range(0, len(column), stretch):
         part = column[at : at + stretch]
         known = [value for value in part if value is not None]
@@ -244,7 +249,7 @@ def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
 
 
 def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
-    """The responses to the same prompts; of many validations the first, the last, some between, and step ``best``."""
+    """Returns responses to the same prompts at the first, the last, some other validations, and at step ``best``."""
     steps = sorted({sample["step"] for sample in samples})
     picked = {steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)} if steps else set()
     shown = sorted(picked | {step for step in steps if step == best})
@@ -252,7 +257,7 @@ def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
 
 
 def _artifacts(directory: Path) -> Iterator[tuple[str, str, str]]:
-    """Name, state and size of the checkpoints (whole ones have a COMMIT file) and the export."""
+    """Yields name, state and size of the checkpoints (complete ones have a COMMIT file) and the export."""
     for path in list_checkpoints(directory):
         yield f"{CHECKPOINTS_DIR}/{path.name}", "whole" if (path / "COMMIT").exists() else "not committed", _size(path)
     if (directory / EXPORT_DIR).is_dir():
@@ -260,7 +265,7 @@ def _artifacts(directory: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _phase_colors(runs: Sequence[RunRecord], busy: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """One colour per phase for the bars and timelines of all runs, those that take longest first."""
+    """Returns one colour per phase for bars and timelines of all runs, the longest phases first."""
     seconds: Counter[str] = Counter()
     for run in runs:
         seconds.update({name.removeprefix(TIMING): sum(run.values(name)) for name in run.names() if name.startswith(TIMING)})
@@ -275,14 +280,14 @@ def _trace(run: RunRecord) -> Mapping[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or None (null, text, NaN)."""
+    """Returns a finite number, or None for null, text and NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def _rounded(value: float | None) -> float | None:
-    """With the digits that a curve shows, in few characters."""
+    """Returns the number with the digits that a curve shows."""
     if value is None:
         return None
     short = float(f"{value:.6g}")
@@ -290,7 +295,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _short(sample: Sample) -> dict[str, Any]:
-    """A sample whose texts are not too long for the page."""
+    """Returns a sample with texts cut to the page's limit."""
     return {
         key: f"{value[:MAX_TEXT]} [...]" if isinstance(value, str) and len(value) > MAX_TEXT else value
         for key, value in sample.items()
@@ -311,14 +316,16 @@ HERE = ("localhost", "127.0.0.1")
 
 
 def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
-    """``serve_forever`` of it answers until it is interrupted. ``port`` 0: a free one. Raises ValueError where there is no such
-    directory, OSError where the port is taken."""
+    """Returns a server on loopback, whose ``serve_forever`` runs until interrupted. ``port`` 0: a free port.
+
+    Raises ValueError if a run directory does not exist, OSError if the port is taken.
+    """
     for run in runs:
         read_run(run)
 
     class ReportHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host", "").rpartition(":")[0] not in HERE:  # a page elsewhere whose name leads here
+            if self.headers.get("Host", "").rpartition(":")[0] not in HERE:  # a foreign name that resolves to loopback
                 return self.send_error(403)
             if self.path not in ("/", "/data"):
                 return self.send_error(404)
@@ -330,10 +337,10 @@ def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
             self.send_header("Cache-Control", "no-store")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with suppress(ConnectionError):  # who asked has gone
+            with suppress(ConnectionError):  # the browser has gone
                 self.wfile.write(body)
 
         def log_message(self, *arguments: object) -> None:
-            """Nothing: a line for every look of every page would be all that is seen."""
+            """Prints nothing: the page asks every few seconds."""
 
     return ThreadingHTTPServer((HERE[1], port), ReportHandler)
