@@ -26,7 +26,7 @@ from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.config.schema import PART, ConfigError, Reader
 from rlhf_spmd.data.encoding import read_template
-from rlhf_spmd.data.files import list_paths, names_of, read_rows
+from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
@@ -145,7 +145,7 @@ def check_results(file: Path, job: str) -> None:
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
     """The files of ``data.path`` by the shortest end of their paths that tells them apart, and ``sets``. Raises ValueError."""
     found = dict(config.sets)
-    for name, path in names_of(list_paths(config.data.path or [])).items():
+    for name, path in set_names(list_paths(config.data.path or [])).items():
         if name in found:
             raise ValueError(f"data.path={path} is the set {name!r}, and so is sets.{name}; give one of them another name")
         found[name] = SetConfig(path)

@@ -30,7 +30,7 @@ from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths
-from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
+from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference import job as inference
 from rlhf_spmd.models.decoder import Decoder
@@ -48,7 +48,7 @@ class ScoreConfig(inference.InferenceConfig):
     - max_token_len_per_gpu: tokens of a micro-batch on one rank
     """
 
-    data: PairsConfig = field(default_factory=PairsConfig)
+    data: PromptResponseConfig = field(default_factory=PromptResponseConfig)
     max_token_len_per_gpu: int = 16384
 
     def check(self, where: str) -> None:

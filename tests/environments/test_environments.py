@@ -14,11 +14,11 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
-import torch
-
 import tasks
+import torch
 from generators import Generator, alone, load, read_eos_ids, training_log_probs
 from ranks import run_ranks
+
 from rlhf_spmd import generate as program
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.calculator import Calculator, calculate

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from places import ROOT
 from reshard_cases import (
     SPECS,
@@ -28,6 +27,7 @@ from reshard_cases import (
     train_shards_at,
 )
 from reshard_plans import check_plans
+
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows

@@ -170,7 +170,7 @@ def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ())
 
     A ``step_N.old`` stays where ``step_N`` is not complete or one of the ``damaged``: the run may stand on it.
     """
-    run_lock.prove(run_dir)
+    run_lock.check_still_held(run_dir)
     root = checkpoints_of(run_dir)
     root.mkdir(parents=True, exist_ok=True)
     good = {found.path for found in committed(run_dir) if found not in damaged}
@@ -189,7 +189,7 @@ def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Com
 
     Raises OSError, CheckpointError, LockLost. Every rank must have written and synced its files before.
     """
-    run_lock.prove(run_dir)
+    run_lock.check_still_held(run_dir)
     draft, final = draft_directory(run_dir, manifest.step), step_directory(run_dir, manifest.step)
     for name, size in manifest.files.items():
         found = (draft / name).stat().st_size if (draft / name).is_file() else None
@@ -223,7 +223,7 @@ def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Com
 def drop_draft(run_dir: Path, step: int) -> None:
     """After a save that failed, for its space, unless the run directory is another job's by now. What stays, the next save removes."""
     with suppress(OSError, run_lock.LockLost):
-        run_lock.prove(run_dir)
+        run_lock.check_still_held(run_dir)
         shutil.rmtree(draft_directory(run_dir, step))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.data.balance import partition_sharing
+from rlhf_spmd.data.balance import partition_with_prefixes
 
 KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows that outlive their step get new ones in each
 
@@ -150,7 +150,7 @@ def place_rows(cut: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) ->
                 rows = np.flatnonzero(chunks[epoch] == chunk)
                 (lengths, common), groups = tokens[:, rows], group_ids[rows]
                 way = cut.num_parts, cut.keep_groups, cut.speeds, cut.limits
-                parts[epoch, rows] = partition_sharing(lengths, common, groups, *way)
+                parts[epoch, rows] = partition_with_prefixes(lengths, common, groups, *way)
     return parts, chunks
 
 

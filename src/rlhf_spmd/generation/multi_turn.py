@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.tokenizer import decode, encode
-from rlhf_spmd.environments.base import Message
-from rlhf_spmd.environments.config import EnvironmentConfig, environment_of
+from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
 from rlhf_spmd.generation.scheduler import Step
 from rlhf_spmd.generation.sequence import SequenceState
@@ -135,7 +134,7 @@ class MultiTurnRollouts:
             )
         return answer.row_id, ids, answer.reward, answer.done
 
-    def _read(self, lane: DecodeMicroBatch, row: SequenceState, observation: str | list[Message]) -> list[int]:
+    def _read(self, lane: DecodeMicroBatch, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
         """The tokens of what follows the row's turn; what a template ends a message with is left out where the turn has that already.
 
         Raises EnvironmentFailure.

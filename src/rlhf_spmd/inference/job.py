@@ -31,10 +31,10 @@ from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import MOST_THREADS, Launch, World
+from rlhf_spmd.process.agreement import file_digests, text_digest, weights_digest
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.program import ProgramSettings, run_program
-from rlhf_spmd.process.rank_consistency import file_digests, text_digest, weights_digest
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig
 
@@ -237,7 +237,7 @@ def inference_program(
         config = ready.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
         return ProgramSettings(
-            timeout_s=config.timeout_s, threads=config.threads, alike={**ready.alike, **files}, when_told=when_told or ""
+            timeout_s=config.timeout_s, threads=config.threads, must_match={**ready.alike, **files}, when_told=when_told or ""
         )
 
     def main(argv: Sequence[str] | None = None) -> None:

@@ -25,8 +25,7 @@ from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.schema import Reader
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids, read_template
-from rlhf_spmd.data.ends import end_token_ids
-from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
+from rlhf_spmd.data.tokenizer import decode, end_token_ids, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_ends, special_stops
 from rlhf_spmd.inference.job import LoadedConfig, LoadedModel, gather_records, own_rows, read_weights

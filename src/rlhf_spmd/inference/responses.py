@@ -36,7 +36,7 @@ from rlhf_spmd.inference.loading import build_generator, check_generation, gener
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.process.rank_consistency import sample_of
+from rlhf_spmd.process.agreement import sample_of
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner

@@ -30,7 +30,7 @@ from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.report import write_report
-from rlhf_spmd.telemetry.summary import places
+from rlhf_spmd.telemetry.summary import artifact_lines
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
 from rlhf_spmd.training import resume as restart
 from rlhf_spmd.training.banner import start_facts
@@ -225,7 +225,7 @@ class Trainer:
             held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
             held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
-                run_lock.prove(self.run_dir)
+                run_lock.check_still_held(self.run_dir)
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
             keep = self.config.keep_checkpoints
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
@@ -288,13 +288,13 @@ class Trainer:
         self.controller.settle()
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
-            run_lock.prove(self.run_dir)
+            run_lock.check_still_held(self.run_dir)
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
             write_report(
                 self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
             )
             recorder.close()
-            print(*places(self.run_dir), sep="\n", file=sys.stderr)
+            print(*artifact_lines(self.run_dir), sep="\n", file=sys.stderr)
 
     def _export(self, number: int, ended: bool) -> None:
         if self.board.last_checkpoint is not None:

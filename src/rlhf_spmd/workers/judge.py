@@ -13,7 +13,7 @@ from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.sequence import Request
-from rlhf_spmd.rewards.binding import Row
+from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.workers.reward import RewardWorker
 from rlhf_spmd.workers.rollout_engine import build_generating
 
@@ -60,5 +60,5 @@ class JudgeWorker(RewardWorker):
                 refused[i] = str(error)
         return (given if self.mesh.last_stage and len(batch) else None), refused
 
-    def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
+    def sample(self, batch: Batch, i: int, text: RewardRow, scores: Tensor) -> dict[str, Any]:
         return super().sample(batch, i, text, scores) | {"verdict": self.verdicts.get(int(batch.row_ids[i]))}

@@ -23,7 +23,7 @@ from rlhf_spmd.controller import (
     Worker,
     register,
 )
-from rlhf_spmd.data.balance import cut_rows
+from rlhf_spmd.data.balance import cut_micro_batches
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
@@ -211,7 +211,7 @@ class ModelWorker(Worker):
         prompts = batch["prompt_ids"].lengths.numpy() if len(batch) else lengths
         shared = np.maximum(prompts - 1, 0)  # of a prompt all but the last token, see pack_rows
         sizes = lengths, shared, batch.group_ids.numpy()
-        cut = functools.partial(cut_rows, *sizes, limits.max_tokens, limits.rows, keep_groups, where=limits.where)
+        cut = functools.partial(cut_micro_batches, *sizes, limits.max_tokens, limits.rows, keep_groups, where=limits.where)
         index = cut()
         response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
         counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))

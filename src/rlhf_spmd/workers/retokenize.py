@@ -10,8 +10,7 @@ import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.ends import end_token_ids, turn_frame
-from rlhf_spmd.data.tokenizer import Decoding, decode, load_tokenizer
+from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer, turn_frame
 from rlhf_spmd.rewards.binding import chat_messages
 from rlhf_spmd.rewards.config import RewardConfig
 

@@ -14,12 +14,11 @@ from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
-from rlhf_spmd.rewards.binding import Row, chat_messages
+from rlhf_spmd.rewards.binding import RewardRow, chat_messages
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.rewards.results import RewardError, add_up, check_failures, source_metric
+from rlhf_spmd.rewards.results import RewardError, check_failures, merge_sums, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
-from rlhf_spmd.telemetry.progress import say
-from rlhf_spmd.telemetry.samples import pick, stretches
+from rlhf_spmd.telemetry.progress import equal_runs, pick_samples, say
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
@@ -83,7 +82,7 @@ class RewardWorker(ModelWorker):
         rows = call.rows if self.first else None
         self.shown: frozenset[int] = frozenset()
         if rows is not None:
-            self.shown = frozenset(rows.row_ids[pick(rows.group_ids.tolist(), self.build.num_samples)].tolist())
+            self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.build.num_samples)].tolist())
 
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
         """Statistics of the global batch's scored rows, and as samples the texts of the call's first rows. ``noted``: of each run.
@@ -99,7 +98,7 @@ class RewardWorker(ModelWorker):
         scores = torch.zeros(len(batch)) if made is None else made["scores"]
         scored = ~scores.isnan()
         report |= self._statistics(batch, scores[scored], report)
-        report["extras"] = add_up([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
+        report["extras"] = merge_sums([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
         report["samples"] = [
             self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
@@ -154,14 +153,14 @@ class RewardWorker(ModelWorker):
         found = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
         return (None if found is None else found.values.cpu()), refused
 
-    def _by_source(self, texts: list[Row], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
+    def _by_source(self, texts: list[RewardRow], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
         """For the ``data_source`` of each scored row that has one its score, and 1."""
         for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
             source = row.get("data_source")
             if counts and source is not None:
                 yield {source_metric(self.name, source): (score, 1)}
 
-    def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
+    def sample(self, batch: Batch, i: int, text: RewardRow, scores: Tensor) -> dict[str, Any]:
         """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length.
         ``messages``: the prompt, where the data have it as a chat; ``turns``: who wrote what of the response, if not all the model."""
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
@@ -175,7 +174,7 @@ class RewardWorker(ModelWorker):
             sample["messages"] = messages
         if MASK in batch:
             ids, mask = batch["response_ids"].rows()[i].tolist(), batch[MASK].rows()[i].tolist()
-            parts = stretches(mask)
+            parts = equal_runs(mask)
             texts = decode(self.build.tokenizer, [ids[begin:end] for _, begin, end in parts])
             names = ("model" if drawn else "environment" for drawn, *_ in parts)
             sample["turns"] = [list(turn) for turn in zip(names, texts, strict=True)]
@@ -242,13 +241,13 @@ class RewardWorker(ModelWorker):
             )
         self.told = True
 
-    def _texts(self, batch: Batch) -> tuple[list[Row], Tensor]:
+    def _texts(self, batch: Batch) -> tuple[list[RewardRow], Tensor]:
         """(prompt, response, row) of each row, without special tokens in the response; which are scored, bool [rows]."""
         ids, rows = [response.tolist() for response in batch["response_ids"].rows()], decode_json(batch["row"])
         texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.build.tokenizer, ids), strict=True)]
         return texts, torch.tensor([self.reward.chooses(row) for row in rows])
 
-    def _asked(self, batch: Batch, texts: list[Row], scored: Tensor) -> tuple[list[int], list[Row], list[int]]:
+    def _asked(self, batch: Batch, texts: list[RewardRow], scored: Tensor) -> tuple[list[int], list[RewardRow], list[int]]:
         """What the runner is asked, of the rows that are scored: their ids, the rows, their groups."""
         assert self.runner is not None
         chosen = scored.nonzero()[:, 0]
