@@ -114,7 +114,7 @@ def test_rules_likeliest_tokens_and_rows_that_draw_by_themselves(path: str, samp
     requests = ragged_requests()
     if own:
         kinds = (None, SamplingOverrides(0.0), SamplingOverrides(1.4, top_p=0.7), SamplingOverrides(1.0, top_k=3))
-        requests = [replace(request, drawing=kinds[i % 4], min_new_tokens=3 * (i % 4)) for i, request in enumerate(requests)]
+        requests = [replace(request, overrides=kinds[i % 4], min_new_tokens=3 * (i % 4)) for i, request in enumerate(requests)]
     made, steps = [], []
     for repeats in (1, 8):
         generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=repeats), STOPS)

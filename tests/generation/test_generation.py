@@ -26,9 +26,8 @@ from generators import backend as backend  # a fixture, as the next
 from generators import matmul_precision as matmul_precision
 from places import SHARED
 from ranks import run_ranks
-from rlhf_spmd.generation import Generator, Request, SamplingConfig, cache_room
-from rlhf_spmd.generation.cache_room import room_on_device, step_bytes
-from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation import Generator, Request, SamplingConfig, kv_cache
+from rlhf_spmd.generation.kv_cache import KVCache, room_on_device, step_bytes
 from rlhf_spmd.kernels import devices
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
@@ -132,7 +131,7 @@ def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monke
     monkeypatch.setattr(devices, "_CPU", replace(devices._CPU, streams=True))
     sizes = {"total_bytes": 1 << 30, "allocated_bytes": 100 << 20, "free_bytes": 900 << 20}
     for name, size in sizes.items():
-        monkeypatch.setattr(cache_room, name, lambda *_, size=size: size)
+        monkeypatch.setattr(kv_cache, name, lambda *_, size=size: size)
     generator.reserved_bytes = 50 << 20
     step = step_bytes(generator.config, generator.decoder)
     assert 4 * SMALL.max_num_batched_tokens * generator.decoder.spec.hidden_size < step < 100 << 20

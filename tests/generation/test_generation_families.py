@@ -103,4 +103,4 @@ def test_every_family_in_every_layout(families: dict[str, Expected], layout: Lay
         cases += [(one, one.config(PAGES[(i + 1) % 3], tight=False)) for i, one in enumerate(chosen)]
     for stats in run_ranks(layout.size, generate, layout, cases):
         assert all(one.preemptions > 0 for one in stats[: len(chosen)]), [one.preemptions for one in stats]
-        assert all(one.lanes == layout.pp for one in stats[len(chosen) :])
+        assert all(one.micro_batches == layout.pp for one in stats[len(chosen) :])

@@ -29,7 +29,7 @@ OWN = (
 
 
 def mixed() -> list[Request]:
-    return [replace(request, drawing=OWN[i % len(OWN)]) for i, request in enumerate(ragged_requests())]
+    return [replace(request, overrides=OWN[i % len(OWN)]) for i, request in enumerate(ragged_requests())]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def one_by_one(path: str, dtype: torch.dtype = torch.float32) -> dict[int, Any]:
     generator = Generator(load(path, alone()[1], dtype), alone()[1], SMALL, {2})
     rows: dict[int, Any] = {}
     for own in OWN:
-        alike = [replace(request, drawing=None) for request in mixed() if request.drawing == own]
-        rows |= found(generator, alike, COMMON if own is None else COMMON.drawn_by(own))
+        alike = [replace(request, overrides=None) for request in mixed() if request.overrides == own]
+        rows |= found(generator, alike, COMMON if own is None else COMMON.with_overrides(own))
     return rows
 
 
@@ -64,16 +64,16 @@ def test_a_mixed_batch_is_the_batches_of_each_kind(path: str, dtype: torch.dtype
     for row, (tokens, *log_probs) in together.items():  # products in float64 depend on the batch
         assert tokens == wanted[row][0]
         torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(wanted[row][1:]), atol=1e-12, rtol=0)
-    greedy = [request.row_id for request in mixed() if request.drawing == SamplingOverrides(0.0)]
+    greedy = [request.row_id for request in mixed() if request.overrides == SamplingOverrides(0.0)]
     assert all(together[row][1] == together[row][2] for row in greedy)  # log-probs at temperature 1
-    others = [row for row in together if mixed()[row].drawing in (None, OWN[2]) and len(together[row][0]) > 2]
+    others = [row for row in together if mixed()[row].overrides in (None, OWN[2]) and len(together[row][0]) > 2]
     assert others and all(together[row][1] != together[row][2] for row in others)
 
 
 def test_the_same_settings_in_every_row_are_those_of_the_call(path: str) -> None:
     generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=4), {2})
     plain = SamplingConfig(temperature=1.3, top_k=9)
-    own = [replace(request, drawing=plain.drawing) for request in ragged_requests()]
+    own = [replace(request, overrides=plain.overrides) for request in ragged_requests()]
     assert found(generator, own, SamplingConfig()) == found(generator, ragged_requests(), plain)
 
 
@@ -102,4 +102,4 @@ def test_in_every_layout_and_wherever_a_row_moves(path: str, layout: Layout, cha
 def test_settings_that_cannot_be_are_named(path: str) -> None:
     generator = Generator(load(path, alone()[1]), alone()[1], SMALL, {2})
     with pytest.raises(ValueError, match=r"sampling of row 5\.top_p=0.0: must be above 0 and at most 1"):
-        generator.generate([Request(4, 0, [3], 4), Request(5, 0, [3], 4, drawing=SamplingOverrides(top_p=0.0))], COMMON, 0, 0)
+        generator.generate([Request(4, 0, [3], 4), Request(5, 0, [3], 4, overrides=SamplingOverrides(top_p=0.0))], COMMON, 0, 0)

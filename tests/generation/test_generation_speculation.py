@@ -11,8 +11,8 @@ import torch
 from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, SamplingConfig
+from rlhf_spmd.generation.decode_micro_batches import Speculation
 from rlhf_spmd.generation.sequence import Request, SequenceState
-from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh

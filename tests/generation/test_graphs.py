@@ -131,7 +131,7 @@ def test_all_that_a_gpu_runs_draws_the_same(
     if importlib.import_module("triton_device").DEVICE.type == "cuda":
         pytest.skip("compares with the CPU's numbers")
     requests = [
-        replace(request, drawing=SamplingOverrides(0.0) if request.row_id == 1 else None)
+        replace(request, overrides=SamplingOverrides(0.0) if request.row_id == 1 else None)
         for request in ragged_requests(num_prompts=3, samples=1, max_new_tokens=4)
     ]
     wanted = build(path, enforce_eager=True).generate(requests, sampling, 3, 5)
@@ -172,8 +172,8 @@ def test_a_row_ends_once(path: str, eager: bool, captured: list[Any]) -> None:
     """Though a window that was launched before its end was read has it, too: in portions, and for a limit of whole groups."""
     begun: list[list[Completion]] = []
     requests = ragged_requests()
-    portions = FinishedGroups(requests, 2, lambda completions: None, begun.append)
-    build(path, enforce_eager=eager).generate(requests, SAMPLED, 3, 5, portions=portions)
+    finished_groups = FinishedGroups(requests, 2, lambda completions: None, begun.append)
+    build(path, enforce_eager=eager).generate(requests, SAMPLED, 3, 5, finished_groups=finished_groups)
     assert sorted(each.row_id for part in begun for each in part) == sorted(request.row_id for request in requests)
     generator, requests = build(path, enforce_eager=eager), ragged_requests(samples=8, max_new_tokens=40)
     groups = len({request.group_id for request in requests})

@@ -23,7 +23,7 @@ from ranks import run_ranks
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, Ops, build, choice, choose_ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -313,7 +313,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         rows = [row_of(i, [0] * n, 0, pages=[2 * i + 1, 2 * i]) for i, n in enumerate(lengths)]
         backend, shape = build_backend("cpp", dtype, cpu), (len(decoder.layers), block.num_kv_heads, block.head_dim)
         cache = KVCache(*shape, 2 * len(rows), 128, dtype, cpu, backend)
-        work = [Work(row, 0, row.length, True) for row in rows]
+        work = [SequenceWork(row, 0, row.length, True) for row in rows]
         assert len(buffers) == 1
         with torch.no_grad():
             assert torch.equal(decoder(tokens, backend.for_step(work, cache, 4)), out)

@@ -203,7 +203,7 @@ def test_rows_of_several_temperatures_have_the_log_probs_of_theirs() -> None:
     decoder = build("llama", torch.bfloat16)
     made = ragged_requests(num_prompts=3, samples=1, max_new_tokens=3, vocabulary=decoder.spec.vocab_size)
     temperatures = (0.0, 0.3, 1.7)
-    requests = [replace(request, drawing=SamplingOverrides(t)) for request, t in zip(made, temperatures, strict=True)]
+    requests = [replace(request, overrides=SamplingOverrides(t)) for request, t in zip(made, temperatures, strict=True)]
     done = generate(decoder, SMALL, requests, SamplingConfig())
     prompts = [list(request.prompt_ids) for request in requests]
     for i, temperature in enumerate(temperatures):
