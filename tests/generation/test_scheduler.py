@@ -69,7 +69,7 @@ class Chaos:
         """``lasts``: length of each row at its end."""
         rng = self.rng
         if rng.random() < self.often:
-            scheduler.forget_prompts()
+            scheduler.forget_prefixes()
             cache.epoch += 1
             self.done["forget"] += 1
         for row in [row for row in rows if not row.ended and rng.random() < self.often]:
