@@ -116,22 +116,9 @@ class TritonAttention:
         if self.chunks is not None:
             tiles, shape = self.chunks
             paged_kernels.attend_chunks[(heads, len(tiles))](
-                q,
-                pages,
-                out,
-                out,
-                tiles,
-                self.page_table,
-                *strides,
-                heads,
-                0,
-                scale,
-                cap,
-                False,
-                *sizes,
-                *shape[:3],
-                **shape.options,
-            )
+                q, pages, out, out, tiles, self.page_table, *strides, heads, 0,
+                scale, cap, False, *sizes, *shape[:3], **shape.options,
+            )  # fmt: skip
         if len(self.arrived):
             shape = TileShape.of_singles(dim, q.itemsize, cache.page_size, self.group_size)
             tiles = self.positions if self.singles is None else self.singles
