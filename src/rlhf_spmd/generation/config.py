@@ -36,7 +36,7 @@ class GenerationConfig:
       ranks
     - tp: tensor-parallel ranks while generating; divides `layout.tp`, or with `layout.zero: 3` as for `pp`
     - engine: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
-      `naive_groups`; see [resharding.md](resharding.md)
+      `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
       shards that an engine holds beside the generation shard wait in host memory while generating)
     - overlap: the next layers' weights come while the first forward pass computes; only where `zero_redundancy` regroups ranks
@@ -63,7 +63,7 @@ class GenerationConfig:
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. See
-      [generation.md](generation.md#several-tokens-between-looks-of-the-host). null: 8 where steps are captured as CUDA graphs,
+      [generation.md](generation.md#cuda-graphs). null: 8 where steps are captured as CUDA graphs,
       else 1. With `pp` above 1 it is always 1, and `speculative_tokens` allows no other value
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
       are 1 and attention is `triton` or `flash_attn`
