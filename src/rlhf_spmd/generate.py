@@ -130,11 +130,10 @@ def output_rows(ready: InferJob, made: Sequence[dict[str, Any]]) -> Iterator[dic
 
 
 def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
-    """The best responses to each prompt, or the best and the worst, with the prompt as it was given. Of equal scores the first
-    counts.
+    """The best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
-    A prompt whose responses all have the same score makes no pair. Prints how many prompts give nothing. Raises ValueError if
-    all do.
+    Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
+    give nothing. Raises ValueError if all do.
     """
     prompts, rows, none = ready.sets[0], [], 0
     n = prompts.sampling.n

@@ -87,7 +87,7 @@ def serve(ready: LoadedModel, world: World, board: Board) -> None:
     print("ended", file=sys.stderr, flush=True)
 
 
-WHEN_TOLD = "the server answers what is under way and ends"
+WHEN_TOLD = "the server answers running requests and ends"
 keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve, WHEN_TOLD)
 
 

@@ -153,8 +153,9 @@ class GenerationConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn. The options apply in vLLM's order: allowed, forbidden and stop tokens, bias, penalties,
-    temperature, min_p, top_k, top_p.
+    """How the next token is drawn.
+
+    The options apply in vLLM's order: allowed, forbidden and stop tokens, bias, penalties, temperature, min_p, top_k, top_p.
 
     - n: responses per prompt; 1 where `temperature` is 0
     - temperature: 0 is greedy (in `train` only for validation); else 1e-3 to 1e6

@@ -112,7 +112,7 @@ class Generator:
         """As :meth:`generate`, but returns the rows that have ended when ``limits`` are reached.
 
         The other rows are ``kept`` and go on in the next call. ``step`` keys the draws of the new ``requests``; kept rows keep
-        the step that they began with. If the call raises, kept rows are as they were before it, without pages.
+        the step that they began with. If the call raises, all of them are kept with the tokens that they had before.
 
         ``version`` names the weights. While it stays the same, kept rows keep their pages (see :meth:`before_training`) and
         come out as if they had never been interrupted. Other weights compute their tokens again, unless ``kv_cache`` says that
@@ -146,8 +146,7 @@ class Generator:
         self.kept = [row for row in self.kept if row.request.row_id not in row_ids]
 
     def reserve_pages(self, longest: int) -> int:
-        """From now on give every cache the pages that ``max_num_seqs`` rows of ``longest`` tokens need, or those that memory
-        allows.
+        """Give every later cache room for ``max_num_seqs`` rows of ``longest`` tokens, as far as memory allows.
 
         Rows that come later thus find room, and the pages of equal prompts. Returns how many tokens a row may have.
         Collective over the replica: every rank of it must call, in program order.

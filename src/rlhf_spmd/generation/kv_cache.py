@@ -55,10 +55,10 @@ class Backend:
 
 
 class KVCache:
-    """``pages`` [layers, 2, H, N, elements of a page]: page_size * D elements, or what ``kernels/attention.cpp`` says for C++
-    kernels.
+    """``pages`` [layers, 2, H, N, elements of a page].
 
-    Pages are zeros at first: attention reads and masks unused slots, which must be finite.
+    A page has page_size * D elements, or for the C++ kernels those that ``kernels/attention.cpp`` says. Pages are zeros at
+    first: attention reads and masks unused slots, which must be finite.
     """
 
     def __init__(

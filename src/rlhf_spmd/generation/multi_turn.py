@@ -44,8 +44,7 @@ class Environments:
 
 
 class MultiTurnRollouts:
-    """The rows of one call that have an environment, and their answers. Use it in a ``with`` statement, which ends the
-    environments.
+    """The rows of one call that have an environment, and its answers. A ``with`` statement ends the environments.
 
     It changes what belongs to a row (mask, reward, turns, its end). The caller schedules: rows that :meth:`end_turns` returns
     are to be held, and those that :meth:`answers` returns go on with the tokens beside them, or have ended.

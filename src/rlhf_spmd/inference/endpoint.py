@@ -164,7 +164,7 @@ class Endpoint:
         started, status = time.perf_counter(), "gone"
         request = Request(scope)
 
-        async def send_noted(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
@@ -172,9 +172,9 @@ class Endpoint:
 
         try:
             self.access.check_source(request.headers, self.bound)
-            await app(scope, receive, send_noted)
+            await app(scope, receive, send_and_note_status)
         except Refusal as error:
-            await _answer_error(request, error)(scope, receive, send_noted)
+            await _answer_error(request, error)(scope, receive, send_and_note_status)
         finally:
             who = f"{request.client.host}:{request.client.port}" if request.client else "-"
             asked = f"{request.method} {scope['raw_path'].decode('ascii', 'replace')}"
