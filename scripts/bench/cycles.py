@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, memory_mib, on_ranks, table
 from torch import Tensor
 
+from measure import machine_facts, memory_mib, on_ranks, table
 from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, machine_facts, median, on_ranks, table
 
+from measure import MIB, machine_facts, median, on_ranks, table
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all

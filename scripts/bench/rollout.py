@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import machine_facts, on_ranks, table
 from torch import Tensor
 
+from measure import machine_facts, on_ranks, table
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.sort_digits import LLAMA
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig

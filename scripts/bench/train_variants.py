@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import device_kernels, median, memory_mib, peak_mib, reset_peak, timed
-from shapes import config_of, fill, has_weights, is_large, peer_model
 from torch import Tensor
 
+from measure import device_kernels, median, memory_mib, peak_mib, reset_peak, timed
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.flops import forward_flops
+from shapes import config_of, fill, has_weights, is_large, peer_model
 
 NUM_ROWS = {"tiny": 6, "S": 32, "M": 16}
 # ours, "optimizer": what the states are

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
+
 import tasks
 from algorithm_cases import CASES, CONFIGS
 from overrides import layout

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor
 
+from ranks import run_ranks
 from rlhf_spmd.algorithms import reinforce_plus_plus
 from rlhf_spmd.algorithms.base import add_scores
 from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig, in_group

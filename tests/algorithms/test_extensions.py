@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tasks
 import torch
-from ranks import run_ranks
 
+import tasks
 from outside import reinforce
 from outside.rewards import share_of_even_digits
+from ranks import run_ranks
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.train import prepare

@@ -9,14 +9,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import gpu_abilities
 import pytest
-import tasks
 import torch
+
+import gpu_abilities
+import tasks
 from gpu_abilities import nccl_branches
 from overrides import FP64, layout
 from ranks import run_ranks
-
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import transfer

@@ -6,8 +6,9 @@ import functools
 from pathlib import Path
 
 import pytest
-import tasks
 import yaml
+
+import tasks
 from algorithm_cases import CASES, CONFIGS, Case
 from ranks import run_ranks
 

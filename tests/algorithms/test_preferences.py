@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks
 import torch
+
+import tasks
 from algorithm_cases import CASES, CONFIGS
 from overrides import micro_batches
 from ranks import run_ranks
-from role_workers import build
-from tasks import rows_of, texts_of, tokenizer
-
 from rlhf_spmd.algorithms import preferences
 from rlhf_spmd.algorithms.preferences import of_pairs
 from rlhf_spmd.data.batch import Batch, encode_json
@@ -29,6 +27,8 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.streams import RowStream
 from rlhf_spmd.workers.config import BatchLimits
+from role_workers import build
+from tasks import rows_of, texts_of, tokenizer
 
 
 def user(text: str) -> dict[str, str]:

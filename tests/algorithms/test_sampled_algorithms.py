@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tasks
 import torch
-from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
-from ranks import run_ranks
 from torch import Tensor
 
+import tasks
+from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
+from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
 from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
 from rlhf_spmd.algorithms.distill import Config as DistillConfig

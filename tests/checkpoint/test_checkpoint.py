@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from saved_models import flip_bit, rank_shards
 from torch import Tensor
 
+from ranks import run_ranks
 from rlhf_spmd.checkpoint import directory, files, load
 from rlhf_spmd.checkpoint import manifest as manifests
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
@@ -30,6 +29,7 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group, solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.telemetry.run_dir import newest_checkpoint
+from saved_models import flip_bit, rank_shards
 
 SPEC = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
 UNTIED = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from controllers import Toy, build, prompts
 from ranks import run_ranks
-
 from rlhf_spmd.controller import MICRO_DP, THREE_D, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER

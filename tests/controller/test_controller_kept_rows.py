@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from controllers import build, prompts
 from ranks import run_ranks
-
 from rlhf_spmd.controller import PartitionSpec, Reference
 from rlhf_spmd.controller.rows import KEPT_PLACEMENTS, RowIndex
 from rlhf_spmd.parallel.layout import Layout

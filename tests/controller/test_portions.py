@@ -6,9 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+
 from controllers import Toy, prompts
 from ranks import run_ranks
-
 from rlhf_spmd.controller import MICRO_DP, THREE_D, Controller, GroupShape, ResourcePool, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout

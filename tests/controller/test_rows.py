@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from controllers import prompts
 
+from controllers import prompts
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.ppo import gae_advantages
 from rlhf_spmd.controller import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from places import ROOT
 
+from places import ROOT
 from rlhf_spmd.data.encoding import ConversationEncoder, EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig

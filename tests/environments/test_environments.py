@@ -14,11 +14,11 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
-import tasks
 import torch
+
+import tasks
 from generators import Generator, alone, load, read_eos_ids, training_log_probs
 from ranks import run_ranks
-
 from rlhf_spmd import generate as program
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.calculator import Calculator, calculate
@@ -275,7 +275,10 @@ def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypa
         ("pair", r"it must return \(observation, reward, done\), not \('', 0.0\)"),
         ("nan", r"the reward must be a finite number, not nan"),
         ("sleep", r"has not returned within environment.timeout_s=2.0"),
-        ("long", r"reset\(\) of row \d+ observes 99 tokens, but max_response_length=\d+, which they count to, must leave one"),
+        (
+            "long",
+            r"reset\(\) of row \d+ observes 99 tokens, but max_response_length=\d+, which they count towards, must leave one",
+        ),
     ],
 )
 def test_a_failing_environment_ends_the_call(how: str, message: str) -> None:

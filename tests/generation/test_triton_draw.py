@@ -21,16 +21,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from generators import MODELS, alone, load
 from numpy.typing import NDArray
-from places import ROOT
-from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_device import DEVICE
 
+from generators import MODELS, alone, load
+from places import ROOT
+from ranks import run_ranks
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sampler import alike_rows, build_drawings, draw_rows, row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import build_drawings, draw_rows, group_by_sampling, row_keys, sample, uniform
 from rlhf_spmd.kernels import triton_draw, triton_filter
 from rlhf_spmd.kernels.drawings import Drawn
 from rlhf_spmd.kernels.gpu import GpuOps
@@ -39,6 +38,7 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
+from triton_device import DEVICE
 
 COMPILED = DEVICE.type == "cuda"
 ROWS = 4096 if COMPILED else 24  # the interpreter takes 0.1 s a row
@@ -316,7 +316,7 @@ def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
     samplings = [SamplingConfig(), SamplingConfig(temperature=0.6, top_p=0.9), SamplingConfig(temperature=0.0)]
     keys, positions = (each.cpu() for each in numbers(8))
     cpu = torch.device("cpu")
-    drawings, alike = build_drawings(samplings, kinds, cpu), alike_rows(samplings, kinds, cpu)
+    drawings, alike = build_drawings(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
     tokens, log_probs, at_one = draw_rows(decoder.ops, logits, logits, drawings, keys, positions, decoder, alike)
     u = uniform(keys, positions)
     for row, kind in enumerate(kinds):
@@ -339,7 +339,7 @@ def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
         keys,
         positions,
         decoder,
-        alike_rows([same], one_kind, cpu),
+        group_by_sampling([same], one_kind, cpu),
     )
     assert torch.equal(parts[0], sample(logits, same, u)) and parts[1] is not parts[2]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ranks import run_ranks
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.decoder import Decoder

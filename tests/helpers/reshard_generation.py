@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from reshard_cases import generation_shards_at, train_shards_at
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from reshard_cases import generation_shards_at, train_shards_at
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec

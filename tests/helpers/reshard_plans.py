@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from reshard_cases import Simulated, filled
 
+from reshard_cases import Simulated, filled
 from rlhf_spmd.reshard import missing_elements
 from rlhf_spmd.reshard.plan import single_slice
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tasks
 import torch
 
+import tasks
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.world import World

@@ -19,8 +19,9 @@ if DEVICE.type == "cpu" and not triton.knobs.runtime.interpret:
 if DEVICE.type == "cpu":
     import numpy as np
     import triton.language as tl
-    from quick_interpreter import speed_up
     from triton.runtime import interpreter
+
+    from quick_interpreter import speed_up
 
     convert_float = interpreter._convert_float
     patch_tensor = interpreter._patch_lang_tensor

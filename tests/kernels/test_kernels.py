@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks
 import torch
-from generators import row_of
-from ranks import run_ranks
-from small_models import CONFIGS
 from torch import Tensor
 
+import tasks
+from generators import row_of
+from ranks import run_ranks
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, Ops, build, choice, choose_ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
+from small_models import CONFIGS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -313,7 +313,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         rows = [row_of(i, [0] * n, 0, pages=[2 * i + 1, 2 * i]) for i, n in enumerate(lengths)]
         backend, shape = build_backend("cpp", dtype, cpu), (len(decoder.layers), block.num_kv_heads, block.head_dim)
         cache = KVCache(*shape, 2 * len(rows), 128, dtype, cpu, backend)
-        work = [Work(row, 0, row.length, True) for row in rows]
+        work = [SequenceWork(row, 0, row.length, True) for row in rows]
         assert len(buffers) == 1
         with torch.no_grad():
             assert torch.equal(decoder(tokens, backend.for_step(work, cache, 4)), out)

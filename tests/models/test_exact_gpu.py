@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from flash_definition import flash_on_cpus
 from generators import SMALL, alone, ragged_requests
 from launches import counted_launches
 from places import ROOT
-from small_models import CONFIGS
-from torch import Tensor
-from triton_device import DEVICE
-
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
@@ -37,6 +35,8 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
+from small_models import CONFIGS
+from triton_device import DEVICE
 
 HALF_ULP = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 PLAIN = AttentionRule(0.25)
@@ -203,7 +203,7 @@ def test_rows_of_several_temperatures_have_the_log_probs_of_theirs() -> None:
     decoder = build("llama", torch.bfloat16)
     made = ragged_requests(num_prompts=3, samples=1, max_new_tokens=3, vocabulary=decoder.spec.vocab_size)
     temperatures = (0.0, 0.3, 1.7)
-    requests = [replace(request, drawing=SamplingOverrides(t)) for request, t in zip(made, temperatures, strict=True)]
+    requests = [replace(request, overrides=SamplingOverrides(t)) for request, t in zip(made, temperatures, strict=True)]
     done = generate(decoder, SMALL, requests, SamplingConfig())
     prompts = [list(request.prompt_ids) for request in requests]
     for i, temperature in enumerate(temperatures):

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from small_models import CONFIGS, LENGTHS, make_batch, make_model
 from torch import Tensor, nn
 
 from rlhf_spmd.checkpoint.adapters import STATE, SavedAdapters, find_adapters
@@ -29,6 +28,7 @@ from rlhf_spmd.models.sharding import check_lora, plan_params
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter, init_adapters, load_pretrained
 from rlhf_spmd.parallel.collectives import solo
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 FAMILIES = {
     "llama": LoraConfig(rank=3, alpha=5.0),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ragged_samples import LENGTHS, flat, naive_gae, rows_of, sample
-from ranks import run_ranks
 from torch import Tensor
 
+from ragged_samples import LENGTHS, flat, naive_gae, rows_of, sample
+from ranks import run_ranks
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
 from rlhf_spmd.data.batch import Ragged

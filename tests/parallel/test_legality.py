@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 import tasks
 from legality import check
 from legality_events import Communicator, Event, Finding, Fork, Launch, Machine, Part, Wait

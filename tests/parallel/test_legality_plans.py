@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from controllers import build, prompts
 from legality import check
 from legality_events import Event, Launch, Machine
 from paper_ranks import Paper, beside, on_paper, together
-from torch import Tensor
-
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard

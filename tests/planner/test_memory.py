@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_memory import LiveMemory
-from ranks import run_ranks
 from torch import Tensor
 
+from live_memory import LiveMemory
+from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.models.decoder import Decoder

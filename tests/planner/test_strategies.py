@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 import tasks
 from algorithm_cases import CASES, CONFIGS
-
 from outside.renamed import NAMES
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.planner.placement import PlacementConfig

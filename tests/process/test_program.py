@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tasks
 import torch
 import torch.distributed as dist
+
+import tasks
 from places import ROOT
 from ranks import Program, run_command
-from tasks import free_port
-
 from rlhf_spmd.parallel import world
 from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul
 from rlhf_spmd.process import agreement
 from rlhf_spmd.process.ending import Preempted, classify, lost_connection
 from rlhf_spmd.process.messages import Messages
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
+from tasks import free_port
 
 PROGRAM = ROOT / "tests" / "started" / "failing.py"
 START_LIMIT_S = 300.0  # until all ranks are in their loop, on a busy machine

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tasks
 
+import tasks
 from rlhf_spmd import __main__ as command
 from rlhf_spmd import generate, plan, train
 from rlhf_spmd.config.keys import check_names

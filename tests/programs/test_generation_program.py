@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from generate_runs import (
     CONFIG,
     ROWS,
@@ -19,14 +21,12 @@ from generate_runs import (
 )
 from generate_runs import model as model  # a fixture
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
-
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.runner import Runner
-from rlhf_spmd.inference.journal import Journal
+from rlhf_spmd.inference.job import Journal
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import tasks
 from overrides import ACROSS_NODES
 from places import ROOT

@@ -12,10 +12,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import tasks
-from cells import run_cell
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import tasks
+from cells import run_cell
 from places import ROOT
 
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"

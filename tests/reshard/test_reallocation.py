@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 
+from ranks import run_ranks
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, whole_shard, zero_rows

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from places import ROOT
 from reshard_cases import (
     SPECS,
@@ -27,7 +28,6 @@ from reshard_cases import (
     train_shards_at,
 )
 from reshard_plans import check_plans
-
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
+
 from ranks import run_ranks
 from reshard_cases import SPECS, fits, generation_shards_at, layout_of, train_shards_at
 from reshard_generation import Model, generate_in_layout, local
-from torch import Tensor
-
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec

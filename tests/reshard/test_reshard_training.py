@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 
 import pytest
+
 import tasks
 from ranks import run_ranks
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
 
+from places import ROOT
 from rlhf_spmd import report as report_program
 from rlhf_spmd.telemetry import report, timeline_chart
 from rlhf_spmd.telemetry.report import MAX_ROWS, RunRecord, read_run, render, write_report

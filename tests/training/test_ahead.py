@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 import tasks
 from ranks import run_ranks
-
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.train import prepare

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks
 import torch
 
+import tasks
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import TrainJob, prepare

@@ -15,15 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tasks
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
+
+import tasks
 from overrides import layout
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
-from saved_models import flip_bit
-from tasks import train_alone as train
-
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
@@ -36,6 +34,8 @@ from rlhf_spmd.training.streams import merge_values
 from rlhf_spmd.workers import RewardWorker, flops
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
+from saved_models import flip_bit
+from tasks import train_alone as train
 
 
 def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

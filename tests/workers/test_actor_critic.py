@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tasks
 import torch
-from ranks import run_ranks
-from role_workers import batch_of
 
+import tasks
+from ranks import run_ranks
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
@@ -18,6 +17,7 @@ from rlhf_spmd.training.roles import build_models
 from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.model_worker import WorkerContext
 from rlhf_spmd.workers.objective import Objective, Rows, Totals, joint
+from role_workers import batch_of
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 WEIGHT = 0.3

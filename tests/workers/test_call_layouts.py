@@ -8,16 +8,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tasks
 import torch
-from ranks import run_ranks
-from role_workers import build
 
+import tasks
+from ranks import run_ranks
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import missing_elements
 from rlhf_spmd.workers import weight_sync as loan
+from role_workers import build
 
 STEPS = 2
 FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward"))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from engine_runs import (
     COUNT,
     LENGTHS,
@@ -31,8 +33,6 @@ from engine_runs import (
     write_models,
 )
 from ranks import run_ranks
-from torch import Tensor
-
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.engine import Packed

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from engine_runs import (
     CONFIGS,
     STEADY,
@@ -24,9 +27,6 @@ from engine_runs import (
     whole_tensors,
 )
 from ranks import run_ranks
-from safetensors.torch import load_file
-from torch import Tensor
-
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.lora import LoraConfig, adapter_tensor, is_adapter
 from rlhf_spmd.models.quantized import rounded

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tasks
 import torch
-from ranks import run_ranks
-from role_workers import batch_of, build
 
+import tasks
+from ranks import run_ranks
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import clipped_value
@@ -17,6 +16,7 @@ from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import Launch, World, connect_store
 from rlhf_spmd.workers.objective import MASK, joint, learnt_rows
+from role_workers import batch_of, build
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 STOPPED = [True, False, True, False]

@@ -5,17 +5,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tasks
 import torch
+
+import tasks
 from overrides import layout
 from ranks import run_ranks
-from role_workers import build
-
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import HybridWeights, Storages
 from rlhf_spmd.workers import RoleConfig
+from role_workers import build
 
 ROLES = ("actor", "critic", "reference", "reward")
 # name -> ranks and overrides

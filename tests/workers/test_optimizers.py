@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update, write_models
-from ranks import run_ranks
 from torch import Tensor
 
+from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update, write_models
+from ranks import run_ranks
 from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh

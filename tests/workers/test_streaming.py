@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import tasks
 from places import ROOT
 from ranks import run_ranks

@@ -20,7 +20,7 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
@@ -361,7 +361,7 @@ def check_prompts(
             )
     for plan in generating(plans).values():
         assert plan.spec is not None, "a role that generates has a model"
-        ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
+        ends = build_stop_criteria(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
         sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
 
 

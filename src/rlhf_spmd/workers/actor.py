@@ -224,12 +224,12 @@ def _requests(batch: Batch, sampling: SamplingConfig, own: Sequence[tuple[Refere
     """A row's own limits count up to the common one; 0: it has none."""
     limit = sampling.max_response_length
     assert limit is not None
-    drawing = {row: its.drawing for rows, its in own if rows.rows is not None for row in rows.rows.row_ids.tolist()}
+    overrides = {row: its.overrides for rows, its in own if rows.rows is not None for row in rows.rows.row_ids.tolist()}
     columns = [batch.row_ids, batch.group_ids]
     for name in ("max_response_length", "min_response_length"):
         columns.append(batch[name] if name in batch else torch.zeros(len(batch), dtype=torch.int64))
     prompts = batch["prompt_ids"].rows() if len(batch) else []
     return [
-        Request(row, group, ids.tolist(), min(most or limit, limit), least, drawing.get(row))
+        Request(row, group, ids.tolist(), min(most or limit, limit), least, overrides.get(row))
         for row, group, most, least, ids in zip(*(column.tolist() for column in columns), prompts, strict=True)
     ]

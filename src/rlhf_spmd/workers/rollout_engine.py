@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.pipeline_channels import connect_ways
+from rlhf_spmd.generation.pipeline_channels import connect_channels
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -98,7 +98,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     assert spec is not None and gather is not None
     gather.connect(worker.device)
     mesh.tp.meet(worker.device)
-    connect_ways(mesh, worker.device)
+    connect_channels(mesh, worker.device)
     dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops)
     decoder.requires_grad_(False)

@@ -78,7 +78,7 @@ class PartialRollouts:
             return self.saved
         none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
         rows: dict[int, tuple[Any, ...]] = {
-            row.request.row_id: (row.step, 0, row.token_ids, *(row.notes or none)[:3]) for row in self.generator.kept
+            row.request.row_id: (row.step, 0, row.token_ids, *(row.token_logprobs or none)[:3]) for row in self.generator.kept
         }
         for row, c in self.ended.items():
             rows[row] = 0, REASONS.index(c.finish_reason), c.token_ids, c.log_probs, c.log_probs_t1, c.versions
