@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tasks
 from generators import SMALL, alone, load, ragged_requests, tokens_of
