@@ -321,7 +321,7 @@ def test_the_kernels_compile_for_a_gpu(dtype: str, tmp_path: Path) -> None:
     assert [*kernels] == [*REGISTERS[dtype], "locate_rows", "write"]
     for name, kernel in kernels.items():
         counts = kernel["instructions"]
-        assert kernel["spilled"] == 0 and kernel["registers"] <= REGISTERS[dtype].get(name, 64), kernel
+        assert kernel["stack"] == 0 and kernel["registers"] <= REGISTERS[dtype].get(name, 64), kernel
         assert counts["fma"] == (kernel["products"] if dtype == "fp32" else 0), kernel
         if name in REGISTERS[dtype]:
             assert counts["cp.async"] > 0 and (dtype == "fp32" or counts["wgmma" if "chunks" in name else "mma.sync"] > 0), (

@@ -354,5 +354,5 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == [
         "_sum_tiles", "_sum_tiles", "_pick", "_count_weights", "_gather_candidates", "_pick_filtered"
     ]  # fmt: skip
-    for name, registers, spills, shared, fused in rows:
-        assert int(registers) <= 128 and int(spills) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name
+    for name, registers, stack, shared, fused in rows:
+        assert int(registers) <= 128 and int(stack) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name

@@ -266,7 +266,7 @@ def test_the_kernels_compile_to_one_kind_of_instruction(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     kernels = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert all(kernel["spilled"] == 0 for kernel in kernels), kernels
+    assert all(kernel["stack"] == 0 for kernel in kernels), kernels
     multiplying = [kernel for kernel in kernels if kernel["name"] == "product"]
     assert len(multiplying) == len(triton_products.HALF_TILES) + 1 + len(triton_products.WIDE_TILES)
     for kernel in multiplying:
