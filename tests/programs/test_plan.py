@@ -21,11 +21,11 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu, Machine
 from rlhf_spmd.planner.plan_page import compare, measured_seconds, read_trace
-from rlhf_spmd.planner.profile import LayerTimes, Measured, Profile, read_profile, sizes_of, write_profile
-from rlhf_spmd.planner.shape import Workload, choices, shape_of
+from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_profile, sizes_of, write_profile
+from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.training import checks
-from rlhf_spmd.training.checked_plan import planned_roles
 from rlhf_spmd.training.memory_check import check_memory
+from rlhf_spmd.training.planning import placed_roles
 
 STEPS = 2
 STRATEGIES = ("colocate", "split", "standalone", "interleave", "separate")
@@ -212,7 +212,7 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str, g
     run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), sized)
     found = plan.plan(run)
     machine, _ = plan.machine_of(run.config.cluster)
-    plans = planned_roles(run.described, found.file, lambda: run.graph, 0)
+    plans = placed_roles(run.described, found.file, lambda: run.graph, 0)
     checks.check_batches(run.config, plans)
     assert check_memory(plans, plan.step_of(run, machine), machine.memory, machine.local_size) is None
 
@@ -368,10 +368,10 @@ def test_between_hosts_a_profile_takes_the_network(tmp_path: Path) -> None:
     shape = shape_of(read_spec(tasks.task() / "actor"), "lm")
     far = Machine(4, 2, profile.device, (8.0 * GIB,) * 4, profile.device.link / 10)
     near = replace(far, local_size=4)
-    how = choices([(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 2)], zero=[0, 3])
+    how = call_settings([(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 2)], zero=[0, 3])
     work = Workload(64, 12, (12.0,))
     for call in ("train_seconds", "infer_seconds"):
-        slow, fast = (getattr(Measured(profile, machine), call)(shape, work, how) for machine in (far, near))
+        slow, fast = (getattr(ProfileTimes(profile, machine), call)(shape, work, how) for machine in (far, near))
         crosses = (how.dp * how.tp > 2) & ((how.zero == 3) | (call == "train_seconds")) | (how.pp > 1)
         assert ((slow > fast) == (crosses & (how.size > 2))).all()
 

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: devices, hosts, links. ``cluster`` of the configuration. Pure."""
+"""The machines that a plan is made for: devices, hosts and links; the section ``cluster`` of the configuration. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
 
 GIB = 1 << 30
-DRIVER_GB = 2.5  # of a GPU's memory what the driver and nccl take
+DRIVER_GB = 2.5  # GiB of a GPU that the driver and nccl take
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as its maker's data sheet has it. ``flops``: dense, bf16, per second. ``memory``: bytes, as the driver reports them.
-    Bytes/s, in one direction: ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory.
-    ``latency``: seconds of a small all-reduce of two devices (each doubling adds as much; NCCL over NVLink: 22 microseconds of eight).
-    ``itemsize``: bytes of a number in the arithmetic that ``flops`` are of. ``overlap``: share of its time in which a device can send
-    beside computing; 0 without streams. ``on_host``: it is a CPU, whose memory is the host's."""
+    """A device by its data sheet.
+
+    ``flops``: dense bf16 operations per second. ``memory``: bytes, as the driver reports them. In bytes/s and one direction:
+    ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory. ``latency``: seconds
+    of a small all-reduce of two devices; each doubling adds as much (NCCL over NVLink: 22 microseconds for eight).
+    ``itemsize``: bytes of a number that ``flops`` count. ``overlap``: share of its time in which a device can send while it
+    computes, 0 without streams. ``on_host``: it is a CPU, and its memory is the host's.
+    """
 
     flops: float
     memory: float
@@ -45,7 +48,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """``cluster.groups``: hosts of one kind; what is null is the cluster's.
+    """``cluster.groups``: hosts of one kind. A key that is null has the cluster's value.
 
     - nodes: hosts
     - gpus_per_node: ranks of a host
@@ -81,7 +84,7 @@ class ClusterConfig:
 
     @property
     def hosts(self) -> list[tuple[int, int, str]]:
-        """(how many, devices of each, kind) of every group."""
+        """(number of hosts, devices of each, kind) of every group."""
         groups = self.groups or [HostsConfig(self.nodes)]
         return [(group.nodes, group.gpus_per_node or self.gpus_per_node, group.gpu or self.gpu) for group in groups]
 
@@ -99,7 +102,9 @@ class ClusterConfig:
         if len(kinds) > 1 and any(map(is_file, kinds)):
             raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")
         if len({devices for _, devices, _ in self.hosts}) > 1:
-            raise ValueError(f"{where}.groups: hosts of different numbers of devices; training refuses them, too")
+            raise ValueError(
+                f"{where}.groups: hosts of different numbers of devices; training refuses them too; give all groups as many"
+            )
         check_bounds(self, where, "network_gb_s", above=0)
         check_bounds(self, where, "memory_gb", above=DRIVER_GB)
         check_bounds(self, where, "host_memory_gb", above=0)
@@ -122,8 +127,8 @@ def is_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """``size`` ranks, ``local_size`` on each host. ``device``: of the slowest kind, which all are taken for. ``memory``: bytes of each
-    rank's device. ``network``: bytes/s of a rank to other hosts. ``host_memory``: bytes of a host beside its devices."""
+    """``size`` ranks, ``local_size`` on each host. ``device``: the slowest kind; all are taken for that. ``memory``: bytes of
+    each rank's device. ``network``: bytes/s of a rank to other hosts. ``host_memory``: bytes of a host beside its devices."""
 
     size: int
     local_size: int
