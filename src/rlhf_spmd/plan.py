@@ -28,7 +28,7 @@ from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.memory import ERROR
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, read_plan
-from rlhf_spmd.planner.plan_page import PlanSummary, compare, measured_seconds, page, read_trace, summarise
+from rlhf_spmd.planner.plan_page import PlanSummary, compare, measured_seconds, page, read_trace
 from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, ProblemBuilder, to_file
 from rlhf_spmd.planner.problem import Choice, simulate
 from rlhf_spmd.planner.profile import Profile, ProfileTimes, read_profile, write_profile
@@ -200,7 +200,7 @@ def to_json(planned: PlanResult, summary: PlanSummary) -> dict[str, Any]:
     found = planned.search
     return {
         "calls": calls,
-        "step_seconds": planned.file.extra["step_seconds"],
+        "step_seconds": planned.seconds,
         "lower_bound_seconds": found.lower_bound,
         "optimal": found.optimal,
         "search_seconds": found.search_seconds,
@@ -224,7 +224,7 @@ def summary_of(request: PlanRequest, planned: PlanResult) -> PlanSummary:
             own = str(error)
     rows, steps = max(call.work.rows for call in request.calls), config.run.steps
     tokens = rows * (request.work.prompt + sum(request.work.responses) / len(request.work.responses))
-    return summarise(planned, machine, tokens, None if steps == UNKNOWN_STEPS else steps, own)
+    return PlanSummary(planned, machine, tokens, None if steps == UNKNOWN_STEPS else steps, own)
 
 
 def table(planned: PlanResult) -> str:
@@ -253,7 +253,7 @@ def table(planned: PlanResult) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     found = planned.search
     proof = "the optimum" if found.optimal else f"at least {found.lower_bound:.4g} s" if found.lower_bound else "no bound"
-    lines.append(f"step {planned.file.extra['step_seconds']:.4g} s ({proof}; searched for {found.search_seconds:.2f} s)")
+    lines.append(f"step {planned.seconds:.4g} s ({proof}; searched for {found.search_seconds:.2f} s)")
     lines.append("* the role's weights stay here")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -160,6 +161,21 @@ def test_a_configuration_that_does_not_fit(capsys: pytest.CaptureFixture[str], t
     remedy = printed.partition("it would fit with ")[2].splitlines()[0].split()
     found = made(capsys, *arguments, *remedy)
     assert found["fits"] is True, "what is named makes it fit"
+
+
+def test_a_configuration_that_may_not_fit_is_warned_of_as_in_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = [*large("actor", "reward"), "cluster.nodes=1", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
+    with pytest.raises(SystemExit):
+        plan.main(["--config", PPO, *arguments, "cluster.gpu=a10"])
+    needed = re.search(r"would need ([\d.]+) GiB", capsys.readouterr().out)
+    assert needed is not None
+    tight = [*arguments, "cluster.gpu=b200", f"cluster.memory_gb={float(needed[1]) / 1.03:.2f}"]
+    plan.main(["--config", PPO, *tight])
+    assert "\nwarning: rank 0" in capsys.readouterr().out
+    found = made(capsys, *tight)
+    assert found["fits"] is True and found["refusal"] is None and "that may be too much" in found["warning"]
 
 
 @pytest.mark.parametrize(
@@ -361,6 +377,18 @@ def test_settings_of_gpus_are_planned_where_there_are_none(capsys: pytest.Captur
         found = made(capsys, *large("actor", "reward"), *cluster, own, *more)
         call = found["calls"]["actor.generate_sequences"]
         assert call["graphs"] is (captured and call["pp"] * call["tp"] == 1), more
+
+
+@pytest.mark.parametrize(("gpu", "more", "captured"), [("h200", "", True), ("a100", "", False), ("h200", "float32", False)])
+def test_graphs_of_experts_are_planned_where_one_launch_computes_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, gpu: str, more: str, captured: bool
+) -> None:
+    preset = str(CONFIGS / "presets" / "grpo_qwen3_30b_a3b_16gpu.yaml")
+    arguments = ["cluster.nodes=2", f"cluster.gpu={gpu}", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
+    arguments += ["models.actor.generation.tp=1", *([f"models.actor.dtype={more}"] if more else [])]
+    with contextlib.suppress(SystemExit):  # not all of them fit
+        plan.main(["--config", preset, *arguments, "--json"])
+    assert json.loads(capsys.readouterr().out)["calls"]["actor.generate_sequences"]["graphs"] is captured
 
 
 def test_between_hosts_a_profile_takes_the_network(tmp_path: Path) -> None:

@@ -191,15 +191,15 @@ class _Rates:
         With pp stages, pp micro-batches of rows take turns: the next step of one needs the token of its last step.
         """
         calibration = self.calibration
-        lanes = np.minimum(self.settings.pp, np.maximum(rows, 1))
-        rows = rows / lanes
+        micro_batches = np.minimum(self.settings.pp, np.maximum(rows, 1))
+        rows = rows / micro_batches
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
         layer = layer + rows * context * held / self.layers / self.reads
         layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, calibration.launch))
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
         stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
-        return np.maximum(lanes * stages.slowest, stages.whole)
+        return np.maximum(micro_batches * stages.slowest, stages.whole)
 
 
 def kv_bytes_per_token(shape: ModelShape, settings: CallSettings, itemsize: int = 2) -> np.ndarray:

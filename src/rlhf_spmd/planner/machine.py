@@ -21,6 +21,7 @@ class Gpu:
     of a small all-reduce of two devices; each doubling adds as much (NCCL over NVLink: 22 microseconds for eight).
     ``itemsize``: bytes of a number that ``flops`` count. ``overlap``: share of its time in which a device can send while it
     computes, 0 without streams. ``on_host``: it is a CPU, and its memory is the host's.
+    ``groups_experts``: one launch multiplies all experts, which a CUDA graph needs (compute capability 9 and 10).
     """
 
     flops: float
@@ -32,6 +33,7 @@ class Gpu:
     itemsize: int = 2
     overlap: float = 1.0
     on_host: bool = False
+    groups_experts: bool = False
 
 
 GPUS = {
@@ -39,10 +41,10 @@ GPUS = {
     "a100_40": Gpu(312e12, 39.5 * GIB, 1.555e12, 300e9, 25e9),
     "a10": Gpu(125e12, 22.1 * GIB, 0.6e12, 25e9, 25e9),
     "l40s": Gpu(362e12, 44.5 * GIB, 0.864e12, 25e9, 25e9),
-    "h100": Gpu(989e12, 79.2 * GIB, 3.35e12, 450e9, 50e9),
-    "h200": Gpu(989e12, 139.8 * GIB, 4.8e12, 450e9, 50e9),
-    "h800": Gpu(989e12, 79.2 * GIB, 3.35e12, 200e9, 50e9),
-    "b200": Gpu(2250e12, 178.4 * GIB, 8.0e12, 900e9, 50e9),
+    "h100": Gpu(989e12, 79.2 * GIB, 3.35e12, 450e9, 50e9, groups_experts=True),
+    "h200": Gpu(989e12, 139.8 * GIB, 4.8e12, 450e9, 50e9, groups_experts=True),
+    "h800": Gpu(989e12, 79.2 * GIB, 3.35e12, 200e9, 50e9, groups_experts=True),
+    "b200": Gpu(2250e12, 178.4 * GIB, 8.0e12, 900e9, 50e9, groups_experts=True),
 }
 
 

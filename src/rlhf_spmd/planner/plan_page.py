@@ -109,68 +109,47 @@ def page(plan: PlanFile, run: str | None, summary: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What a plan comes to.
+    """What a plan for ``machine`` comes to.
 
-    ``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``tokens_per_second``: prompts and responses of
-    all ranks. ``hours``: of all steps; None if the run's length is in epochs. ``as_it_is``: seconds of a step with the
-    configuration's own placement and layouts, or why it cannot run so; None if these are what was judged.
+    ``tokens``: prompts and responses of a step. ``steps``: of the run; None if its length is in epochs. ``own``: the plan of the
+    configuration's own placement and layouts, or why there is none; None if that is the plan that is judged.
     """
 
-    memory_gb: float
-    room_gb: float
-    step_seconds: float
-    tokens_per_second: float
-    hours: float | None
-    as_it_is: float | str | None
-    refusal: str | None
-    warning: str | None
-
-    def lines(self) -> list[str]:
-        free = 1 - self.memory_gb / self.room_gb
-        room = f"{self.memory_gb:.1f} of {self.room_gb:.1f} GiB on the fullest rank"
-        said = [f"fits: {room}, {free:.0%} free"]
-        if self.refusal or self.warning:
-            said = [f"does not fit: {self.refusal}" if self.refusal else f"warning: {self.warning}"]
-        speed = f"{self.step_seconds:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s"
-        said.append(speed if self.hours is None else f"{speed}, {_time(self.hours)} for the run")
-        if isinstance(self.as_it_is, str):
-            said.append(f"the configuration as it is does not fit: {self.as_it_is}")
-        elif self.as_it_is is not None:
-            gain = self.as_it_is / self.step_seconds
-            than = f"the configuration as it is ({self.as_it_is:.3g} s a step)"
-            said.append(f"{gain:.2f} times as fast as {than}" if gain > 1.005 else f"as fast as {than}")
-        return said
+    planned: PlanResult
+    machine: Machine
+    tokens: float
+    steps: int | None
+    own: PlanResult | str | None
 
     def to_json(self) -> dict[str, Any]:
-        as_it_is = {"step_seconds": self.as_it_is} if isinstance(self.as_it_is, float) else {"refusal": self.as_it_is}
+        """``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``hours``: of the whole run."""
+        seconds = self.planned.seconds
+        own = self.own if isinstance(self.own, str | None) else self.own.refusal or self.own.seconds
         return {
-            "memory_gb": self.memory_gb,
-            "room_gb": self.room_gb,
-            "tokens_per_second": self.tokens_per_second,
-            "hours": self.hours,
-            "configuration": None if self.as_it_is is None else as_it_is,
+            "memory_gb": max(call.memory_gb for call in self.planned.file.calls.values()),
+            "room_gb": min(self.machine.memory) / GIB,
+            "tokens_per_second": self.tokens / seconds,
+            "hours": None if self.steps is None else self.steps * seconds / 3600,
+            "configuration": None if own is None else {"refusal" if isinstance(own, str) else "step_seconds": own},
         }
 
-
-def summarise(
-    result: PlanResult, machine: Machine, tokens: float, steps: int | None, as_it_is: PlanResult | str | None
-) -> PlanSummary:
-    """``tokens``: of a step. ``as_it_is``: the configuration's own plan, or why it has none."""
-    seconds = float(result.file.extra["step_seconds"])
-    if isinstance(as_it_is, PlanResult):
-        own: float | str | None = as_it_is.refusal or float(as_it_is.file.extra["step_seconds"])
-    else:
-        own = as_it_is
-    return PlanSummary(
-        memory_gb=max(call.memory_gb for call in result.file.calls.values()),
-        room_gb=min(machine.memory) / GIB,
-        step_seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        hours=None if steps is None else steps * seconds / 3600,
-        as_it_is=own,
-        refusal=result.refusal,
-        warning=result.warning,
-    )
+    def lines(self) -> list[str]:
+        found, planned = self.to_json(), self.planned
+        used, room, hours, own = (found[key] for key in ("memory_gb", "room_gb", "hours", "configuration"))
+        lines = [f"fits: {used:.1f} of {room:.1f} GiB on the fullest rank, {1 - used / room:.0%} free"]
+        if planned.refusal or planned.warning:
+            lines = [f"does not fit: {planned.refusal}" if planned.refusal else f"warning: {planned.warning}"]
+        speed = f"{planned.seconds:.3g} s a step, {found['tokens_per_second']:,.0f} tokens/s"
+        lines.append(speed if hours is None else f"{speed}, {_time(hours)} for the run")
+        if own and "refusal" in own:
+            lines.append(f"the configuration as it is cannot run so: {own['refusal']}")
+        elif own:
+            gain, than = (
+                own["step_seconds"] / planned.seconds,
+                f"the configuration as it is ({own['step_seconds']:.3g} s a step)",
+            )
+            lines.append(f"{gain:.2f} times as fast as {than}" if gain > 1.005 else f"as fast as {than}")
+        return lines
 
 
 def _time(hours: float) -> str:

@@ -205,7 +205,9 @@ class ProblemBuilder:
         made = call_settings(given, **more)
         if not placed:
             made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
-        if call.kind == "generate" and call.captures and not (self.machine.device.on_host or call.generation.enforce_eager):
+        device = self.machine.device
+        can = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
+        if call.kind == "generate" and can and not call.generation.enforce_eager:
             return made.set(graphs=(made.tp == 1) & (made.pp == 1))
         return made
 
@@ -278,6 +280,11 @@ class PlanResult:
     search: SearchResult
     refusal: str | None = None
     warning: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, as the file has them."""
+        return float(self.file.extra["step_seconds"])
 
 
 def best_plan(

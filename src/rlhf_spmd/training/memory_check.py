@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from rlhf_spmd.controller import Graph
-from rlhf_spmd.kernels import capabilities
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.devices import host_bytes, total_bytes
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.world import Launch, choose_device
@@ -183,13 +183,16 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
     states, powers = rung(trained, "optim.offload", True), [2**n for n in range(1, 11)]
     largest = max(len(plan.pool.ranks) for plan in models.values())
     here = [role for role in models if models[role].shape.generation is not None]  # generate on their own ranks
+    usual = GenerationConfig().memory_share(on_host=False)
+    limits = {role: plan.config.generation for role, plan in models.items() if plan.generation}
+    limits = {role: its for role, its in limits.items() if its.num_pages is None and its.memory_share(step.on_host) < usual}
+    low: list[Setting] = [(role, "generation.gpu_memory_utilization", usual) for role in limits]
     return [
+        [low] if low and not step.on_host else [],  # a low share leaves memory free that other settings cannot use
         [rung(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]],
         [[(None, step.limits.where, tokens)] for tokens in budgets] if step.limits.rows is None else [],
         [*zero, *([wide] if wide else []), [*rung(split, "layout.zero", 3), *wide]],
-        [[*states, *rung(roles, "offload", True)] for roles in ([], others, list(models))]
-        if capabilities(step.device).streams
-        else [],
+        [[*states, *rung(roles, "offload", True)] for roles in ([], others, list(models))] if not step.on_host else [],
         [[*rung(list(models), "layout.tp", n), *rung(here, "generation.tp", n)] for n in powers if n <= local_size],
         [rung(list(models), "layout.pp", n) for n in powers if n <= largest],
     ]

@@ -33,6 +33,7 @@ from rlhf_spmd.workers.config import BatchLimits
 KINDS = ("generate", "infer", "train")
 ATTEMPTS = 8  # searches, each with as much less memory as the last plan took too much
 SLACK = 1.01
+ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``kernels.grouped``, which needs triton
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # token budgets of micro-batches that are tried, as shares of the configuration's
 
 
@@ -61,9 +62,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 generation,
                 plan.config.lora,
                 _dealt(call),
-                captures=plan.spec.experts is None
-                and generation.attention not in ("torch", "cpp")
-                and not generation.speculative_tokens,
+                _may_capture(plan),
                 # quantized weights are not lent to other ranks
                 at_home=of_method > 1 or kind == "train" or plan.config.lora.bits is not None,
             )
@@ -73,6 +72,17 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
         first = next((i for i in own if found[i].kind == "train"), own[0])
         found[first] = replace(found[first], home=True, at_home=False)
     return found
+
+
+def _may_capture(plan: RolePlan) -> bool:
+    """True if decode steps on a GPU can be CUDA graphs, on a GPU that groups experts if the model has any."""
+    spec, generation = plan.spec, plan.config.generation
+    if generation.attention in ("torch", "cpp") or generation.speculative_tokens:
+        return False
+    if spec is None or spec.experts is None:
+        return True
+    aligned = spec.hidden_size % ALIGNED == spec.experts.intermediate_size % ALIGNED == 0
+    return aligned and plan.config.torch_dtype(torch.device("cuda")) == torch.bfloat16
 
 
 def _group(call: CallRecord) -> int:

@@ -64,8 +64,18 @@ def profile(
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
     on_host = torch.empty(MESSAGE, pin_memory=capabilities(world.device).pinned)
     host_link = 4 * MESSAGE / _seconds(world, lambda: message.copy_(on_host, non_blocking=True))
+    groups_experts = has_streams and torch.cuda.get_device_capability(world.device)[0] in (9, 10)
     device = Gpu(
-        rate, memory, bandwidth, link, host_link, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
+        rate,
+        memory,
+        bandwidth,
+        link,
+        host_link,
+        latency,
+        dtype.itemsize,
+        1.0 if has_streams else 0.0,
+        not has_streams,
+        groups_experts,
     )
     zero = _zero(world, *next(iter(models)), work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
     return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, layers)

@@ -58,4 +58,4 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
 
 
 def _remedy(total: float, memory: float) -> str:
-    return f"use {-(-total // memory):.0f} ranks or more, as many as hold it if it divides evenly, or devices with more memory"
+    return f"{-(-total // memory):.0f} ranks or more would hold it if it divides evenly; or use devices with more memory"
