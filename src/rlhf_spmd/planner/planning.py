@@ -157,7 +157,7 @@ class ProblemBuilder:
                 beaten |= dominated(given, np.sum(seconds, axis=0), held, np.max(active, axis=0))
             for i in np.flatnonzero(~beaten).tolist():
                 one = given.one(i) | {"offload": offload, "optim_offload": optim_offload}
-                layout = {name: one[name] for name in ("pp", "tp", "zero", "zero_size")}
+                layout: dict[str, Any] = {name: one[name] for name in ("pp", "tp", "zero", "zero_size")}
                 options = []
                 for call, estimate in zip(tied, estimates, strict=True):
                     took, needs, cache = (float(each[i]) for each in estimate)
@@ -168,7 +168,7 @@ class ProblemBuilder:
 
     def _role(self, call: ModelCall, offload: bool, optim_offload: bool) -> RoleSettings:
         device = self.machine.device
-        known = {"itemsize": device.itemsize, "on_host": device.on_host}
+        known: dict[str, Any] = {"itemsize": device.itemsize, "on_host": device.on_host}
         return replace(call.settings, **known, offload=offload, optim_offload=optim_offload)
 
     def _layouts(self, call: ModelCall, size: int) -> list[tuple[int, int, int]]:

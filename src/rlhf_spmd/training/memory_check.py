@@ -144,7 +144,7 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
     if found is None:
         (over, room), size = min(tried), max(ranks[-1] for ranks in measure(plans, step).ranks) + 1
         return (
-            f"also with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are missing: start "
+            f"even with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are missing: start "
             f"about {ceil(size * (1 + over / (room - step.reserve)))} ranks, or use devices with more memory"
         )
     for number in reversed(range(len(tops))):  # lower what was raised and is not needed
