@@ -106,7 +106,7 @@ class _Slice:
         self.largest = np.maximum(table / tp, self.widest)
 
     def whole_layer(self) -> Any:
-        """Numbers that the operations of a layer keep for a token's backward pass, see ``docs/training.md``."""
+        """Numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""
         gathered = np.where(self.rows > 1, 0, 2 * self.hidden)  # slices are gathered again instead
         return 2 * self.hidden / self.rows + gathered + 3 * (self.queries + self.keys + self.columns)
 
