@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from rlhf_spmd.data.balance import (
     cut_rows,
+    fill_by_speed,
     micro_batches_by_count,
     micro_batches_by_tokens,
     partition_by_tokens,
     partition_sharing,
-    share_out,
 )
 
 LENGTHS = st.lists(st.integers(0, 300), max_size=60)
@@ -119,13 +119,13 @@ def test_with_speeds_hundreds_of_parts_take_milliseconds() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 200), st.integers(0, 200), SPEEDS)
 def test_items_are_shared_out_by_speed_and_nobody_loses_what_it_holds(first: int, more: int, speeds: list[float]) -> None:
-    held = share_out(first, speeds, np.zeros(len(speeds), dtype=np.int64))
+    held = fill_by_speed(first, speeds, np.zeros(len(speeds), dtype=np.int64))
     assert held.sum() == first and (np.abs(held - first * np.array(speeds) / sum(speeds)) <= 1).all()
-    filled = share_out(first + more, speeds, held)
+    filled = fill_by_speed(first + more, speeds, held)
     assert filled.sum() == first + more and (filled >= held).all()
     parts = partition_by_tokens([7] * first, len(speeds), speeds=speeds, counts=held)
     assert np.bincount(parts, minlength=len(speeds)).tolist() == held.tolist()
-    assert share_out(8, (1, 1, 0.1, 0.1), np.ones(4, dtype=np.int64)).tolist() == [3, 3, 1, 1]
+    assert fill_by_speed(8, (1, 1, 0.1, 0.1), np.ones(4, dtype=np.int64)).tolist() == [3, 3, 1, 1]
 
 
 def test_groups_stay_together() -> None:

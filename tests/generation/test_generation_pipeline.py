@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, GenerationStats, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.decode_micro_batches import share_out
+from rlhf_spmd.generation.decode_micro_batches import split_groups
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
@@ -118,7 +118,7 @@ def test_stages_work_at_the_same_time(path: str) -> None:
 @given(groups=st.lists(st.integers(0, 9), max_size=40), number=st.integers(1, 4), data=st.data())
 def test_groups_stay_together_and_where_they_were(groups: list[int], number: int, data: st.DataObject) -> None:
     rows = [SequenceState(Request(i, group, [1] * (1 + group), 1 + i % 5), 0) for i, group in enumerate(groups)]
-    first = share_out(rows, [()] * number)
+    first = split_groups(rows, [()] * number)
     places = {row.request.row_id: lane for lane, share in enumerate(first) for row in share}
     assert len(places) == len(rows) and len({(row.request.group_id, places[row.request.row_id]) for row in rows}) == len(
         set(groups)
@@ -128,5 +128,5 @@ def test_groups_stay_together_and_where_they_were(groups: list[int], number: int
     left = [row for row in rows if data.draw(st.booleans())]
     known = [[row.request.row_id for row in share if row in left] for share in first]
     new = [SequenceState(Request(100 + i, 7 * i, [1], 3), 0) for i in range(5)]
-    for lane, share in enumerate(share_out([*new, *left], known)):
+    for lane, share in enumerate(split_groups([*new, *left], known)):
         assert all(places.get(row.request.row_id, lane) == lane for row in share)

@@ -74,8 +74,8 @@ def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[
 def measured(
     world: World, layout: Layout, dtype: str, mode: str, number: int, lora: LoraConfig | None = None
 ) -> tuple[float, float, float, int]:
-    """Bytes of this rank that live at most, besides what the engine holds: in a mini-batch, its step, and a forward pass; and what it
-    holds."""
+    """Bytes of this rank that live at most, besides what the engine holds: in a mini-batch, its step, and a forward pass; and
+    what it holds."""
     spec, mesh = spec_from_config(CONFIG, "test"), build_mesh(world, range(layout.size), layout)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": world.device, "activation_checkpointing": mode}
     engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(), lora=lora, **options)
@@ -193,7 +193,8 @@ def test_what_a_role_holds_by_hand() -> None:
 
 
 def test_what_other_optimizers_hold_by_hand() -> None:
-    """Two moments of a byte and a 64th of a float32 scale; Muon has one moment of a matrix, and AdamW's two of embedding and head."""
+    """Two moments of a byte and a 64th of a float32 scale; Muon has one moment of a matrix, and AdamW's two of embedding and
+    head."""
     ways = call_settings([(1, 1, 8)], zero=(0, 3))
     eight = model.held(SEVEN, ways, model.RoleSettings(trained=True, optim="adamw_8bit"), 0)["optimizer"]
     np.testing.assert_allclose(eight, (4 + 2 * (1 + 4 / 256)) * 7.6156e9 / np.array([1, 8]), rtol=1e-4)
@@ -223,8 +224,8 @@ def test_an_optimizer_holds_what_is_predicted(name: str, dtype: str, layout: Lay
 
 
 def test_activations_of_7b_by_hand() -> None:
-    """docs/parallelism.md: 4 h + 3 q + 3 k + 3 f = 83,456 numbers a layer and token, in bf16, 28 layers, 16,384 tokens: 71.3 GiB; and 2 h
-    behind the last layer. All that is divided by tp is the second to fourth term."""
+    """docs/parallelism.md: 4 h + 3 q + 3 k + 3 f = 83,456 numbers a layer and token, in bf16, 28 layers, 16,384 tokens: 71.3
+    GiB; and 2 h behind the last layer. All that is divided by tp is the second to fourth term."""
     ways = call_settings([(1, 1, 1), (1, 4, 1)], checkpointing=(0, 2))
     kept = model.train(SEVEN, WORK, ways, model.RoleSettings(trained=True), 0)["activations"]
     tokens, behind = 16384 * 2, 2 * 3584
@@ -316,8 +317,8 @@ def test_generation_needs_logits_texts_and_pages() -> None:
 
 
 def test_what_is_offloaded_lies_in_host_memory() -> None:
-    """Adam's 12 bytes of a parameter over 8 ranks, 2 of a weight, and what layers keep: nothing of that on the device, and nothing
-    beside the device where that is a CPU."""
+    """Adam's 12 bytes of a parameter over 8 ranks, 2 of a weight, and what layers keep: nothing of that on the device, and
+    nothing beside the device where that is a CPU."""
 
     def sizes(parts: model.Parts) -> dict[str, float]:
         return {name: float(np.max(each)) for name, each in parts.items()}

@@ -91,7 +91,16 @@ def own_tokens(
     return lengths - np.where(place % fits == 0, 0, common)
 
 
-def share_out(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
+def greedy_partition(sizes: Sequence[int], num_parts: int, given: Sequence[int | None] = ()) -> list[int]:
+    """The part of each item: in order, each goes to the part that has least so far. ``given``: parts that are already decided."""
+    held, parts = [0] * num_parts, list[int]()
+    for size, part in itertools.zip_longest(sizes, given):
+        parts.append(held.index(min(held)) if part is None else part)
+        held[parts[-1]] += size
+    return parts
+
+
+def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
     """``held`` int64 [parts], items of equal size, filled up to ``number`` in all: to each part in proportion to its speed, within
     one where none has more already."""
     lacks = _shares(number * SHARE_UNITS, speeds) - held * SHARE_UNITS

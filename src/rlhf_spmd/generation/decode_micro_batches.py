@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from rlhf_spmd.data.balance import greedy_partition
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import Interrupts
@@ -245,20 +246,19 @@ class DecodeMicroBatches:
                         call.portions.hand_out()
 
     def _share(self, rows: Sequence[SequenceState]) -> list[list[SequenceState]]:
-        return share_out(rows, [lane.rows for lane in self.lanes])
+        return split_groups(rows, [lane.rows for lane in self.lanes])
 
 
-def share_out(rows: Sequence[SequenceState], known: Sequence[Collection[int]]) -> list[list[SequenceState]]:
+def split_groups(rows: Sequence[SequenceState], known: Sequence[Collection[int]]) -> list[list[SequenceState]]:
     """Rows of each lane, whole groups: a lane goes on with those groups of which it knows a row (``known``: row ids), and the
     others go, in their order, where there are the fewest tokens. Pure."""
     home = {row.request.group_id: i for row in rows for i, ids in enumerate(known) if row.request.row_id in ids}
     groups: dict[int, list[SequenceState]] = {}
     for row in rows:
         groups.setdefault(row.request.group_id, []).append(row)
+    order = sorted(groups, key=lambda group: group not in home)  # known ones first
+    tokens = [sum(row.limit for row in groups[group]) for group in order]
     shares: list[list[SequenceState]] = [[] for _ in known]
-    tokens = [0] * len(known)
-    for group, its in sorted(groups.items(), key=lambda item: item[0] not in home):  # known ones first
-        lane = home.get(group, tokens.index(min(tokens)))
-        shares[lane] += its
-        tokens[lane] += sum(row.limit for row in its)
+    for group, part in zip(order, greedy_partition(tokens, len(known), [home.get(group) for group in order]), strict=True):
+        shares[part] += groups[group]
     return shares

@@ -19,7 +19,7 @@ from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan_moves, unpack
 from rlhf_spmd.generation.cache_room import cache_room
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMicroBatches, share_out
+from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMicroBatches, split_groups
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, LimitWatch
@@ -244,7 +244,7 @@ class Generator:
         num_seqs, share = config.max_num_seqs // number, total // number
         lanes = []
         self._graphs += [Graphs() for _ in range(number - len(self._graphs))]
-        for its, graphs in zip(share_out(rows, [()] * number), self._graphs, strict=False):
+        for its, graphs in zip(split_groups(rows, [()] * number), self._graphs, strict=False):
             most = sum(sorted((needs[row] for row in its), reverse=True)[:num_seqs])
             if capabilities(
                 self._device
