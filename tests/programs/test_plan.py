@@ -182,7 +182,7 @@ def test_a_configuration_that_may_not_fit_is_warned_of_as_in_training(
     ("arguments", "said"),
     [
         (["cluster.gpu=h101"], "cluster.gpu='h101' is not known; did you mean 'h100'?"),
-        (["cluster.gpu=./none.json"], "cluster.gpu=./none.json is no file that"),
+        (["cluster.gpu=./none.json"], "cluster.gpu=./none.json is not a file that"),
         (["cluster.nodes=0"], "cluster.nodes=0"),
         (["plan.search=exakt"], "did you mean 'exact'"),
         (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
