@@ -167,6 +167,7 @@ def test_a_configuration_that_may_not_fit_is_warned_of_as_in_training(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments = [*large("actor", "reward"), "cluster.nodes=1", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
+    arguments += [f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward")]
     with pytest.raises(SystemExit):
         plan.main(["--config", PPO, *arguments, "cluster.gpu=a10"])
     needed = re.search(r"would need ([\d.]+) GiB", capsys.readouterr().out)
