@@ -232,7 +232,7 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
         ((*FOUR, "models.actor.dtype=float64"), "models.actor.lora.bits=4: bitsandbytes has no float64"),
         (
             (*FOUR, "models.actor.calls={generate_sequences: {layout: {tp: 1}}}"),
-            "models.actor.calls.generate_sequences: weights that lie in 4 bits are not lent",
+            "models.actor.calls.generate_sequences: weights in 4 bits cannot be sent",
         ),
         (("models.actor.lora.path=/nowhere",), "models.actor.lora.path=/nowhere: adapter_model.safetensors cannot be read"),
     ],

@@ -1,4 +1,5 @@
-"""The process boundary with real processes: each kind of failure ends every rank, with one line and its code. Under torchrun where ranks
+"""The process boundary with real processes: each kind of failure ends every rank, with one line and its code. Under torchrun
+where ranks
 are lost or signals sent; else on ranks that nobody ends but they themselves."""
 
 import json

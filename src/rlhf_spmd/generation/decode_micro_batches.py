@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from rlhf_spmd.data.balance import greedy_partition
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
@@ -333,10 +334,9 @@ def partition_groups(rows: Sequence[SequenceState], known: Sequence[Collection[i
     groups: dict[int, list[SequenceState]] = {}
     for row in rows:
         groups.setdefault(row.request.group_id, []).append(row)
+    order = sorted(groups, key=lambda group: group not in home)  # known ones first
+    tokens = [sum(row.limit for row in groups[group]) for group in order]
     shares: list[list[SequenceState]] = [[] for _ in known]
-    tokens = [0] * len(known)
-    for group, members in sorted(groups.items(), key=lambda item: item[0] not in home):  # known groups first
-        chosen = home.get(group, tokens.index(min(tokens)))
-        shares[chosen] += members
-        tokens[chosen] += sum(row.limit for row in members)
+    for group, part in zip(order, greedy_partition(tokens, len(known), [home.get(group) for group in order]), strict=True):
+        shares[part] += groups[group]
     return shares

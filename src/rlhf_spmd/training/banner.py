@@ -23,7 +23,7 @@ from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.parallel.world import Launch, World, lone_store
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.planner.shape import shape_of
+from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.training.roles import RolePlan
 from rlhf_spmd.workers.model_worker import ModelWorker

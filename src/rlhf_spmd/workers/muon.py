@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_spmd.data.balance import greedy_partition
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import Group, wait_all
 from rlhf_spmd.parallel.data_parallel import MATRIX_ELEMENTS
@@ -121,7 +122,7 @@ class Muon:
 
     def _owners(self, shapes: Mapping[str, tuple[int, ...]]) -> Owners:
         shards, slices = self._shard.size, self._tp.size
-        shared = share_out(shapes, self._copies.size * shards * slices)
+        shared = assign_matrices(shapes, self._copies.size * shards * slices)
         return {
             tensor: Owner(rank // (shards * slices), rank // slices % shards, rank % slices) for tensor, rank in shared.items()
         }
@@ -146,13 +147,11 @@ class Muon:
         return [Slice(shard, tp, box) for box in self._boxes(names[tensor], shard, tp) if box.name == tensor]
 
 
-def share_out(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+def assign_matrices(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
     """The rank that orthogonalizes each matrix, the longest first to whoever has least. Pure."""
     work = {tensor: math.prod(shape) * min(shape) for tensor, shape in shapes.items()}
-    loads, found = [0] * ranks, dict[str, int]()
-    for tensor in sorted(work, key=lambda one: -work[one]):
-        found[tensor] = loads.index(min(loads))
-        loads[found[tensor]] += work[tensor]
+    order = sorted(work, key=lambda one: -work[one])
+    found = dict(zip(order, greedy_partition([work[tensor] for tensor in order], ranks), strict=True))
     return {tensor: found[tensor] for tensor in shapes}
 
 
