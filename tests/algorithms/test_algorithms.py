@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 
 import pytest
-
 import tasks
 from algorithm_cases import CASES, CONFIGS
 from overrides import layout

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
-from ranks import run_ranks
 from rlhf_spmd.algorithms import reinforce_plus_plus
 from rlhf_spmd.algorithms.base import add_scores
 from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig, in_group
@@ -23,7 +23,7 @@ from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers.arithmetic import GlobalReduce
+from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Rows
 
 LENGTHS = [3, 1, 5, 2, 4, 6, 2, 3]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 import tasks
+from tasks import rows_of, texts_of, tokenizer
+
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
-from tasks import rows_of, texts_of, tokenizer
 
 
 def test_kto_s_rows_and_their_mismatched_partners() -> None:

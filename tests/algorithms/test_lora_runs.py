@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 import tasks
+import torch
 from algorithm_cases import CASES, CONFIGS
 from overrides import layout
 from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
 from rlhf_spmd.checkpoint.adapters import find_adapters
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.decoder import Decoder

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-
 import tasks
+import torch
 from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
 from ranks import run_ranks
+
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import read_pieces
 from rlhf_spmd.train import prepare

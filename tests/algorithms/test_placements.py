@@ -6,9 +6,8 @@ import functools
 from pathlib import Path
 
 import pytest
-import yaml
-
 import tasks
+import yaml
 from algorithm_cases import CASES, CONFIGS, Case
 from ranks import run_ranks
 

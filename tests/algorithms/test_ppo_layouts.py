@@ -4,7 +4,6 @@ import functools
 from pathlib import Path
 
 import pytest
-
 import tasks
 from overrides import FP64, STEADY, layout, micro_batches
 from ranks import run_ranks

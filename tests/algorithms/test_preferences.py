@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tasks
+import torch
 from algorithm_cases import CASES, CONFIGS
 from overrides import micro_batches
 from ranks import run_ranks
+from role_workers import build
+from tasks import rows_of, texts_of, tokenizer
+
 from rlhf_spmd.algorithms import preferences
 from rlhf_spmd.algorithms.preferences import of_pairs
 from rlhf_spmd.data.batch import Batch, encode_json
@@ -27,8 +29,6 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.streams import RowStream
 from rlhf_spmd.workers.config import BatchLimits
-from role_workers import build
-from tasks import rows_of, texts_of, tokenizer
 
 
 def user(text: str) -> dict[str, str]:
@@ -219,7 +219,7 @@ def pieces(world: World) -> list[list[tuple[int, float]]]:
     """(group, chosen) of the rows of each micro-batch of an update on 7 pairs."""
     seen: list[list[tuple[int, float]]] = []
     controller, models = build(world, "models.actor.dtype=float64", *micro_batches(tokens=60))
-    models.actor.build = replace(models.actor.build, limits=BatchLimits(60))
+    models.actor.context = replace(models.actor.context, limits=BatchLimits(60))
     data = PreferencesConfig(path=str(tasks.pairs("seven", 7)))
     batch = data.tokenize(data.read(), tokenizer()).batch(range(7), range(7))
 

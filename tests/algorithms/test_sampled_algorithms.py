@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
-
 import tasks
+import torch
 from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
 from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
@@ -29,7 +29,7 @@ from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers.arithmetic import Function, GlobalReduce
+from rlhf_spmd.workers.compute import Function, GlobalReduce
 from rlhf_spmd.workers.objective import Rows, Totals
 
 ALONE = GlobalReduce(lambda x: x, lambda x: x, {})

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
+from saved_models import flip_bit, rank_shards
 from torch import Tensor
 
-from ranks import run_ranks
 from rlhf_spmd.checkpoint import directory, files, load
 from rlhf_spmd.checkpoint import manifest as manifests
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
-from rlhf_spmd.checkpoint.manifest import CheckpointError, Piece, held_boxes, plan_writes
+from rlhf_spmd.checkpoint.manifest import CheckpointError, StoredBox, held_boxes, plan_writes
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
@@ -29,7 +30,6 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group, solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.telemetry.run_dir import newest_checkpoint
-from saved_models import flip_bit, rank_shards
 
 SPEC = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
 UNTIED = ModelSpec("llama", 37, 24, 40, 4, 4, 2, 6)
@@ -513,7 +513,7 @@ def test_only_the_lines_that_are_asked_for_are_parsed(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 11, 40, 1000])
 def test_every_piece_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     path = Path(run_ranks(2, save_on_ranks, tmp_path, Layout(dp=2, zero=1), SPEC)[0])
-    read: list[list[Piece]] = [[] for _ in range(ranks)]
+    read: list[list[StoredBox]] = [[] for _ in range(ranks)]
     for rank, its in enumerate(read):
         monkeypatch.setattr(load, "read_pieces", lambda _, pieces, its=its: its.extend(pieces) or ())
         monkeypatch.setattr(load, "agree", lambda _, work: work())

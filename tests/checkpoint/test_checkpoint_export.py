@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from saved_models import checkpoint_of, flip_bit, logits
 
 from rlhf_spmd.checkpoint.export import export_hugging_face, plan_files
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from saved_models import checkpoint_of, flip_bit, logits
 
 
 def make_model(path: Path, family: str, tied: bool, value_head: bool = False) -> torch.nn.Module:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from controllers import Toy, build, prompts
 from ranks import run_ranks
+
 from rlhf_spmd.controller import MICRO_DP, THREE_D, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -194,7 +194,7 @@ def rows_in_another_order(world: World) -> Any:
 
 
 def test_rows_that_come_out_in_another_order_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"a\.generate returned other rows than it got, or not in their order"):
+    with pytest.raises(AssertionError, match=r"a\.generate returned other rows than it got, or in another order"):
         run_ranks(2, rows_in_another_order)
 
 

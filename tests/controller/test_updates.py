@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from overrides import layout
 from ranks import run_ranks
+from role_workers import batch_of, build
+
 from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.controller.rows import PartitionSpec, RowIndex
 from rlhf_spmd.data.batch import Batch, ragged
@@ -20,12 +21,11 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.training.streams import merge_values
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import Objective, sequence_lengths
-from role_workers import batch_of, build
 
 
 def mini_batches(rows: RowIndex, cut: PartitionSpec, tokens: np.ndarray) -> list[set[int]]:
     """Row ids of each mini-batch of each epoch, from what all parts have of it."""
-    placement = rows.place(cut, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
+    placement = rows.partition(cut, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
     parts = [placement.part(index) for index in range(cut.num_parts)]
     found = []
     for number in range(cut.num_chunks * cut.epochs):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from places import ROOT
+
 from rlhf_spmd.data.conversation import ConversationEncoder
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.ends import end_token_ids, turn_end, turn_frame

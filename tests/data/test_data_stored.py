@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tasks
+import torch
 from ranks import run_ranks
+
 from rlhf_spmd import train
 from rlhf_spmd.data import stored as stored_data
 from rlhf_spmd.data.batch import Ragged

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import yaml
-
 import tasks
+import yaml
 from generators import Generator, alone, load, read_eos_ids
 from places import ROOT
 from ranks import run_ranks
+
 from rlhf_spmd import generate as program
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tasks
+import torch
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
+
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.runner import Runner
 from rlhf_spmd.generation.sequence import SamplingOverrides

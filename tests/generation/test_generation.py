@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from generators import (
     MODELS,
     SMALL,
@@ -26,6 +25,7 @@ from generators import backend as backend  # a fixture, as the next
 from generators import matmul_precision as matmul_precision
 from places import SHARED
 from ranks import run_ranks
+
 from rlhf_spmd.generation import Generator, Request, SamplingConfig, cache_room
 from rlhf_spmd.generation.cache_room import room_on_device, step_bytes
 from rlhf_spmd.generation.kv_cache import KVCache

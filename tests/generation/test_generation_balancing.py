@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 import tasks
 from generate_runs import ROWS, arguments, read_output, run_program_on_rank, write_rows
 from generators import MODELS, SMALL, alone, load
+from hypothesis import given
+from hypothesis import strategies as st
 from overrides import layout as layout_of
 from ranks import run_ranks
+
 from rlhf_spmd.generation import Generator, Request, SamplingConfig
 from rlhf_spmd.generation.balancing import plan_moves
 from rlhf_spmd.models.weights import write_random_model

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-
 from generators import alone, load
 from ranks import run_ranks
+from small_models import CONFIGS, make_model
+
 from rlhf_spmd.generation import GenerationConfig, GenerationStats, Generator, Request, SamplingConfig
 from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from small_models import CONFIGS, make_model
 
 NEW_TOKENS = 5
 MIN_GAP = 5e-3  # between the two largest logits, which differ from transformers' by some 1e-5: no draw lies on the edge

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from generate_runs import CONFIG as PROGRAM_CONFIG
 from generate_runs import ROWS, arguments, read_output, run_program_on_rank, write_rows, write_tokenizer
 from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of, transformers_greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import run_ranks
+from sampler_statistics import chi_square_z, draws, exact_probabilities
+
 from rlhf_spmd import generate as program
 from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.logit_rules import LogitRules
@@ -30,7 +31,6 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from sampler_statistics import chi_square_z, draws, exact_probabilities
 
 EOS = 2
 OPTIONS = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from generators import MODELS, SMALL, alone, load, ragged_requests
 from ranks import run_ranks
+
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.models.weights import write_random_model

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from hypothesis import given
 from hypothesis import strategies as st
-
-from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
+
 from rlhf_spmd.generation import Completion, GenerationLimits, GenerationStats, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.decode_micro_batches import share_out
 from rlhf_spmd.generation.sequence import SequenceState

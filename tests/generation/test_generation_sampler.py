@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampler_statistics import chi_square_z, draws, exact_probabilities
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.sampler import filter_weights, row_keys, sample, uniform
-from sampler_statistics import chi_square_z, draws, exact_probabilities
 
 OPTIONS = [
     SamplingConfig(),

@@ -9,11 +9,11 @@ import sys
 from collections import Counter
 
 import pytest
+from generators import row_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from generators import row_of
 from places import ROOT
+
 from rlhf_spmd.generation.block_allocator import BlockAllocator
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.scheduler import Scheduler, Step

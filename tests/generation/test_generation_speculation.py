@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
+
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, SamplingConfig
 from rlhf_spmd.generation.sequence import Request, SequenceState
 from rlhf_spmd.generation.speculation import Speculation

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of, training_log_probs
 from generators import backend as backend  # a fixture
 from ranks import run_ranks
+
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.balancing import pack, unpack
 from rlhf_spmd.generation.finished_groups import FinishedGroups

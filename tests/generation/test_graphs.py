@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
+
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, SamplingConfig, config, runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.finished_groups import FinishedGroups

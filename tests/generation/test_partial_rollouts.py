@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-
 import tasks
+import torch
 from overrides import IN_FLIGHT, PARTIAL, layout
 from ranks import run_ranks
+
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import read_pieces
 from rlhf_spmd.checkpoint.manifest import PARAM

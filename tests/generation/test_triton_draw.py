@@ -21,13 +21,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from generators import MODELS, alone, load
+from numpy.typing import NDArray
 from places import ROOT
 from ranks import run_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton_device import DEVICE
+
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.sampler import alike_rows, build_drawings, draw_rows, row_keys, sample, uniform
 from rlhf_spmd.kernels import triton_draw, triton_filter
@@ -38,7 +39,6 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from triton_device import DEVICE
 
 COMPILED = DEVICE.type == "cuda"
 ROWS = 4096 if COMPILED else 24  # the interpreter takes 0.1 s a row

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-
 from places import ROOT
+
 from rlhf_spmd import kernels
 from rlhf_spmd.kernels import Kernels, Ops, capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.exact import ExactOps

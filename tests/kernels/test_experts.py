@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from launches import counted_launches
 from places import ROOT
+from torch import Tensor
+from triton_device import DEVICE
+from wide_products import wide_products_on_cpus
+
 from rlhf_spmd.kernels import Ops, grouped, triton_experts
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.experts import mix_experts
 from rlhf_spmd.models.spec import Experts
-from triton_device import DEVICE
-from wide_products import wide_products_on_cpus
 
 HIDDEN, WIDTH, COUNT = 24, 16, 7
 

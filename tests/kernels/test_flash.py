@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from flash_definition import Calls, Row, attend, flash_on_cpus
+from small_models import CONFIGS
+from torch import Tensor
+from triton_device import DEVICE
+
 from rlhf_spmd.kernels import AttentionRule, Ops, Packing, flash
 from rlhf_spmd.kernels.flash import FlashAttn, TorchFlash, choose_packed
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
-from triton_device import DEVICE
 
 pytest.importorskip("triton")
 from rlhf_spmd.kernels.gpu import GpuOps

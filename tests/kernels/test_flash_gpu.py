@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from flash_definition import attend
 from torch import Tensor
 
-from flash_definition import attend
 from rlhf_spmd.kernels import AttentionRule, Packing
 from rlhf_spmd.kernels.flash import DTYPES, TorchFlash, choose_packed
 from rlhf_spmd.kernels.gpu import GpuOps

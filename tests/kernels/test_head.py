@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from launches import counted_launches
 from places import ROOT
+from small_models import CONFIGS
+from torch import Tensor
+from triton_device import DEVICE
+from wide_products import wide_products_on_cpus
+
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.kernels.ops import LogitShape
@@ -22,9 +25,6 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
-from triton_device import DEVICE
-from wide_products import wide_products_on_cpus
 
 SHAPES = [LogitShape(), LogitShape(0.7), LogitShape(1.0, 5.0), LogitShape(1.3, 30.0)]
 SIZES = [(1, 1), (1, 2048), (3, 101), (5, 2049), (2, 5000), (0, 17)]

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
 import tasks
+import torch
 from generators import row_of
 from ranks import run_ranks
+from small_models import CONFIGS
+from torch import Tensor
+
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
@@ -29,7 +30,6 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 

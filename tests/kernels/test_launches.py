@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launches import DEVICE, Launches, counted_launches
+from small_models import CONFIGS
 from torch import Tensor
 
-from launches import DEVICE, Launches, counted_launches
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.triton_attention import TritonAttention
@@ -19,7 +20,6 @@ from rlhf_spmd.models.layers import rope_tables
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
 
 SIZES_1_7B = {
     "hidden_size": 2048,

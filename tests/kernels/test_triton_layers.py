@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from places import ROOT
+from torch import Tensor
+from triton_device import DEVICE
+
 from rlhf_spmd.kernels import HeadShape, Ops, PageTarget, triton_heads, triton_layers
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.kernels.packing import Norms
-from triton_device import DEVICE
 
 OPS, PLAIN = GpuOps(), Ops()
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from flash_definition import flash_on_cpus
 from generators import SMALL, alone, ragged_requests
 from launches import counted_launches
 from places import ROOT
+from small_models import CONFIGS
+from torch import Tensor
+from triton_device import DEVICE
+
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
@@ -35,8 +37,6 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
-from triton_device import DEVICE
 
 HALF_ULP = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 PLAIN = AttentionRule(0.25)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
+from small_models import CONFIGS
+from torch import Tensor
+from triton_device import DEVICE
+
 from rlhf_spmd.generation import Generator, SamplingConfig
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.gpu import GpuOps
@@ -23,8 +25,6 @@ from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
 from rlhf_spmd.models.weights import init_random, write_random_model
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.world import World
-from small_models import CONFIGS
-from triton_device import DEVICE
 
 TOKENS = [5, 1, 9]
 

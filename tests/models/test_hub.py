@@ -15,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
 import tasks
 from places import ROOT
+
 from rlhf_spmd.models.hub import local_directory
 
 COMMIT, NAME = "a" * 40, "someone/tiny"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from generators import matmul_precision as matmul_precision  # a fixture
 from generators import skip_unless_exact
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.packing import KEY_BLOCK, round_up, visible

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 import tasks
+import torch
 from engine_runs import assert_same, together, train
 from generators import (
     SMALL,
@@ -26,6 +23,11 @@ from ranks import run_ranks
 from reshard_cases import Simulated, layout_of
 from reshard_generation import generate_in_layout
 from reshard_plans import check_plans
+from safetensors.torch import load_file
+from saved_models import checkpoint_of, logits
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
+from torch import Tensor
+
 from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.generation import SamplingConfig
@@ -40,8 +42,6 @@ from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.flops import forward_flops
-from saved_models import checkpoint_of, logits
-from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe")
 ROLES = ("actor", "critic", "reference")

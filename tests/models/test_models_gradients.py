@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
+from small_models import CONFIGS
 from torch import Tensor
 
-from ranks import run_ranks
 from rlhf_spmd.kernels import AttentionRule, Ops, Packing
 from rlhf_spmd.kernels.ops import attend_dense
 from rlhf_spmd.models.attention import PackedAttention
@@ -20,7 +21,6 @@ from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.data_parallel import partial_boxes, sum_partial
 from rlhf_spmd.parallel.world import World
-from small_models import CONFIGS
 
 LENGTHS = [1, 70, 5, 2, 33]
 TOLERANCE = 1e-10

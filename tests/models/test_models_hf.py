@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from places import SHARED
 from ranks import run_ranks
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
+from torch import Tensor
+
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, token_log_probs, values
@@ -18,7 +19,6 @@ from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.world import World
-from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 PRETRAINED = SHARED / "models"
 TOLERANCE = 5e-5

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import CONFIGS
 
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes, vocab_range
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config
 from rlhf_spmd.parallel.boxes import Box
 from rlhf_spmd.parallel.collectives import Group, solo
-from small_models import CONFIGS
 
 LAYOUTS = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (3, 4), (5, 8), (4, 2)]
 

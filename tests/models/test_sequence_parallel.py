@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
 import tasks
+import torch
 from engine_runs import (
     CONFIGS,
     STEADY,
@@ -26,6 +24,9 @@ from engine_runs import (
 )
 from live_memory import LiveMemory
 from ranks import run_ranks
+from small_models import CONFIGS as FAMILIES
+from torch import Tensor
+
 from rlhf_spmd.generate import GenerateConfig
 from rlhf_spmd.inference.job import ModelConfig
 from rlhf_spmd.models.attention import PackedAttention
@@ -36,7 +37,6 @@ from rlhf_spmd.models.weights import init_random, write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.world import World
-from small_models import CONFIGS as FAMILIES
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from ragged_samples import LENGTHS, flat, naive_gae, rows_of, sample
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.arithmetic import GlobalReduce
+from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Rows
 
 GAMMA, LAM, COEF = 0.9, 0.8, 0.3

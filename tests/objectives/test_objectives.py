@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from ragged_samples import LENGTHS, flat, naive_gae, rows_of, sample
+
 from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl as kl_module

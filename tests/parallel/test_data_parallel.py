@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from ranks import run_ranks
+
 from rlhf_spmd.parallel import data_parallel
 from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared_norm, sum_in_buckets

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-
 from places import ROOT
 from ranks import run_ranks
+
 from rlhf_spmd.kernels.cuda_settings import usual_settings
 from rlhf_spmd.parallel.world import Launch, World, choose_device, nccl_settings, refuse_shared_gpus
 from rlhf_spmd.process.launcher import rank_environment

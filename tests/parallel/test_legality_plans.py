@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from controllers import build, prompts
 from legality import check
 from legality_events import Event, Launch, Machine
 from paper_ranks import Paper, beside, on_paper, together
+from torch import Tensor
+
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
@@ -50,7 +50,7 @@ def sides_of(side: Side) -> list[Holding]:
 
 def reshard(paper: Paper, sides: tuple[Side, Side], held: tuple[list[Holding], list[Holding]], buffers: int) -> None:
     (source, here), (target, there) = sides
-    group = paper.group(sorted({*here, *there}), "loan", "loan")
+    group = paper.group(sorted({*here, *there}), "weight_sync", "weight_sync")
     assert group is not None
     plan = plan_transfer(*held, lambda rank: rank // 8, paper.rank)
     given, taken = parameters(source, here, paper.rank), parameters(target, there, paper.rank)

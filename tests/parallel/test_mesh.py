@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-
 from ranks import run_ranks
+
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
-from ranks import run_ranks
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh

@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-
 import tasks
+import torch
 from generators import SMALL, build_generator, num_unequal, ragged_requests, skip_unless_exact
 from places import ROOT
+from small_models import CONFIGS, make_model
+
 from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import build, choose_ops
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.checks import exact_rollouts
-from small_models import CONFIGS, make_model
 
 CPU = torch.device("cpu")
 FOUND = isinstance(choose_ops(torch.float32, CPU), kernels.Kernels)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from engine_runs import CONFIGS, build, next_token_loss
 from generators import row_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from places import ROOT
 from ranks import run_ranks
+
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.generation.sequence import PrefixTable

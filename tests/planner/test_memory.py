@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from live_memory import LiveMemory
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.models.decoder import Decoder
@@ -25,9 +25,9 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.shape import CHECKPOINTING, ModelShape, Workload, adapter_numel, choices, quantized_numel, shape_of
-from rlhf_spmd.workers.adapters import held_tensors
 from rlhf_spmd.workers.engine import Packed, TrainEngine
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.model_weights import held_tensors
+from rlhf_spmd.workers.optim_config import OptimConfig
 
 CONFIG = {
     "model_type": "llama",

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 import tasks
 from ranks import run_command
+
 from rlhf_spmd.process.ending import classify
 from rlhf_spmd.train import prepare
 

@@ -11,10 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 import tasks
 from places import ROOT
 from ranks import run_command
+
 from rlhf_spmd import __main__ as command
 from rlhf_spmd import __version__
 from rlhf_spmd.config.load import flatten_yaml

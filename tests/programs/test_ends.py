@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from generate_runs import CONFIG, TEMPLATE, read_output, write_rows, write_tokenizer
 from reward_models import write_reward_model
+from tasks import leave_world, other_task, settings
+
 from rlhf_spmd import LLM, SamplingParams, evaluate, generate
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.job import ModelConfig
@@ -19,7 +20,6 @@ from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.train import prepare
-from tasks import leave_world, other_task, settings
 
 OF_CONFIG, OF_TOKENIZER, OF_TEMPLATE = 5, 2, 98
 ENDS = (OF_TOKENIZER, OF_CONFIG, OF_TEMPLATE)

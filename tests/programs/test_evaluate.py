@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 import tasks
 from generate_runs import model, read_output, write_rows
 from ranks import run_ranks
+from tasks import train_alone as train
+
 from rlhf_spmd import evaluate as program
 from rlhf_spmd import generate
 from rlhf_spmd import train as training
@@ -23,7 +24,6 @@ from rlhf_spmd.inference.journal import Journal
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.telemetry.summary import summarize
-from tasks import train_alone as train
 
 __all__ = ["model"]  # a fixture
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from generate_runs import (
     CONFIG,
     ROWS,
@@ -21,6 +19,8 @@ from generate_runs import (
 )
 from generate_runs import model as model  # a fixture
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError

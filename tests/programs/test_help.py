@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-
 import tasks
+import yaml
 from places import ROOT
+
 from rlhf_spmd import evaluate, generate, score, serve, sft, train
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.parallel.world import Launch

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tasks
+import torch
 from cells import run_cell
 from reward_functions import length
+
 from rlhf_spmd import train
 from rlhf_spmd.config.registry import resolve_function
 from rlhf_spmd.config.schema import ConfigError

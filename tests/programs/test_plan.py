@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tasks
 import torch
 import yaml
-
-import tasks
 from algorithm_cases import CASES, CONFIGS
 from ranks import run_ranks
+
 from rlhf_spmd import plan
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import read_spec

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-
 from ranks import run_ranks
+from score_runs import LAYOUTS, PRETRAINED, TOLERANCE, largest_difference, read_lines, run_program_in, write_lines
+from small_models import CONFIGS, make_model
+
 from rlhf_spmd import generate as generation
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.world import World
-from score_runs import LAYOUTS, PRETRAINED, TOLERANCE, largest_difference, read_lines, run_program_in, write_lines
-from small_models import CONFIGS, make_model
 
 LENGTHS = (1, 5, 23, 70, 2)
 NUM_TOKENS = 24

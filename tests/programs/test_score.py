@@ -15,12 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from places import ROOT
-from rlhf_spmd.data.sort_digits import write_tokenizer
-from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.score import main
+from safetensors.torch import load_file, save_file
 from score_runs import (
     LAYOUTS,
     PRETRAINED,
@@ -32,6 +28,10 @@ from score_runs import (
 )
 from small_models import CONFIGS, make_model
 from tasks import free_port, other_task, train_alone
+
+from rlhf_spmd.data.sort_digits import write_tokenizer
+from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.score import main
 
 INPUT_CODES = (2, 3)  # configuration, data
 LENGTHS = [(1, 1), (40, 30), (3, 17), (1, 44), (25, 1), (9, 9), (60, 8)]  # (prompt, response) tokens

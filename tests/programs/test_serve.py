@@ -22,11 +22,11 @@ from queue import Queue
 from typing import Any
 
 import pytest
-
 import tasks
 from generate_runs import arguments, read_output, write_rows
 from generate_runs import model as model  # a fixture
 from generators import alone, transformers_greedy
+
 from rlhf_spmd import score, serve
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer

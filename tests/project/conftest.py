@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from places import ROOT
 
 Ran = tuple[dict[str, Any], str]  # the report in JSON, and what was printed

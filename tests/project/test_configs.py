@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from places import ROOT
+
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.train import read_config
 

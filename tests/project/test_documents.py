@@ -13,13 +13,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
-
 import tasks
+import yaml
 from cells import run_cell
-from outside.protocol import LAST_FIRST
 from places import ROOT
 from ranks import run_ranks
+
+from outside.protocol import LAST_FIRST
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import World

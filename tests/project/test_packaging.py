@@ -12,11 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
 import tasks
 from cells import run_cell
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from places import ROOT
 
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
-
 import tasks
+import yaml
 from places import ROOT
+
 from rlhf_spmd.data import word_problems
 from rlhf_spmd.train import prepare
 

@@ -4,7 +4,6 @@ import functools
 from pathlib import Path
 
 import pytest
-
 import tasks
 from ranks import run_ranks
 

@@ -10,8 +10,8 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-
 from places import ROOT
+
 from rlhf_spmd.rewards import aime, auto, exact_match, gsm8k, json_schema, math, multiple_choice, regex
 from rlhf_spmd.rewards.answers import alternatives, plain
 from rlhf_spmd.rewards.config import RewardConfig

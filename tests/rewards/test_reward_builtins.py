@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
-
 from places import ROOT
+
 from rlhf_spmd import reward_server
 from rlhf_spmd.rewards import aime, auto, format, http, length, math, multiple_choice, regex
 from rlhf_spmd.rewards.config import RewardConfig

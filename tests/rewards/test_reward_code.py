@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from places import SHARED
+
 from rlhf_spmd.rewards import code, sandbox
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from ranks import run_ranks
 from reward_models import TOKENS, write_reward_model
+from tasks import other_task, read_run, settings, task, train_here, worst_metric
+
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.rewards.judge import JudgeConfig
 from rlhf_spmd.train import prepare
-from tasks import other_task, read_run, settings, task, train_here, worst_metric
 
 CHAT = "<s>{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 LENGTH, LOWEST, HIGHEST, DEFAULT = 6, 0.0, 60.0, -0.25

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-
 from generate_runs import read_output
 from ranks import run_ranks
-from rlhf_spmd.rewards.results import RewardError
 from tasks import MAX_RESPONSE, read_run, settings, task, token_ids, train_alone, train_here, worst_metric
+
+from rlhf_spmd.rewards.results import RewardError
 
 FILE = """
 import asyncio

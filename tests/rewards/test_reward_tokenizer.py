@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-
 from ranks import run_ranks
 from reward_models import TEMPLATE, TOKENS, write_reward_model
+from tasks import MAX_RESPONSE, VOCABULARY, read_run, settings, task, token_ids, train_here
+
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.train import prepare
-from tasks import MAX_RESPONSE, VOCABULARY, read_run, settings, task, token_ids, train_here
 
 CHAT = "data.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from places import SHARED
+
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, sandbox, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward

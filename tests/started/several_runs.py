@@ -12,9 +12,9 @@ import sys
 import traceback
 from pathlib import Path
 
+import tasks
 import torch
 
-import tasks
 from rlhf_spmd.parallel.world import join_world
 
 if "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:  # then nccl refuses a GPU that another rank of the same host has

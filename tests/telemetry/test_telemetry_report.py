@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from places import ROOT
+
 from rlhf_spmd import report
 from rlhf_spmd.telemetry import report_server, timeline_chart
 from rlhf_spmd.telemetry.jsonl import JsonlLog

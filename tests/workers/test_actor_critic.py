@@ -5,19 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-
 import tasks
+import torch
 from ranks import run_ranks
+from role_workers import batch_of
+
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.roles import build_models
-from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.model_worker import WorkerContext
+from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 from rlhf_spmd.workers.objective import Objective, Rows, Totals, joint
-from role_workers import batch_of
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 WEIGHT = 0.3
@@ -54,7 +53,7 @@ def update(world: World, where: tuple[str, ...]) -> tuple[dict[str, float], list
 
     def script() -> tuple:
         values = rows.union(models.actor.compute_values(rows))
-        sums = models.arithmetic.apply(values, row_sums, ("values",), gives=("sums",))
+        sums = models.compute.apply(values, row_sums, ("values",), outputs=("sums",))
         return controller.get_field(sums, "sums"), models.actor.update(rows, both)
 
     sums, report = controller.run(script)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
 import tasks
 from ranks import run_ranks
+
 from rlhf_spmd.parallel.world import World
 
 STEPS = 2

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from engine_runs import (
     COUNT,
     LENGTHS,
@@ -33,10 +31,12 @@ from engine_runs import (
     write_models,
 )
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.optimizer import learning_rate
+from rlhf_spmd.workers.optim_config import learning_rate
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from engine_runs import (
     CONFIGS,
     OPTIM,
@@ -29,6 +27,8 @@ from engine_runs import (
     train,
 )
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.weights import write_random_model

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from engine_runs import LLAMA, build, cut, next_token_loss, rows_of
 from live_memory import LiveMemory
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.models import weights
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec

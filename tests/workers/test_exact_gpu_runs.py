@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-
 import tasks
+import torch
+from small_models import CONFIGS
+from triton_device import DEVICE
+
 from rlhf_spmd.kernels import choice, devices
 from rlhf_spmd.kernels.exact_gpu import ExactGpuOps
 from rlhf_spmd.models.spec import spec_from_config
@@ -16,8 +18,6 @@ from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.checks import exact_rollouts
 from rlhf_spmd.workers import engine
-from small_models import CONFIGS
-from triton_device import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="there a run on the GPU itself does it: test_gpu.py")
 EXACT = "models.actor.generation.exact=true"

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tasks
+import torch
 from generators import MODELS, alone, ragged_requests, tokens_of
 from places import ROOT
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
+
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.kernels.devices import unavailable
@@ -25,8 +26,8 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import init_random, load_pretrained, write_random_model
-from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer
-from small_models import CONFIGS, LENGTHS, make_batch, make_model
+from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.optimizer import Optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from engine_runs import (
     CONFIGS,
     STEADY,
@@ -27,14 +24,18 @@ from engine_runs import (
     whole_tensors,
 )
 from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.lora import LoraConfig, adapter_tensor, is_adapter
 from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.boxes import zero_shards
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.adapters import merge_adapters, without_adapters
 from rlhf_spmd.workers.engine import rank_shards
+from rlhf_spmd.workers.reference import without_adapters
+from rlhf_spmd.workers.rollout_engine import merge_adapters
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 SOME = LoraConfig(rank=2, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-
 import tasks
+import torch
 from ranks import run_ranks
+from role_workers import batch_of, build
+
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import clipped_value
@@ -16,7 +17,6 @@ from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import Launch, World, connect_store
 from rlhf_spmd.workers.objective import MASK, joint, learnt_rows
-from role_workers import batch_of, build
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 STOPPED = [True, False, True, False]
@@ -84,7 +84,7 @@ def test_the_mask_of_an_environment_stays() -> None:
 def test_the_critic_learns_from_the_same_rows() -> None:
     config = PPOConfig(mask_truncated_completions=True)
     both = joint(clipped_policy(config, SamplingConfig()), clipped_value(config))
-    assert both.only == "stopped" and "stopped" in both.inputs and "stopped" not in both.reads
+    assert both.only == "stopped" and "stopped" in both.row_inputs and "stopped" not in both.inputs
     assert clipped_value(PPOConfig()).only is None
 
 

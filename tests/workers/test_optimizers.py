@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update, write_models
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.muon import Muon, share_out
-from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, learning_rate
+from rlhf_spmd.workers.muon import Muon, assign_matrices
+from rlhf_spmd.workers.optim_config import OptimConfig, learning_rate
+from rlhf_spmd.workers.optimizer import Optimizer
 
 CONFIG = OptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6, momentum=0.9)
 EIGHT_BIT = {"optim": replace(OPTIM, name="adamw_8bit"), "dtype": torch.float32}
@@ -129,7 +130,7 @@ def test_all_ranks_orthogonalize_at_the_same_time(ranks: int) -> None:
     sides = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192)}
     sides |= {"gate": (28672, 8192), "up": (28672, 8192), "down": (8192, 28672)}
     shapes = {f"{layer}.{name}": shape for layer in range(80) for name, shape in sides.items()}
-    owners, loads = share_out(shapes, ranks), [0] * ranks
+    owners, loads = assign_matrices(shapes, ranks), [0] * ranks
     assert list(owners) == list(shapes)
     for tensor, (rows, columns) in shapes.items():
         loads[owners[tensor]] += rows * columns * min(rows, columns)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from engine_runs import LLAMA, assert_same, build, local_boxes, together
 from ranks import run_ranks
+from torch import Tensor
+
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.kernels import AttentionRule, Ops, choose_ops
 from rlhf_spmd.models.attention import PackedAttention

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import tasks
 from places import ROOT
 from ranks import run_ranks

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
-
 import tasks
+import torch
 from overrides import STEADY, layout, micro_batches
 from places import ROOT
+
 from rlhf_spmd.parallel.world import SHARED_GPU
 
 pytestmark = [

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engine_runs import CONFIGS, LENGTHS, STEADY, rows_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine_runs import CONFIGS, LENGTHS, STEADY, rows_of
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from engine_runs import (
     OPTIM,
     assert_same,
@@ -31,6 +30,7 @@ from engine_runs import (
     write_models,
 )
 from ranks import run_ranks
+
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.manifest import PARAM
 from rlhf_spmd.parallel.collectives import RECORDER

@@ -15,11 +15,11 @@ from torch import Tensor
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, Piece
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, StoredBox
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.adapters import merge
-from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, LoraConfig, Part, adapter_tensor
+from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, AdapterPart, LoraConfig, adapter_tensor
 from rlhf_spmd.models.quantized import quantized_tensors, rounded
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_spec
@@ -32,7 +32,7 @@ STATE = "lora"  # in a checkpoint's state: role -> settings of its adapters
 class SavedAdapters:
     """Those of a role. ``pieces``: of what was trained, by the tensor's name; ``dtype``: of all of it."""
 
-    def __init__(self, directory: Path, pieces: dict[str, list[Piece]], settings: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, pieces: dict[str, list[StoredBox]], settings: dict[str, Any]) -> None:
         self._directory, self.pieces, self.lora = directory, pieces, LoraConfig(**settings)
         self.dtype = DTYPES[next(iter(pieces.values()))[0].dtype]
 
@@ -54,7 +54,7 @@ class SavedAdapters:
             return values
         rows, columns = box.global_slices
         a, b = self.read(names[0])[:, columns].to(device), self.read(names[1])[rows].to(device)
-        parts = [Part(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
+        parts = [AdapterPart(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
         return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
 
     @torch.no_grad()

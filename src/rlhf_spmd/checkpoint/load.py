@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_spmd.checkpoint.agree import agree
 from rlhf_spmd.checkpoint.directory import Committed, check_place, committed, is_of_format_1, read_manifest, uncommitted
 from rlhf_spmd.checkpoint.files import Spec, hash_tensor
-from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, Piece
+from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, StoredBox
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.parallel.boxes import Box, cover, whole_shard
 from rlhf_spmd.parallel.collectives import Group
@@ -30,9 +30,9 @@ class Resumable:
     warnings: tuple[str, ...] = ()
 
 
-def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+def read_pieces(directory: Path, pieces: Sequence[StoredBox]) -> Iterator[tuple[StoredBox, Tensor]]:
     """The pieces one after the other, file by file, each verified. Raises CheckpointError naming file and piece."""
-    by_file: dict[str, list[Piece]] = {}
+    by_file: dict[str, list[StoredBox]] = {}
     for piece in pieces:
         by_file.setdefault(piece.file, []).append(piece)
     for name, wanted in by_file.items():
@@ -50,7 +50,7 @@ def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piec
             raise CheckpointError(f"{path}: unreadable ({error})") from error
 
 
-def read_whole(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:
+def read_whole(directory: Path, pieces: Sequence[StoredBox], spec: Spec) -> Tensor:
     """A full tensor from its pieces, in the exported dtype."""
     (whole,) = whole_shard(spec.key, spec.shape).boxes
     tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
@@ -58,9 +58,9 @@ def read_whole(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:
     return tensor.to(spec.dtype)
 
 
-def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[Piece]]]) -> None:
+def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[StoredBox]]]) -> None:
     """Boxes of local tensors, in place, from stored pieces of theirs; the text names each. Raises CheckpointError."""
-    copies: dict[Piece, list[tuple[Tensor, Box]]] = {}  # the parts of a piece, and the views that receive them
+    copies: dict[StoredBox, list[tuple[Tensor, Box]]] = {}  # the parts of a piece, and the views that receive them
     for what, tensor, box, pieces in wanted:
         taken, missing = cover(box, [piece.box for piece in pieces])
         if missing:

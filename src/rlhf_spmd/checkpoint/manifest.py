@@ -47,7 +47,7 @@ class CheckpointError(RuntimeError):
     exit_class = "checkpoint"  # how the run ends: process/program.py
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """``name[start : start + size]`` of a global tensor of ``shape``, in ``file``; ``dtype`` by safetensors' name."""
 
     role: str
@@ -71,7 +71,7 @@ class Piece(NamedTuple):
         return Box(self.name, self.shape, self.start, self.size, (0,) * len(self.shape))
 
 
-def piece_lines(pieces: Iterable[Piece]) -> dict[LineKey, str]:
+def piece_lines(pieces: Iterable[StoredBox]) -> dict[LineKey, str]:
     """The manifest's lines for all pieces that some files hold."""
     rows: dict[LineKey, list[Any]] = {}
     for piece in pieces:
@@ -103,9 +103,9 @@ class Manifest:
     def roles(self) -> list[str]:
         return sorted({role for role, *_ in self.lines})
 
-    def pieces_of(self, role: str, kind: str) -> dict[str, list[Piece]]:
+    def pieces_of(self, role: str, kind: str) -> dict[str, list[StoredBox]]:
         """Tensor name -> its pieces. Raises CheckpointError where the checkpoint has no such role or kind."""
-        found: dict[str, list[Piece]] = {}
+        found: dict[str, list[StoredBox]] = {}
         for key in self._lines_of(role, kind):
             for piece in self.pieces_in(key):
                 found.setdefault(piece.name, []).append(piece)
@@ -124,7 +124,7 @@ class Manifest:
             raise CheckpointError(f"{where} '{kind}' of role '{role}'; it holds: {', '.join(sorted(kinds))}")
         return [key for key in self.lines if key[:2] == (role, kind)]
 
-    def pieces_in(self, key: LineKey) -> list[Piece]:
+    def pieces_in(self, key: LineKey) -> list[StoredBox]:
         """Those of one line, at least one. Every field is checked. Raises CheckpointError."""
         RECORDER.tick()
         where = f"manifest of step {self.step}, line of '{key[1]}' in {key[2]}"
@@ -159,10 +159,10 @@ class Manifest:
             raise CheckpointError(f"{where}: not a checkpoint manifest ({type(error).__name__}: {error})") from error
 
 
-def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtype: Any, sha256: Any) -> Piece:
+def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtype: Any, sha256: Any) -> StoredBox:
     """Raises TypeError or ValueError where a field is unfit."""
     shape, start, size = (tuple([int(n) for n in numbers]) for numbers in (shape, start, size))
-    piece = Piece(*key, str(name), shape, start, size, str(dtype), str(sha256))
+    piece = StoredBox(*key, str(name), shape, start, size, str(dtype), str(sha256))
     inside = all(a >= 0 and n > 0 and a + n <= extent for a, n, extent in zip(start, size, shape, strict=True))
     if piece.dtype not in DTYPES or not inside:
         raise ValueError(f"piece {piece.key!r} is not possible: {piece}")

@@ -22,7 +22,7 @@ from rlhf_spmd.checkpoint.manifest import (
     BoxKey,
     CheckpointError,
     Manifest,
-    Piece,
+    StoredBox,
     held_boxes,
     piece_key,
     piece_lines,
@@ -136,7 +136,7 @@ def _assign(
 
 def _write_role(
     draft: Path, role: str, state: RoleState, boxes: dict[BoxKey, tuple[str, Box]], keys: list[BoxKey], group: Group
-) -> list[Piece]:
+) -> list[StoredBox]:
     """One file with this rank's pieces of one role, all kinds; returns them."""
     views: dict[Spec, Tensor] = {}
     found: list[tuple[str, Box]] = []
@@ -151,7 +151,7 @@ def _write_role(
     with torch.no_grad():
         hashes = write_safetensors(path, list(views), views.__getitem__)
     return [
-        Piece(role, kind, path.name, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
+        StoredBox(role, kind, path.name, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
         for spec, (kind, box), digest in zip(views, found, hashes, strict=True)
     ]
 

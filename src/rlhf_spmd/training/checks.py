@@ -22,7 +22,7 @@ from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.training.roles import RolePlan, check_sampling, generating
 from rlhf_spmd.workers import RewardWorker
-from rlhf_spmd.workers.optimizer import learning_rate, warmup_steps
+from rlhf_spmd.workers.optim_config import learning_rate, warmup_steps
 
 
 def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
@@ -242,7 +242,7 @@ def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError |
         text = (
             f"a reference has no {name!r}: it stands for rows that are still to be computed; calls of roles read their fields, "
         )
-        text += "such as models.arithmetic.apply(rows, function, reads), and models.controller.get_field"
+        text += "such as models.compute.apply(rows, function, reads), and models.controller.get_field"
     else:
         return None
     refused = ValueError(text)

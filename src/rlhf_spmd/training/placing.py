@@ -40,8 +40,8 @@ def place(
     last_trained = [role for role, plan in models.items() if plan.trained][-1]
     for role, plan in described.items():
         if role not in models:
-            home: tuple[str, ...] = plan.worker.home  # type: ignore[union-attr]
-            pool = plans[next((name for name in home if name in plans), last_trained)].pool
+            pool_of: tuple[str, ...] = plan.worker.pool_of  # type: ignore[union-attr]
+            pool = plans[next((name for name in pool_of if name in plans), last_trained)].pool
             plans[role] = replace(plan, pool=pool, shape=GroupShape(Layout(dp=len(pool.ranks))))
     return plans
 
@@ -152,7 +152,7 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     for key in ("overlap", "engine", "buffers"):
         if getattr(generation, key) != getattr(usual, key):
             raise ValueError(
-                f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights on loan to "
+                f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights of "
                 f"calls.{method} come whole, as it needs them; leave it out"
             )
     return CallPlan(pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)))

@@ -28,7 +28,7 @@ from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shape import Workload, shape_of
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.flops import matmul_rate
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
 
 FEW, MORE = 1, 5  # layers; what a layer takes is the difference
 NEW_TOKENS, REPEATS = 24, 3
