@@ -382,7 +382,7 @@ def test_what_a_loss_gives_is_checked() -> None:
     with pytest.raises(TypeError, match=r"the loss likelihood gives a Tensor, not \(loss, statistics by name\)"):
         Objective(likelihood).evaluate({}, None, None)  # type: ignore[arg-type]
     whole = Objective(lambda *_: (torch.zeros(()), {}, 3))  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match="gives a tuple of 3"):
+    with pytest.raises(TypeError, match="returned a tuple of 3"):
         whole.evaluate({}, None, None)  # type: ignore[arg-type]
 
 
@@ -397,7 +397,7 @@ def test_arithmetic_gives_as_many_as_there_are_rows() -> None:
     batch = Batch(ids, ids, {"scores": torch.rand(4), "response_ids": tokens})
     worker = SimpleNamespace(mesh=SimpleNamespace(pool=None), state={})
     apply = ComputeWorker.apply.spec.body  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="too_few gives field 'spread' of 3 for 4 rows"):
+    with pytest.raises(ValueError, match="too_few returns field 'spread' with 3 entries for 4 rows"):
         apply(worker, batch, too_few, ("scores",))
 
 

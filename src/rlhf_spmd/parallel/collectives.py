@@ -67,8 +67,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class Group:
     """Some ranks of the world. ``ranks``: global ranks, ascending. ``rank``: this process's index in the group.
 
-    The ranks connect in their first collective. If that is a transfer between some of them only, call :meth:`connect` before, at a point
-    that all of them pass.
+    The ranks connect in their first collective. If only some of them take part in that, call :meth:`connect` before, at a point that
+    all of them pass.
     """
 
     name: str
@@ -90,7 +90,8 @@ class Group:
     def connect(self, exchanges: torch.device | None = None) -> None:
         """Connect the ranks now. ``exchanges``: the device of tensors that some of the ranks will exchange.
 
-        NCCL connects all ranks of a group in their first exchange, in which perhaps not all take part. With ``exchanges`` it does so here.
+        NCCL connects all ranks of a group in their first exchange, and perhaps not all take part in that. With ``exchanges`` it does
+        so here.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -228,7 +229,7 @@ class Group:
         return [payload, *(bytes(part.numpy()) for part in parts[1:])]
 
     def broadcast_bytes(self, payload: bytes | None, label: str, source: int = 0) -> bytes:
-        """The bytes of group index ``source``, on every rank. Collective over the group: every rank of it must call, in program order."""
+        """The bytes of group index ``source``. Collective over the group: every rank of it must call, in program order."""
         if self.size == 1:
             return payload or b""
         length = torch.tensor([len(payload or b"")])

@@ -5,8 +5,8 @@ cells that a rank holds entirely or not at all. A rank that needs a cell takes i
 then another host. Ranks that need the same cell take turns over equal sources, and the turn continues from tensor to tensor. So nothing
 is received twice, and each rank derives its own part of the plan alone.
 
-To save time, tensors that are held alike (those of equal layers) are cut once, a rank looks only at cells that it holds or needs, and
-the copies of single tensors are made when somebody iterates over them.
+Tensors that are held alike (those of equal layers) are cut once, a rank looks only at cells that it holds or needs, and copies of
+single tensors are made when somebody iterates over them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def holdings(
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
     """The shards of one rank (pool index), after ZeRO has cut out its rows."""
-    pp, dp, tp = layout.coordinate(index)
-    parts = layout.dp_shard
+    (pp, dp, tp), parts = layout.coordinate(index), layout.dp_shard
     return zero_shards(shards(pp, tp), dp % parts, parts) if parts > 1 else shards(pp, tp)
 
 
@@ -319,10 +318,9 @@ class _Cell:
     ) -> Iterator[tuple[int, int, slice]]:
         """(giver, taker, which of ``count`` tensors): the pairs with ``rank`` in them, or all pairs.
 
-        The first of the tensors is the ``turn``-th of all. Takers are dealt to the givers in rounds. If the last round is incomplete, the
-        next cell starts ``step`` givers later, so that no giver gives more than the others. A tensor's cells take ``turns`` such
-        starts. After ``period`` tensors the same giver is first again: tensors that far apart have equal pairs and form one run. If all
-        rounds are complete, ``step`` is 0 and all tensors have the same pairs.
+        The first tensor is the ``turn``-th of all. Takers are dealt to givers in rounds. If the last round is incomplete, the next cell
+        starts ``step`` givers later, so no giver gives more than others. A tensor has ``turns`` such cells. After ``period``
+        tensors the same giver is first again: tensors that far apart form one run. Without incomplete rounds ``step`` is 0.
         """
         for kept in self.sources & self.targets:
             if rank in (kept, None):

@@ -98,8 +98,7 @@ class TrainEngine:
         - ``fill`` false: the weights are not set and have no memory; ``storages`` gives it to them.
         - ``head``: "lm", "value", "both" or "none". ``new_head``: a value head that the directory lacks starts at zero.
         - ``total_updates``: optimizer steps in the whole run, for the schedule.
-        - ``activation_checkpointing``, ``activation_offload``: see :meth:`Decoder.keep_activations`.
-        - ``attention``, ``exact_gpu``: see ``kernels.choose_ops``.
+        - ``activation_*``: see :meth:`Decoder.keep_activations`. ``attention``, ``exact_gpu``: see ``kernels.choose_ops``.
         - ``lora``: train adapters and a value head; other weights stay.
 
         ``trained``: names of the parameters that an optimizer changes. Raises ValueError for weights that do not fit the model.
@@ -148,10 +147,7 @@ class TrainEngine:
                 self._accumulate_wide()
 
     def _connect(self, trains: bool) -> None:
-        """Connect the groups for passes, and for updates if it ``trains``.
-
-        Collective over the pool: every rank of it must call, in program order.
-        """
+        """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
         mesh = self.mesh
         ends = [mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
         for group in (mesh.tp, *[mesh.dp_shard] * (self.zero > 0), *([mesh.dp_replicate, *ends, mesh.pool] if trains else ())):
@@ -241,7 +237,7 @@ class TrainEngine:
         Returns on the last stage the sums over this replica's micro-batches in float64, the loss as "loss"; {} on other stages.
         Gradients are complete only in :meth:`optimizer_step`. Until then further calls add to them.
         """
-        assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
+        assert self.optimizer is not None, "this engine was built without an optimizer"
         passes, self._num_calls = _Passes(self, micro_batches, loss), self._num_calls + 1
         with torch.random.fork_rng(devices=()):  # seeds the dropout of adapters, alike on all tp ranks
             torch.default_generator.manual_seed(hash((*self._seeds, self.optimizer.step_count, self._num_calls)))
@@ -272,7 +268,7 @@ class TrainEngine:
 
         If the norm is not finite, raises FloatingPointError on every rank of the pool, before any parameter has changed.
         """
-        assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
+        assert self.optimizer is not None, "this engine was built without an optimizer"
         grads = self._summed_gradients()
         norm = self._gradient_norm(grads)
         if not math.isfinite(norm):

@@ -95,9 +95,7 @@ class Muon:
         owners = self._owners(shapes)
         here = [Slice(shard.rank, tp.rank, box) for name in steps for box in self._boxes(name, shard.rank, tp.rank)]
         held = {one: steps[names[one.box.name]][one.box.local_slices] for one in here}
-        mine = {
-            tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank
-        }  # matrices that this copy of the model owns
+        mine = {tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank}  # of this copy of the model
         held = exchange(tp, self._over_tp(names, mine), held, device)
         held = exchange(shard, self._over_shard(names, mine), held, device)
         own = [tensor for tensor, owner in mine.items() if owner[1:] == (shard.rank, tp.rank)]

@@ -61,7 +61,7 @@ class Retokenizer:
         return batch.with_fields(prompt_ids=ragged(first, torch.int64), response_ids=ragged(last, torch.int64)), refused
 
     def read(self, batch: Batch) -> tuple[list[list[int]], dict[int, str]]:
-        """The model's tokens of each row, and why it cannot read some rows, which are replaced. The same on every rank that has them."""
+        """The model's tokens of each row, and why it cannot read some rows, which are replaced. The same on all ranks."""
         responses = [ids.tolist() for ids in batch["response_ids"].rows()]
         whole, refused = [], {}
         rows = zip(decode_json(batch["row"]), responses, decode(self.actor, responses), strict=True)
