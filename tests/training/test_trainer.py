@@ -489,9 +489,7 @@ def break_weights(role: str, copy: Path, tensor: str) -> Path:
 def test_the_role_whose_numbers_are_not_finite_first_is_named(tmp_path: Path) -> None:
     """And not the critic, whose update is the first that such numbers reach."""
     broken = break_weights("reference", tmp_path / "reference", "model.norm.weight")
-    with pytest.raises(
-        FloatingPointError, match=r"^row \d+: the result of reference is not finite; check the weights that"
-    ):
+    with pytest.raises(FloatingPointError, match=r"^row \d+: the result of reference is not finite; check the weights that"):
         train(tmp_path / "run", 1, f"models.reference.path={broken}")
     broken = break_weights("critic", tmp_path / "critic", "model.norm.weight")
     with pytest.raises(
