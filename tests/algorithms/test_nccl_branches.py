@@ -182,5 +182,5 @@ def test_the_branches_are_left_behind() -> None:
 
     before = devices._CPU
     with nccl_branches():
-        assert devices._CPU.nccl and not devices._CPU.exact
+        assert devices._CPU.nccl and not devices._CPU.batch_invariant
     assert devices._CPU is before

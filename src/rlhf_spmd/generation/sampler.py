@@ -210,7 +210,7 @@ def _draw_alike(
         drawn = sample(some_scores, sampling, some_draws)
         if not capabilities(
             drawn.device
-        ).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
+        ).batch_invariant:  # cumulative sums may differ between ranks in the last bit, then schedules would
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
         at_one = log_probs_of(decoder, some, drawn)
         tempered = sampling.log_prob_temperature

@@ -268,7 +268,7 @@ def choose_matmul() -> None:
 
     For the time before there is a world: the check of the configuration asks whether products are batch-invariant.
     """
-    if capabilities(model_device()).exact:
+    if capabilities(model_device()).batch_invariant:
         choose_cpu_matmul()
 
 
