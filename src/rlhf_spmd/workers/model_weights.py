@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,13 +13,14 @@ from rlhf_spmd.controller import CallRecord, GroupShape, ResourcePool
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
-from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.config import RoleConfig, WorkerContext
 from rlhf_spmd.workers.engine import TrainEngine, rank_shards
 from rlhf_spmd.workers.optim_config import OptimConfig
 
 
+@dataclass(eq=False)
 class ModelWeights:
     """A model on a pool. On ranks outside the pool, and without a ``spec``, it is a description only and has no ``engine``.
 
@@ -26,30 +28,25 @@ class ModelWeights:
     Construction is collective over the pool: every rank of it must call, in program order.
     """
 
-    engine: TrainEngine
+    context: WorkerContext
+    name: str
+    pool: ResourcePool
+    shape: GroupShape
+    config: RoleConfig
+    spec: ModelSpec | None
+    head: str
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        name: str,
-        pool: ResourcePool,
-        shape: GroupShape,
-        config: RoleConfig,
-        spec: ModelSpec | None,
-        head: str,
-    ) -> None:
-        self.context, self.name, self.pool, self.shape = context, name, pool, shape
-        self.config, self.spec, self.head = config, spec, head
-        self.mesh: Mesh = build_mesh(context.world, pool.ranks, shape.layout)
-        self.device = context.world.device
-        self.version = 0
+    def __post_init__(self) -> None:
+        self.engine: TrainEngine
+        self.mesh = build_mesh(self.context.world, self.pool.ranks, self.shape.layout)
+        self.device, self.version = self.context.world.device, 0
 
     @property
     def member(self) -> bool:
         return self.mesh.member
 
     def build_engine(self, optim: OptimConfig | None, checkpointing: str, *, fill: bool, new_head: bool = False) -> None:
-        """On members. ``fill``: give the parameters memory and values."""
+        """Build the engine on members. ``fill``: give the parameters memory and values."""
         config = self.config
         if self.member and self.spec is not None:
             self.engine = TrainEngine(
@@ -88,38 +85,32 @@ class ModelWeights:
         """After a call that used the weights. Collective over the world: every rank of it must call."""
 
 
+@dataclass(eq=False)
 class OwnedWeights(ModelWeights):
     """The weights that a role trains, saves and sends to replicas.
 
     ``offloaded``: with ``models.<role>.offload``, the storages that are in host memory between calls.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        name: str,
-        pool: ResourcePool,
-        shape: GroupShape,
-        config: RoleConfig,
-        spec: ModelSpec | None,
-        head: str,
-        trained: bool,
-        new_head: bool,
-    ) -> None:
-        super().__init__(context, name, pool, shape, config, spec, head)
+    trained: bool = False
+    new_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.offloaded: Storages | None = None
-        if self.member and spec is not None:
-            self.build_engine(config.optim if trained else None, self._checkpointing(trained), fill=True, new_head=new_head)
-            if config.offload:
+        if self.member and self.spec is not None:
+            optim = self.config.optim if self.trained else None
+            self.build_engine(optim, self._checkpointing(), fill=True, new_head=self.new_head)
+            if self.config.offload:
                 self.offloaded = Storages(held_tensors(self.engine))
                 self.offloaded.offload()
 
-    def _checkpointing(self, trained: bool) -> str:
+    def _checkpointing(self) -> str:
         """The configured level. For ``auto``: the highest that any rank of the pool needs, since all must recompute alike.
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        if self.config.activation_checkpointing != "auto" or not trained:
+        if self.config.activation_checkpointing != "auto" or not self.trained:
             return self.config.activation_checkpointing
         level = torch.tensor([CHECKPOINTING.index(self.context.checkpointing)], device=self.device)
         return CHECKPOINTING[int(self.mesh.pool.all_reduce(level, "control", "max"))]
