@@ -38,7 +38,7 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
 from shapes import MODELS_HELP, model_name, write_model
 
 RANKS, ROWS, PROMPT, NEW = 2, 4, 128, 128  # rows per micro-batch

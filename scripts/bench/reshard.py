@@ -384,7 +384,7 @@ def planned_peak(plan: TransitionPlan, held: Shards) -> int:
     sizes = {name: math.prod(shard.shape) for name, shard in plan.made.items()}
     train = sum(math.prod(shard.shape) for shard in held.values())
     made = list(accumulate(sum(sizes[target] for target in bucket) for bucket in plan.buckets))
-    if not plan.homes:
+    if not plan.places:
         return train + sum(sizes.values())
     left, most = train, 0
     finished = plan.finished(held)

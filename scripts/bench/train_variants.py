@@ -139,7 +139,7 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.parallel.mesh import build_mesh
     from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
     from rlhf_spmd.workers.engine import Packed, TrainEngine
-    from rlhf_spmd.workers.optimizer import OptimConfig
+    from rlhf_spmd.workers.optim_config import OptimConfig
 
     launch = read_launch()
     world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)

@@ -326,8 +326,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
     from rlhf_spmd.training.roles import build_models
     from rlhf_spmd.training.streams import merge_values
-    from rlhf_spmd.workers.config import BatchLimits
-    from rlhf_spmd.workers.model_worker import WorkerContext
+    from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), 1)
     config = ready.config.algorithm
@@ -357,7 +356,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
             models.actor.compute_log_prob,
             models.critic.compute_values,
             models.reference.compute_ref_log_prob,
-            lambda batch: models.arithmetic.apply(batch, gae_advantages(config), reads, gives=("advantages", "returns")),
+            lambda batch: models.compute.apply(batch, gae_advantages(config), reads, outputs=("advantages", "returns")),
         ):
             batch = batch.union(call(batch))
             calls.append(batch)

@@ -14,8 +14,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.roles import build_models
-from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.model_worker import WorkerContext
+from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
 
 def build(world: World, *overrides: str, checkpointing: str = "none") -> tuple[Controller, Any]:

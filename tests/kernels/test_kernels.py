@@ -284,7 +284,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
     found: kernels.Kernels, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed and paged, with and without gradients, in few rows and in many; the buffers stand from one layer to the next."""
-    if not found.is_exact(dtype, 2):
+    if not found.is_batch_invariant(dtype, 2):
         pytest.skip("no product in C++ for this dtype here")
     calls, buffers, whole = [], set(), found.layer
 
@@ -356,7 +356,7 @@ def test_choices(found: kernels.Kernels) -> None:
     cpu = torch.device("cpu")
     assert [choose_ops(dtype, cpu).name for dtype in (*DTYPES, torch.float64)] == ["cpp", "cpp", "torch"]
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        assert found.is_exact(torch.float32, 2) and (kernels.has_amx() or found.is_exact(torch.bfloat16, 2))
+        assert found.is_batch_invariant(torch.float32, 2) and (kernels.has_amx() or found.is_batch_invariant(torch.bfloat16, 2))
     assert choose_ops(torch.float32, cpu, "torch").name == "torch"
     with pytest.raises(ValueError, match="attention='flash' is not known; allowed: auto, torch, cpp"):
         choose_ops(torch.float32, cpu, "flash")
@@ -443,7 +443,7 @@ for precision in ("highest", "medium"):
             for product in (F.linear, ops.logits):
                 whole, least = product(x, weight), ops.min_rows(weight.numel(), inner)
                 alike &= all(torch.equal(product(x[7 : 7 + n], weight), whole[7 : 7 + n]) for n in range(least, 40))
-        print(precision, dtype, alike, ops.is_exact(dtype), ops.is_exact(dtype, 2))
+        print(precision, dtype, alike, ops.is_batch_invariant(dtype), ops.is_batch_invariant(dtype, 2))
 """
 
 

@@ -19,7 +19,8 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.muon import Muon, assign_matrices
-from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, learning_rate
+from rlhf_spmd.workers.optim_config import OptimConfig, learning_rate
+from rlhf_spmd.workers.optimizer import Optimizer
 
 CONFIG = OptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6, momentum=0.9)
 EIGHT_BIT = {"optim": replace(OPTIM, name="adamw_8bit"), "dtype": torch.float32}

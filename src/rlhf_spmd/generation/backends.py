@@ -23,7 +23,7 @@ def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.
     """
     check_attention(wanted, device, where, dtype)
     if wanted == "auto":
-        ours = not capabilities(device).exact and unavailable("triton", device, dtype) is None
+        ours = not capabilities(device).batch_invariant and unavailable("triton", device, dtype) is None
         return "triton" if ours else choose_ops(dtype, device, of_role, where).name
     return wanted if wanted in EXTRAS else choose_ops(dtype, device, wanted, where).name
 

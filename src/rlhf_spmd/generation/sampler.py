@@ -231,7 +231,7 @@ def _draw_groups(
             some_scores = some if scores is logits else scores[chosen]
         drawn = sample(some_scores, sampling, some_draws)
         # cumulative sums may differ between ranks in the last bit, and then their schedules would
-        if not capabilities(drawn.device).exact:
+        if not capabilities(drawn.device).batch_invariant:
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
         at_one = log_probs_of(decoder, some, drawn)
         tempered = sampling.log_prob_temperature
