@@ -26,11 +26,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_spmd.config.bounds import idle_settings
+from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_names
 from rlhf_spmd.config.load import read_file, sections_of
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.config.schema import SWITCH, ConfigError, Reader
+from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
 from rlhf_spmd.config.shell_script import last_command
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.config.written import Plain, resolve
@@ -268,10 +268,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             found[ours] = value
     settle(found, left, given, config)
     tree: Any = OmegaConf.to_container(tree_of(found))
-    made = {
-        name: Reader(kind, {}, tree.get(name, {}), interpolated=False).read()
-        for name, kind in (("algorithm", config), ("data", DataConfig))
-    }
+    made = {name: read_section(kind, tree.get(name, {})) for name, kind in (("algorithm", config), ("data", DataConfig))}
     idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
     for key in idle:
         del found[key]

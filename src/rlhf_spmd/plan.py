@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd import train
-from rlhf_spmd.config.bounds import SECONDS, check_bounds
+from rlhf_spmd.config.constraints import Seconds
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
@@ -63,13 +63,12 @@ class SearchConfig:
 
     search: str = "exact"
     fixed: str | None = None
-    time_limit_s: float = 60.0
+    time_limit_s: Seconds = 60.0
     seed: int = 0
     out: str = "plan.yaml"
     measured: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "time_limit_s", **SECONDS)
         out = Path(self.out)
         if out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir():
             raise ValueError(
@@ -117,7 +116,8 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
 def without_exactness(config: Any) -> Any:
     """Training's log-probs take a call of their own, as on GPUs, unless the configuration demands otherwise."""
     generation = config.generation
-    return replace(config, generation=replace(generation, exact=False)) if generation.exact is None else config
+    is_open = generation.reuse_rollout_log_probs is None
+    return replace(config, generation=replace(generation, reuse_rollout_log_probs=False)) if is_open else config
 
 
 def machine_of(cluster: ClusterConfig) -> tuple[Machine, Profile | None]:

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
-from ranks import run_ranks
 from rlhf_spmd.algorithms import reinforce_plus_plus
 from rlhf_spmd.algorithms.base import add_scores
 from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig, in_group
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.objectives.advantages import group_statistics, leave_one_out, moments
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.running import RunningMoments
@@ -59,7 +60,7 @@ def config(estimator: str, kl: bool, **more: Any) -> CriticFreeConfig:
     made = CriticFreeConfig(
         adv_estimator=estimator, use_kl_in_reward=kl, kl_ctrl=KLControlConfig(kl_coef=COEF), gamma=gamma, **more
     )
-    made.check("algorithm")
+    check_section(made, "algorithm")
     return made
 
 
@@ -206,7 +207,7 @@ def test_without_groups_a_single_row_is_enough() -> None:
     made, metrics = in_group(config("reinforce_plus_plus", False), 1)(fields_of([2]), rows_at([2]), alone())
     assert len(made["advantages"].values) == LENGTHS[2] and not any(key.startswith("group/") for key in metrics)
     with pytest.raises(ValueError, match="reinforce_plus_plus is reinforce_plus_plus; use algorithm"):
-        reinforce_plus_plus.Config(adv_estimator="rloo").check("algorithm")
+        check_section(reinforce_plus_plus.Config(adv_estimator="rloo"), "algorithm")
 
 
 @pytest.mark.parametrize(
@@ -223,13 +224,13 @@ def test_without_groups_a_single_row_is_enough() -> None:
 )
 def test_settings_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CriticFreeConfig(**knobs).check("algorithm")
+        check_section(CriticFreeConfig(**knobs), "algorithm")
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "cispo"])
 def test_an_algorithm_s_own_settings_are_sound_and_its_own(name: str) -> None:
     made = importlib.import_module(f"rlhf_spmd.algorithms.{name}").Config()
-    made.check("algorithm")
+    check_section(made, "algorithm")
     assert made.name == name
     different = [f.name for f in dataclasses.fields(made) if getattr(made, f.name) != getattr(CriticFreeConfig(), f.name)]
     assert len(different) >= 2, different
@@ -294,5 +295,5 @@ def test_values_are_restored_and_returns_normalised() -> None:
 
 
 def test_an_unknown_normalisation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown algorithm\.norm_reward 'yes'; available: none, mean_std"):
-        PPOConfig(norm_reward="yes").check("algorithm")
+    with pytest.raises(ValueError, match="algorithm.norm_reward='yes' is not known; allowed: none, mean_std"):
+        check_section(PPOConfig(norm_reward="yes"), "algorithm")

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampler_statistics import chi_square_z, draws, exact_probabilities
 
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.sampler import filter_weights, row_keys, sample, uniform
-from sampler_statistics import chi_square_z, draws, exact_probabilities
 
 OPTIONS = [
     SamplingConfig(),
@@ -138,7 +139,7 @@ def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check(config: SamplingConfig | GenerationConfig) -> None:
-    config.check("sampling")
+    check_section(config, "sampling")
     if isinstance(config, GenerationConfig):
         config.check_device("sampling")
 

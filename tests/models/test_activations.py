@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from live_memory import LiveMemory
+from ranks import run_ranks
+from small_models import CONFIGS
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from live_memory import LiveMemory
-from ranks import run_ranks
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.kernels import Kernels, choose_ops
 from rlhf_spmd.models.activations import CHECKPOINTING, save_on_host
 from rlhf_spmd.models.attention import PackedAttention
@@ -23,7 +25,6 @@ from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.workers.config import RoleConfig
-from small_models import CONFIGS
 
 LENGTHS = [150, 3, 70, 97]
 WIDE = {**CONFIGS["llama"], "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 300}
@@ -141,9 +142,9 @@ def test_what_is_on_the_host_is_a_copy_and_parameters_stay() -> None:
 
 
 def test_unknown_values_are_refused() -> None:
-    RoleConfig(activation_checkpointing="selective").check("models.actor")
+    check_section(RoleConfig(activation_checkpointing="selective"), "models.actor")
     with pytest.raises(ValueError, match="activation_checkpointing='true' is not known; allowed: auto, none, selective"):
-        RoleConfig(activation_checkpointing="true").check("models.actor")
+        check_section(RoleConfig(activation_checkpointing="true"), "models.actor")
 
 
 def head_memory(world: Any, tokens: int, entropy: bool) -> tuple[int, int]:

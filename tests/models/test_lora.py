@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
 from torch import Tensor, nn
 
 from rlhf_spmd.checkpoint.adapters import STATE, SavedAdapters, find_adapters
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.attention import PackedAttention
@@ -28,7 +30,6 @@ from rlhf_spmd.models.sharding import check_lora, plan_params
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter, init_adapters, load_pretrained
 from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 FAMILIES = {
     "llama": LoraConfig(rank=3, alpha=5.0),
@@ -413,4 +414,4 @@ def test_targets_that_the_model_has_not(family: str, targets: list[str], said: s
 )
 def test_settings_that_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        LoraConfig(**given).check("models.actor.lora")
+        check_section(LoraConfig(**given), "models.actor.lora")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_spmd.algorithms import cost_model, dpo, kto, orpo, reward_model, safe_rlhf, simpo
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.objectives.advantages import gae
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.preferences import best_and_worst, pair_indices
@@ -97,7 +98,7 @@ DPO: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 def test_dpo(name: str) -> None:
     settings, loss = DPO[name]
     config = dpo.Config(beta=0.3, **settings)
-    config.check("algorithm")
+    check_section(config, "algorithm")
 
     def derived(rows: list[Tensor]) -> Tensor:
         r = ratios(rows, config.length_normalized)
@@ -341,8 +342,11 @@ def test_the_multiplier_waits_and_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dpo.Config(loss_type="sigmod"), r"algorithm.loss_type='sigmod' is not known; allowed: sigmoid, ipo, hinge, robust"),
-        (dpo.Config(label_smoothing=0.5), r"algorithm.label_smoothing=0.5 must be at least 0 and less than 0.5"),
+        (
+            dpo.Config(loss_type="sigmod"),
+            r"algorithm.loss_type='sigmod' is not known; did you mean 'sigmoid'\? allowed: sigmoid,",
+        ),
+        (dpo.Config(label_smoothing=0.5), r"algorithm.label_smoothing=0.5: must be at least 0 and below 0.5"),
         (dpo.Config(label_smoothing=0.1, loss_type="ipo"), r"label_smoothing=0.1 does nothing with algorithm.loss_type=ipo"),
         (dpo.Config(loss_type="robust"), r"algorithm.loss_type=robust corrects for algorithm.label_smoothing"),
         (dpo.Config(beta=0.0), r"algorithm.beta=0.0: must be above 0"),
@@ -357,4 +361,4 @@ def test_the_multiplier_waits_and_is_bounded() -> None:
 )
 def test_settings_that_cannot_be(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config.check("algorithm")
+        check_section(config, "algorithm")

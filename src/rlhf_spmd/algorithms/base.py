@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
@@ -109,13 +109,11 @@ class MovingReferenceConfig(AlgorithmConfig):
     """
 
     sync_ref_model: bool = False
-    ref_model_mixup_alpha: float = 0.6
-    ref_model_sync_steps: int = 512
+    ref_model_mixup_alpha: PositiveFraction = 0.6
+    ref_model_sync_steps: PositiveInt = 512
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps")}
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "ref_model_mixup_alpha", above=0, most=1)
-        check_bounds(self, where, "ref_model_sync_steps", least=1)
         if self.sync_ref_model and "reference" not in self.roles:
             raise ValueError(f"{where}.sync_ref_model=true: {self.name} has no reference with these settings; leave it out")
 
@@ -168,15 +166,14 @@ class RolloutConfig(MovingReferenceConfig):
     - ppo_micro_batch_size_per_gpu: rows of a micro-batch on one rank, for `use_dynamic_bsz=false`
     """
 
-    ppo_mini_batch_size: int = 256
-    ppo_epochs: int = 1
+    ppo_mini_batch_size: PositiveInt = 256
+    ppo_epochs: PositiveInt = 1
     use_dynamic_bsz: bool = True
-    ppo_max_token_len_per_gpu: int = 16384
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", least=1)
         if not self.use_dynamic_bsz and (self.ppo_micro_batch_size_per_gpu or 0) < 1:
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
         if self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveInt
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import group_advantages
 from rlhf_spmd.rewards.results import RewardError
@@ -30,13 +30,9 @@ class OverlongConfig:
     """
 
     enable: bool = True
-    len: int | None = None
-    penalty_factor: float = 1.0
+    len: PositiveInt | None = None
+    penalty_factor: NonNegativeFloat = 1.0
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"enable": ("len", "penalty_factor")}
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "len", least=1)
-        check_bounds(self, where, "penalty_factor", least=0)
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,9 @@ class FilterGroupsConfig:
     """
 
     enable: bool = True
-    metric: str = "score"
-    max_num_gen_batches: int = 10
+    metric: Literal["score", "seq_reward"] = "score"
+    max_num_gen_batches: PositiveInt = 10
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"enable": ("metric", "max_num_gen_batches")}
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "max_num_gen_batches", least=1)
-        if self.metric not in ("score", "seq_reward"):
-            raise ValueError(f"{where}.metric={self.metric!r} is not known; allowed: score, seq_reward")
 
 
 @dataclass(frozen=True)

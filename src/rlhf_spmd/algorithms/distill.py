@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Fraction
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.advantages import gae
@@ -30,12 +30,11 @@ class Config(PolicyConfig):
     """
 
     name: str = "distill"
-    gamma: float = 0.0
+    gamma: Fraction = 0.0
     needs_reward: ClassVar[bool] = False
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "gamma", least=0, most=1)
         if self.use_kl_loss:
             raise ValueError(f"{where}.use_kl_loss=true: distill's KL is that to the teacher; leave it out")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.policy import PolicyConfig
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Fraction
 from rlhf_spmd.objectives.advantages import row_means
 from rlhf_spmd.objectives.kl import KLControlConfig, check_kl_kind, kl_penalty
 from rlhf_spmd.workers.objective import Rows
@@ -25,7 +25,7 @@ class KLRewardConfig(PolicyConfig):
     - kl_penalty: estimate in the reward: `kl` or `k1`, `abs`, `mse` or `k2`, `low_var_kl` or `k3`
     """
 
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     use_kl_in_reward: bool = True
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
@@ -37,7 +37,6 @@ class KLRewardConfig(PolicyConfig):
     def check(self, where: str) -> None:
         super().check(where)
         check_kl_kind(self.kl_penalty, f"{where}.kl_penalty")
-        check_bounds(self, where, "gamma", least=0, most=1)
 
     @property
     def uses_reference(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import Section
 from rlhf_spmd.algorithms.preferences import PairsConfig, next_with_reference, reference_log_probs, validate_by
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import UnpairedConfig
 from rlhf_spmd.objectives.advantages import row_sums
@@ -30,15 +30,10 @@ class Config(PairsConfig):
     """
 
     name: str = "kto"
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: PositiveFloat = 0.1
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
     streams: ClassVar[Mapping[str, Section]] = {"responses": Section("data", UnpairedConfig)}
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "beta", above=0)
-        check_bounds(self, where, "desirable_weight", "undesirable_weight", least=0)
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

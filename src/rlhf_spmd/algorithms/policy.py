@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig
 from rlhf_spmd.algorithms.own import is_own, own_loss
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.kl import check_kl_kind, kl_penalty
-from rlhf_spmd.objectives.losses import LOSS_AGG_MODES, aggregate, check_clip_ratios, check_loss_agg_mode, policy_loss
+from rlhf_spmd.objectives.losses import LOSS_AGG_MODES, LossAggMode, aggregate, check_clip_ratios, policy_loss
 from rlhf_spmd.objectives.ratio_losses import cispo_loss, geo_mean_loss, gspo_loss, sapo_loss
 from rlhf_spmd.objectives.rollout_correction import RolloutCorrectionConfig, correction_weights
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
@@ -43,20 +43,20 @@ class PolicyConfig(RolloutConfig):
     """
 
     use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: str = "low_var_kl"
     loss_mode: str = "vanilla"
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    entropy_coeff: float = 0.0
-    entropy_coeff_end: float | None = None
-    entropy_coeff_steps: int | None = None
+    tau_pos: PositiveFloat = 1.0
+    tau_neg: PositiveFloat = 1.05
+    entropy_coeff: FiniteFloat = 0.0
+    entropy_coeff_end: FiniteFloat | None = None
+    entropy_coeff_steps: PositiveInt | None = None
     mask_truncated_completions: bool = False
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: LossAggMode = "token-mean"
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"use_kl_loss": ("kl_loss_coef", "kl_loss_type")}
 
@@ -67,10 +67,6 @@ class PolicyConfig(RolloutConfig):
     def check(self, where: str) -> None:
         super().check(where)
         check_kl_kind(self.kl_loss_type, f"{where}.kl_loss_type")
-        check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
-        check_bounds(self, where, "kl_loss_coef", least=0)
-        check_bounds(self, where, "entropy_coeff", "entropy_coeff_end")
-        check_bounds(self, where, "entropy_coeff_steps", least=1)
         if (self.entropy_coeff_end is None) != (self.entropy_coeff_steps is None):
             raise ValueError(
                 f"{where}.entropy_coeff_end and {where}.entropy_coeff_steps (such as ${{run.steps}}) need each other"
@@ -93,7 +89,6 @@ class PolicyConfig(RolloutConfig):
             raise ValueError(f"{where}.clip_ratio={self.clip_ratio} does nothing beside clip_ratio_low and _high; leave it out")
         if "clip_ratio" in mode.keys:
             check_clip_ratios(*self.clip_range, self.clip_ratio_c, f"{where}.")
-        check_bounds(self, where, "tau_pos", "tau_neg", above=0)
         levels = (self.rollout_correction.rollout_is or "", self.rollout_correction.rollout_rs or "")
         if self.loss_mode == "geo_mean" and any(level.startswith("token") for level in levels):
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.values import CriticConfig, clipped_value, gae_advantages
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeFloat, NonNegativeInt
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers import ActorCriticWorker, ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, RoleClass, joint
 
@@ -27,9 +27,9 @@ class Config(CriticConfig):
 
     name: str = "ppo"
     adv_estimator: str = "gae"
-    critic_warmup: int = 0
+    critic_warmup: NonNegativeInt = 0
     share_actor_critic: bool = False
-    vf_coef: float = 0.1
+    vf_coef: NonNegativeFloat = 0.1
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"share_actor_critic": ("vf_coef",)}
 
     def check(self, where: str) -> None:
@@ -39,7 +39,6 @@ class Config(CriticConfig):
                 f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are for algorithms without a critic, such as "
                 f"{where}.name=grpo"
             )
-        check_bounds(self, where, "critic_warmup", "vf_coef", least=0)
         if self.share_actor_critic and self.critic_warmup:
             raise ValueError(
                 f"{where}.critic_warmup={self.critic_warmup} trains a critic by itself, and with {where}.share_actor_critic=true there "

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import PreferencesConfig
 from rlhf_spmd.objectives.advantages import row_sums
-from rlhf_spmd.objectives.preferences import LOSS_TYPES, pair_indices, preference_loss
+from rlhf_spmd.objectives.preferences import LossType, pair_indices, preference_loss
 from rlhf_spmd.workers import (
     ActorWorker,
     BatchLimits,
@@ -39,11 +39,8 @@ class PairsConfig(AlgorithmConfig):
     - max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest pair
     """
 
-    max_token_len_per_gpu: int = 16384
+    max_token_len_per_gpu: PositiveInt = 16384
     streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", PreferencesConfig)}
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "max_token_len_per_gpu", least=1)
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
@@ -76,19 +73,14 @@ class DirectConfig(AlgorithmConfig):
     - length_normalized: log-ratios as means per token in place of sums (TRL's `ipo` has that)
     """
 
-    beta: float = 0.1
-    loss_type: str = "sigmoid"
-    label_smoothing: float = 0.0
+    beta: PositiveFloat = 0.1
+    loss_type: LossType = "sigmoid"
+    label_smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
     length_normalized: bool = False
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "beta", above=0)
         loss_type, smoothing = self.loss_type, self.label_smoothing
-        if loss_type not in LOSS_TYPES:
-            raise ValueError(f"{where}.loss_type={loss_type!r} is not known; allowed: {', '.join(LOSS_TYPES)}")
-        if not 0 <= smoothing < 0.5:
-            raise ValueError(f"{where}.label_smoothing={smoothing} must be at least 0 and less than 0.5")
         if smoothing and loss_type not in ("sigmoid", "robust"):
             raise ValueError(
                 f"{where}.label_smoothing={smoothing} does nothing with {where}.loss_type={loss_type}; leave it out"

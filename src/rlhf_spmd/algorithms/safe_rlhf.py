@@ -15,7 +15,7 @@ from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.algorithms.values import clipped_value
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.sft import SftConfig
@@ -51,12 +51,12 @@ class Config(PPOConfig):
     """
 
     name: str = "safe_rlhf"
-    lambda_init: float = 1.0
-    lambda_lr: float = 0.1
-    lambda_max: float = 5.0
-    lambda_update_delay_steps: int = 0
-    threshold: float = 0.0
-    ptx_coeff: float = 0.0
+    lambda_init: PositiveFloat = 1.0
+    lambda_lr: NonNegativeFloat = 0.1
+    lambda_max: PositiveFloat = 5.0
+    lambda_update_delay_steps: NonNegativeInt = 0
+    threshold: FiniteFloat = 0.0
+    ptx_coeff: NonNegativeFloat = 0.0
     streams: ClassVar[Mapping[str, Section]] = {
         "prompts": Section("data", DataConfig),
         "texts": Section("ptx", SftConfig, optional=True),
@@ -64,9 +64,6 @@ class Config(PPOConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "lambda_init", "lambda_max", above=0)
-        check_bounds(self, where, "lambda_lr", "ptx_coeff", "lambda_update_delay_steps", least=0)
-        check_bounds(self, where, "threshold")
         if self.lambda_init > self.lambda_max:
             raise ValueError(f"{where}.lambda_init={self.lambda_init} must be at most {where}.lambda_max={self.lambda_max}")
         for key in ("share_actor_critic", "norm_reward", "norm_value"):

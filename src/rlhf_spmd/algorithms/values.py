@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.losses import aggregate, explained_variance, explained_variance_sums, value_loss
 from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.workers import Computed, Function, GlobalReduce, Objective, Rows, Totals
-
-REWARD_NORMS = ("none", "mean_std", "std")
 
 
 @dataclass(frozen=True)
@@ -27,17 +26,13 @@ class CriticConfig(KLRewardConfig):
       the advantages
     """
 
-    lam: float = 1.0
-    cliprange_value: float = 0.5
-    norm_reward: str = "none"
+    lam: Fraction = 1.0
+    cliprange_value: NonNegativeFloat = 0.5
+    norm_reward: Literal["none", "mean_std", "std"] = "none"
     norm_value: bool = False
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "lam", least=0, most=1)
-        check_bounds(self, where, "cliprange_value", least=0)
-        if self.norm_reward not in REWARD_NORMS:
-            raise ValueError(f"unknown {where}.norm_reward {self.norm_reward!r}; available: {', '.join(REWARD_NORMS)}")
         if self.loss_mode == "geo_mean":
             raise ValueError(f"{where}.loss_mode=geo_mean: needs one advantage per response, and gae gives each token its own")
 

@@ -27,7 +27,7 @@ def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
     for key in keys:
         for project, names in foreign_names().items():
             for name in (key, key.rpartition(".")[2])[: 1 + by_end]:
-                ours = names["keys"].get(name) or names["said"].get(name)
+                ours = names["said"].get(name) or names["keys"].get(name)
                 if ours not in (None, name, key):
                     origin = "" if project == SLIPS else f"it is {project}'s; "
                     return f"'{key}'; {origin}here: {ours}"

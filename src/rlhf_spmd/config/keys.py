@@ -13,9 +13,9 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from rlhf_spmd.config.schema import ConfigError, describe, unknown_key
+from rlhf_spmd.config.schema import ConfigError, describe, full_type_hints, unknown_key
 
 ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
 
@@ -44,7 +44,7 @@ def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", defau
     Entries of a mapping to dataclasses are called ``<name>``. ``default``: an instance whose values are the defaults.
     """
     fields = {field.name: field for field in dataclasses.fields(schema)}
-    annotations = {name: kind for name, kind in get_type_hints(schema).items() if name in fields} | dict(replaced)
+    annotations = {name: kind for name, kind in full_type_hints(schema).items() if name in fields} | dict(replaced)
     said = key_texts(schema)
     for name, annotation in annotations.items():
         key, is_mapping = f"{where}{name}", get_origin(annotation) is dict

@@ -20,10 +20,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from rlhf_spmd.config.bounds import idle_settings
+from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
-from rlhf_spmd.config.schema import ConfigError, Reader, first_line, leaves
+from rlhf_spmd.config.schema import ConfigError, check_section, first_line, leaves, read_section
 from rlhf_spmd.config.written import parse, parse_value, to_plain
 
 T = TypeVar("T")
@@ -61,12 +61,12 @@ def load(
     # a section that is not there or without content (``data:``) means the defaults, unless null is allowed there
     kinds = {**typing.get_type_hints(schema), **types}
     plain |= {key: {} for key, kind in kinds.items() if dataclasses.is_dataclass(kind) and plain.get(key) is None}
-    resolved = to_dict(Reader(schema, types, plain, interpolated=True).read())
+    resolved = to_dict(read_section(schema, plain, types, interpolated=True))
     try:
         resolved = interpolate(resolved)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
-    return cast(T, Reader(schema, types, resolved, interpolated=False).read())
+    return read_section(schema, resolved, types)
 
 
 def read_tree(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -81,8 +81,7 @@ def check_tree(config: Any, where: str = "") -> None:
     """
     for path, section in sections_of(config, where):
         try:
-            if hasattr(section, "check"):
-                section.check(path)
+            check_section(section, path)
         except ValueError as error:
             raise ConfigError(_masked(str(error), section)) from error
         # The boundary to the user's code: whatever the check of an algorithm of one's own raises.

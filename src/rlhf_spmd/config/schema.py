@@ -9,16 +9,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import numbers
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Union, get_args, get_origin
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+from rlhf_spmd.config.constraints import Range, options_of
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.written import Plain, resolve
 
+T = TypeVar("T")
+
+RENAMED = {  # the ends of keys that had another name before
+    "placement.stream": "rollout_chunks",
+    "generation.engine": "reshard_method",
+    "generation.exact": "reuse_rollout_log_probs",
+}
 SHOWN_KEYS, SHOWN_HINTS = 40, 3
 EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
 NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
@@ -35,7 +43,8 @@ class ConfigError(ValueError):
     """A mistake in the configuration; the message is one line for the user."""
 
 
-type_hints = cache(typing.get_type_hints)
+type_hints = cache(typing.get_type_hints)  # without ranges
+full_type_hints = cache(lambda section: typing.get_type_hints(section, include_extras=True))
 
 
 def first_line(error: BaseException) -> str:
@@ -60,46 +69,108 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """A type in words, with its article."""
-    options = _options(annotation)
+    """A type in words, with its article: ``an integer, at least 1``."""
+    options = options_of(annotation)
     if len(options) > 1:
         return " or ".join(describe(option) for option in options)
     if dataclasses.is_dataclass(annotation):
         return f"a mapping with the keys {_listed([f.name for f in dataclasses.fields(annotation)])}"
-    if get_args(annotation):
-        element = describe(get_args(annotation)[-1])
-        return f"a list, each entry {element}" if get_origin(annotation) is list else f"a mapping, each value {element}"
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(map(str, inner))
+    if origin is Annotated:
+        return ", ".join(
+            [describe(inner[0]), *(word for rule in inner[1:] if isinstance(rule, Range) for word in rule.words())]
+        )
+    if inner:
+        return f"{'a list, each entry' if origin is list else 'a mapping, each value'} {describe(inner[-1])}"
     return WORDS.get(annotation, str(annotation))
 
 
-@dataclass
-class Reader:
-    """Makes a ``schema`` instance of ``plain`` values; the root's fields ``replaced`` have other types than it says.
+def check_fields(section: Any, where: str) -> None:
+    """Raise ValueError for the first field of a dataclass that is out of its range or none of its choices. ``where``: the dataclass's
+    dotted path, "" for the root."""
+    hints = full_type_hints(type(section))
+    for f in dataclasses.fields(section):
+        key = f"{where}.{f.name}" if where else f.name
+        for wrong in _violations(hints[f.name], getattr(section, f.name), key):
+            raise ValueError(wrong)
 
-    With ``interpolated`` text with ``${`` stands for a value that is not known yet, of any type. With ``strict``, for values that no
-    person wrote, text is no number (but of a mapping's keys, which JSON has only as text).
+
+def check_section(section: Any, where: str) -> None:
+    """Check each field of a dataclass, then call its ``check(where)`` if it has one. Raises ValueError."""
+    check_fields(section, where)
+    if hasattr(section, "check"):
+        section.check(where)
+
+
+def _violations(annotation: Any, value: Any, key: str) -> Iterator[str]:
+    options = [option for option in options_of(annotation) if option is not type(None)]
+    if value is None or Any in options:
+        return
+    if len(options) > 1:
+        if all(any(_violations(option, value, key)) or not isinstance(value, _class_of(option)) for option in options):
+            yield f"{key}={value!r} must be {describe(annotation)}"
+        return
+    origin, inner = get_origin(options[0]), get_args(options[0])
+    if origin is Annotated:
+        for rule in inner[1:]:
+            if isinstance(rule, Range) and not rule.allows(value):
+                yield f"{key}={value}: must be {rule.refusal(value)}"
+    elif origin is Literal and value not in inner:
+        null = ", or null" if annotation is not options[0] else ""
+        yield f"{key}={value!r} is not known{nearest(str(value), list(map(str, inner))) or ';'} allowed: {_listed(inner)}{null}"
+    elif origin in (list, dict):
+        for at, each in value.items() if origin is dict else enumerate(value):
+            yield from _violations(inner[-1], each, f"{key}.{at}" if origin is dict else f"{key}[{at}]")
+
+
+def _class_of(annotation: Any) -> Any:
+    """The class, or classes, of the values of a type that is no union."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return tuple(map(type, get_args(annotation)))
+    base = get_args(annotation)[0] if origin is Annotated else origin or annotation
+    return (int, float) if base is float else base
+
+
+def read_section(
+    schema: type[T],
+    plain: Mapping[str, Any],
+    replaced: Mapping[str, Any] = MappingProxyType({}),
+    interpolated: bool = False,
+    strict: bool = False,
+) -> T:
+    """Return an instance of the dataclass ``schema`` with the values of ``plain``.
+
+    ``replaced``: types that go before those of ``schema``'s own fields. ``interpolated``: a text with ``${`` stands for a value that
+    is not known yet. ``strict``: a program wrote the values, so a text is no number; keys of mappings may be, since JSON has only text.
+    Raises ConfigError for the first value that does not fit, then for all that are missing. Ranges are not checked here.
     """
+    reader = _Reader(schema, replaced, plain, interpolated, strict)
+    result: T = reader.section(schema, plain, "", None)
+    if reader.missing:
+        names = [f"'{key}' ({describe(reader.missing[key])})" for key in sorted(reader.missing)]
+        raise ConfigError(f"{', '.join(names)} must be given")
+    return result
+
+
+@dataclass
+class _Reader:
+    """One call of :func:`read_section`. ``missing``: keys that must be given, with their types."""
 
     schema: Any
     replaced: Mapping[str, Any]
     plain: Mapping[str, Any]
     interpolated: bool
-    strict: bool = False
+    strict: bool
     missing: dict[str, Any] = field(default_factory=dict)
-
-    def read(self) -> Any:
-        """Raises ConfigError for the first value that does not fit, then for all that are missing."""
-        result = self._section(self.schema, self.plain, "", None)
-        if self.missing:
-            names = [f"'{key}' ({describe(self.missing[key])})" for key in sorted(self.missing)]
-            raise ConfigError(f"{', '.join(names)} must be given")
-        return result
 
     def _fields(self, section: Any) -> dict[str, Any]:
         hints = {**type_hints(section), **(self.replaced if section is self.schema else {})}
         return {f.name: hints[f.name] for f in dataclasses.fields(section)}
 
-    def _section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
+    def section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
         """``default``: an instance that the value's keys go over, if there is one."""
         self._check_keys(section, value, where)
         hints, made = self._fields(section), {}
@@ -121,7 +192,7 @@ class Reader:
         return {str(key): self._value(hints[key], child, _dotted(where, key)) for key, child in value.items()}
 
     def _value(self, annotation: Any, value: Any, where: str, default: Any = None) -> Any:
-        options = {get_origin(option) or option: option for option in _options(annotation)}
+        options = {get_origin(option) or option: option for option in options_of(annotation)}
         section = _dataclass(annotation)
         if where.endswith("dtype") and isinstance(value, str):
             value = DTYPES.get(value, value)
@@ -132,7 +203,7 @@ class Reader:
         if Any in options:
             return resolve(value)
         if section is not None and isinstance(value, Mapping):
-            return self._section(section, value, where, default)
+            return self.section(section, value, where, default)
         if isinstance(value, Mapping) and dict in options:
             (of_key, of_value), keys = get_args(options[dict]), dataclasses.replace(self, strict=False)
             dotted = {key: _dotted(where, key) for key in value}
@@ -140,7 +211,7 @@ class Reader:
         if isinstance(value, list | tuple) and list in options:
             (element,) = get_args(options[list])
             return [self._value(element, child, f"{where}[{index}]") for index, child in enumerate(value)]
-        scalars = [option for option in options if option in READABLE]
+        scalars = list(dict.fromkeys(kind for option in options.values() for kind in _scalars(option)))
         if type(value) in scalars or (str in scalars and isinstance(value, str) and not isinstance(value, Plain)):
             return value
         if len(scalars) > 1 and isinstance(value, Plain):
@@ -188,13 +259,21 @@ def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[st
     elsewhere = [
         name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
     ]
-    meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
+    newer = RENAMED.get(".".join(_dotted(where, key).split(".")[-2:]))
+    renamed = [_dotted(where, newer)] if newer in allowed else []
+    meant = next(filter(None, [renamed, below, longer[:1], here, same_name, elsewhere[:1]]), [])
     hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
     given = [name for name, _ in leaves(value, _dotted(where, key))]
-    foreign = foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
+    foreign = None if renamed else foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
     if foreign:
         return f"unknown key {foreign}"
     return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
+
+
+def _scalars(option: Any) -> Iterator[type]:
+    """The types of the plain values of a type that is no union."""
+    kinds = map(type, get_args(option)) if get_origin(option) is Literal else [option]
+    return (kind for kind in kinds if kind in READABLE)
 
 
 def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
@@ -228,15 +307,11 @@ def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(child, _dotted(where, key))
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
 def _dataclass(annotation: Any) -> Any:
     """The dataclass of ``X``, ``X | None``; None where there is none."""
-    return next((option for option in _options(annotation) if dataclasses.is_dataclass(option)), None)
+    return next((option for option in options_of(annotation) if dataclasses.is_dataclass(option)), None)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[object]) -> str:
     more = f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else ""
-    return ", ".join(names[:SHOWN_KEYS]) + more
+    return ", ".join(map(str, names[:SHOWN_KEYS])) + more

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.data.batch import ragged
 from rlhf_spmd.data.conversation import ConversationEncoder, Learnt, end_ids
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
@@ -39,13 +39,9 @@ class ResponsesConfig(DatasetConfig):
     - append_eos: end responses with the tokenizer's end token; behind chat messages, where the template writes no end of its own
     """
 
-    max_length: int = 1024
+    max_length: Annotated[int, Range(least=2)] = 1024
     filter_overlong: bool = True
     append_eos: bool = True
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "max_length", least=2)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan_moves, unpack
@@ -157,7 +158,7 @@ class Generator:
         """Raises ValueError for rows that cannot be generated; returns what ends them."""
         vocabulary, ends = self.decoder.spec.vocab_size, build_ends(sampling, self.eos_ids, self.decoding, "sampling")
         for drawing, row_id in {r.drawing: r.row_id for r in requests if r.drawing}.items():
-            sampling.drawn_by(drawing).check(f"sampling of row {row_id}")
+            check_section(sampling.drawn_by(drawing), f"sampling of row {row_id}")
         sampling.check_ids(vocabulary, ends.token_ids, any(request.min_new_tokens for request in requests), "sampling")
         for request in requests:
             if not request.prompt_ids:

@@ -14,15 +14,15 @@ from functools import partial
 from itertools import accumulate
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rlhf_spmd.config.bounds import SEEDS, check_bounds
+from rlhf_spmd.config.constraints import Range, Seed
 from rlhf_spmd.config.load import check_tree
-from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids, read_template
 from rlhf_spmd.data.ends import end_token_ids
@@ -54,14 +54,12 @@ class EngineConfig(LoadedConfig):
     """
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    seed: int = 0
-    max_model_len: int | None = None
+    seed: Seed = 0
+    max_model_len: Annotated[int, Range(least=2)] | None = None
     tokenizer: str | None = None
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "seed", **SEEDS)
-        check_bounds(self, where, "max_model_len", least=2)
         check_generation(self.layout, self.generation)
         if self.layout.pp != 1:
             raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")
@@ -326,7 +324,7 @@ class LLM:
         settings |= {"max_model_len": max_model_len, "tokenizer": None if tokenizer is None else str(tokenizer)}
         refuse_vllm_only(generation, VLLM_ONLY)
         knobs = {key: value for key, value in generation.items() if key not in VLLM_ONLY}
-        config = Reader(EngineConfig, {}, settings | {"generation": knobs}, interpolated=False).read()
+        config = read_section(EngineConfig, settings | {"generation": knobs})
         check_tree(config)
         set_up_cuda()
         ready = prepare_model(config, read_launch())

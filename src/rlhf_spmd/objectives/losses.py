@@ -10,21 +10,18 @@ lower and upper clip ratios, DAPO (arXiv 2503.14476); clipped value loss: TRL an
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from rlhf_spmd.objectives.advantages import check_packed, moments
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LOSS_AGG_MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
 
 # exp() of a larger difference of log-probs carries no information and overflows float32 from 88 on.
 LOG_RATIO_LIMIT = 20.0
-
-
-def check_loss_agg_mode(mode: str, where: str = "loss_agg_mode") -> None:
-    """Raises ValueError unless ``mode`` is one of :data:`LOSS_AGG_MODES`."""
-    if mode not in LOSS_AGG_MODES:
-        raise ValueError(f"unknown {where} {mode!r}; available: {', '.join(LOSS_AGG_MODES)}")
 
 
 def check_clip_ratios(low: float, high: float, c: float, where: str = "") -> None:
@@ -105,7 +102,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_va
 def aggregate(
     loss: Tensor,
     lengths: Tensor,
-    mode: str,
+    mode: LossAggMode,
     num_tokens: int | float,
     num_rows: int | float,
     max_length: int | float | None = None,
@@ -122,9 +119,8 @@ def aggregate(
     ``num_tokens`` and ``num_rows`` (those with a token) are those of the whole mini-batch over all ranks. ``max_length`` is a
     constant of the run (tokens), needed by the last mode only.
 
-    Raises ValueError for an unknown mode, and for the last one without ``max_length``.
+    Raises ValueError for the last mode without ``max_length``.
     """
-    check_loss_agg_mode(mode)
     check_packed(loss, lengths)
     if mode == "token-mean":
         assert num_tokens > 0, "the mini-batch has no tokens (global count 0)"
@@ -135,6 +131,7 @@ def aggregate(
         return (loss * each.to(device=loss.device, dtype=loss.dtype, non_blocking=True)).sum() / num_rows
     if mode == "seq-mean-token-sum":
         return loss.sum() / num_rows
+    assert mode == "seq-mean-token-sum-norm", f"loss_agg_mode {mode!r}"
     if max_length is None or max_length <= 0:
         raise ValueError(f"loss_agg_mode {mode!r} divides by the largest response length; got {max_length}, give one > 0")
     return loss.sum() / (num_rows * max_length)

@@ -6,11 +6,13 @@ same shape, not aggregated. Log-probs are of whole responses, in nats.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
+LossType = Literal["sigmoid", "ipo", "hinge", "robust"]
 
 
 def pair_indices(group_ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +58,7 @@ def cost_preference(safer: Tensor, riskier: Tensor, safer_sign: Tensor, riskier_
     return -logsigmoid(riskier - safer) - signs
 
 
-def preference_loss(difference: Tensor, beta: float, loss_type: str = "sigmoid", smoothing: float = 0.0) -> Tensor:
+def preference_loss(difference: Tensor, beta: float, loss_type: LossType = "sigmoid", smoothing: float = 0.0) -> Tensor:
     """DPO's losses of ``difference`` [pairs]: log-ratio to the reference of the chosen minus that of the rejected response.
 
     =========== ========================================================================================================

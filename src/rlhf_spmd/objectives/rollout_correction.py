@@ -11,19 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat
 from rlhf_spmd.objectives.advantages import of_tokens, row_means, row_sums
 from rlhf_spmd.objectives.kl import low_var_kl
 from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
 
-IS_LEVELS = ("token", "sequence")
-RS_LEVELS = ("token", "seq_sum", "seq_mean")
-RS_KINDS = tuple(f"{level}_{kind}" for level in RS_LEVELS for kind in ("k1", "k2", "k3"))
+RejectionKind = Literal[
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3")
+]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class RolloutCorrectionConfig:
       forward pass is made for others
     """
 
-    rollout_is: str | None = None
-    rollout_is_threshold: float = 2.0
-    rollout_rs: str | None = None
-    rollout_rs_threshold: float | None = None
-    rollout_rs_threshold_lower: float | None = None
+    rollout_is: Literal["token", "sequence"] | None = None
+    rollout_is_threshold: PositiveFloat = 2.0
+    rollout_rs: RejectionKind | None = None
+    rollout_rs_threshold: PositiveFloat | None = None
+    rollout_rs_threshold_lower: PositiveFloat | None = None
     bypass_mode: bool = False
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "rollout_is": ("rollout_is_threshold",),
@@ -53,10 +53,6 @@ class RolloutCorrectionConfig:
     }
 
     def check(self, where: str) -> None:
-        for key, value, known in (("rollout_is", self.rollout_is, IS_LEVELS), ("rollout_rs", self.rollout_rs, RS_KINDS)):
-            if value is not None and value not in known:
-                raise ValueError(f"unknown {where}.{key} {value!r}; available: {', '.join(known)}, or null")
-        check_bounds(self, where, "rollout_is_threshold", "rollout_rs_threshold", "rollout_rs_threshold_lower", above=0)
         if self.bypass_mode and self.active:
             key = "rollout_is" if self.rollout_is is not None else "rollout_rs"
             raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveInt
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.rewards.format import check as check_pattern
 
@@ -32,13 +32,11 @@ class JudgeConfig:
     template: str = ""
     pattern: str = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
     range: list[float] | None = None
-    max_response_length: int = 256
-    temperature: float = 0.0
+    max_response_length: PositiveInt = 256
+    temperature: NonNegativeFloat = 0.0
 
     def check(self, where: str) -> None:
         """Raises ValueError naming the key and the value; reads the template's file."""
-        check_bounds(self, where, "max_response_length", least=1)
-        check_bounds(self, where, "temperature", least=0)
         check_pattern(where, self.pattern)
         limits = self.range
         if limits is not None and not (len(limits) == 2 and -LARGEST <= limits[0] < limits[1] <= LARGEST):

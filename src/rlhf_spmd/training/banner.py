@@ -109,7 +109,7 @@ def _attention(ready: Any, device: torch.device) -> Iterator[str]:
     exported = ready.config.algorithm.exported
     plan = ready.plans[exported]
     dtype = plan.config.torch_dtype(device)
-    wanted, exact = plan.config.attention, plan.config.generation.exact is True
+    wanted, exact = plan.config.attention, plan.config.generation.reuse_rollout_log_probs is True
     attention = choose_ops(dtype, device, wanted, f"models.{exported}.attention", exact).name
     yield attention
     if plan.generation is not None:

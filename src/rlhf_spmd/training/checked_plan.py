@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.placement import PlacementConfig
@@ -64,7 +64,6 @@ def planned_roles(
     settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in described.items()}}, file)
     roles = {}
     for role, plan in described.items():
-        reader = Reader(type(plan.config), {}, settings["models"][role], interpolated=False)
-        roles[role] = replace(plan, config=reader.read())
+        roles[role] = replace(plan, config=read_section(type(plan.config), settings["models"][role]))
     placement = PlacementConfig(pools=settings["placement"]["pools"], max_staleness=ahead)
     return place(roles, placement, file.ranks, file.local_size, graph)

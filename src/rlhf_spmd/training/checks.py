@@ -204,7 +204,7 @@ def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
 
 
 def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, that ``placement.stream`` does nothing, if no call takes generated rows on ranks that do not generate."""
+    """In words, that ``placement.rollout_chunks`` does nothing, if no call takes generated rows on ranks that do not generate."""
 
     def ranks(call: CallRecord) -> set[int]:
         plan = plans.get(call.role.name)
@@ -212,10 +212,9 @@ def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> lis
 
     makers = set().union(*(ranks(call) for call in graph.nodes if call.spec.kind == "generate"))
     streams = any(makers and call.spec.streams and ranks(call).isdisjoint(makers) for call in graph.nodes)
-    text = (
-        f"placement.stream={config.placement.stream} does nothing: no call takes generated rows on ranks that do not generate"
-    )
-    return [text] if config.placement.stream > 1 and not streams else []
+    chunks = config.placement.rollout_chunks
+    text = f"placement.rollout_chunks={chunks} does nothing: no call takes generated rows on ranks that do not generate"
+    return [text] if chunks > 1 and not streams else []
 
 
 def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
@@ -340,7 +339,7 @@ def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool
 def exact_rollouts(config: Any, plans: Mapping[str, RolePlan]) -> bool:
     """Whether generation's log-probs are a training forward's, bit for bit, so that no such forward is needed.
 
-    Raises ValueError where ``models.<role>.generation.exact`` demands it and something stands against it.
+    Raises ValueError where ``models.<role>.generation.reuse_rollout_log_probs`` demands it and something stands against it.
     """
     found = [_exact(role, plan, config) for role, plan in generating(plans).items()]
     return bool(found) and all(found)
@@ -349,10 +348,10 @@ def exact_rollouts(config: Any, plans: Mapping[str, RolePlan]) -> bool:
 def _exact(role: str, plan: RolePlan, config: Any) -> bool:
     generation, settings = plan.generation, plan.config.generation
     assert generation is not None
-    if settings.exact is False:
+    if settings.reuse_rollout_log_probs is False:
         return False
     against, device, dtype = None, model_device(), plan.config.torch_dtype(model_device())
-    if not capabilities(device).exact and settings.exact is None:
+    if not capabilities(device).exact and settings.reuse_rollout_log_probs is None:
         return False  # its kernels are slower there: on by choice only
     if not capabilities(device).exact and (why := _against_on_gpus(role, plan, device, dtype)):
         against = why
@@ -370,8 +369,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = f"with placement.max_staleness={config.placement.max_staleness} tokens come from weights of earlier steps"
     elif in_flight(config) is not None:
         against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
-    if settings.exact and against:
-        raise ValueError(f"models.{role}.generation.exact=true, but {against}; leave it out")
+    if settings.reuse_rollout_log_probs and against:
+        raise ValueError(f"models.{role}.generation.reuse_rollout_log_probs=true, but {against}; leave it out")
     return against is None
 
 

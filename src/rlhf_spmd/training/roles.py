@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import leaves, nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
@@ -26,7 +25,6 @@ from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
-from rlhf_spmd.reshard import METHODS
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.workers import (
     ActorWorker,
@@ -236,9 +234,6 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         if not issubclass(worker, JudgeWorker):
             _refuse_unusual(generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
-    if generation.engine not in METHODS:
-        raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
-    check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
 
 
@@ -252,7 +247,8 @@ def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
     own, usual = config.generation, GenerationConfig()
-    rest = replace(usual, **{key: getattr(own, key) for key in ("pp", "tp", "engine", "buffers", "overlap", "exact")})
+    judged = ("pp", "tp", "reshard_method", "buffers", "overlap", "reuse_rollout_log_probs")
+    rest = replace(usual, **{key: getattr(own, key) for key in judged})
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
     if layout.vpp > 1:
         raise ValueError(

@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
-from rlhf_spmd.config.bounds import SECONDS, SEEDS, check_bounds
+from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seconds, Seed
 from rlhf_spmd.config.interpolation import select
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.schema import ConfigError
@@ -51,28 +52,22 @@ class RunConfig:
 
     name: str = "run"
     dir: str = "runs/${run.name}"
-    seed: int = 0
-    steps: int | None = 100
-    save_freq: int = 0
-    test_freq: int = 0
+    seed: Seed = 0
+    steps: PositiveInt | None = 100
+    save_freq: NonNegativeInt = 0
+    test_freq: NonNegativeInt = 0
     resume: str = "auto"
-    keep_checkpoints: int = 2
-    timeout_s: float = 600.0
-    threads: int = 1
-    log_samples: int = 4
+    keep_checkpoints: Annotated[int, Range(least=2)] = 2
+    timeout_s: Seconds = 600.0
+    threads: Annotated[int, Range(least=1, most=MOST_THREADS)] = 1
+    log_samples: NonNegativeInt = 4
     export: bool = True
-    export_freq: int = 0
+    export_freq: NonNegativeInt = 0
     export_merged: bool = True
     max_shard_size: str = "5GB"
     keep_best: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "steps", least=1)
-        check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
-        check_bounds(self, where, "save_freq", "test_freq", "log_samples", "export_freq", least=0)
-        check_bounds(self, where, "keep_checkpoints", least=2)
-        check_bounds(self, where, "timeout_s", **SECONDS)
-        check_bounds(self, where, "seed", **SEEDS)
         from transformers.utils.hub import convert_file_size_to_int
 
         try:

@@ -128,7 +128,7 @@ class ModelWorker(Worker):
                 new_head=self.new_head,
                 fill=build.serves is None,
                 lora=config.lora,
-                exact_gpu=config.generation.exact is True,
+                exact_gpu=config.generation.reuse_rollout_log_probs is True,
             )
             if config.offload and build.serves is None:
                 self.resting = Storages(held_tensors(self.engine))

@@ -89,7 +89,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     build, pool, layout, spec = worker.build, worker.pool, worker.shape.generating, worker.spec
     mesh = build_mesh(build.world, pool.ranks, layout)
     # a twin generates in the layout that its weights come in, so there is nothing to choose
-    name = "zero_redundancy" if build.serves else worker.config.generation.engine
+    name = "zero_redundancy" if build.serves else worker.config.generation.reshard_method
     method = choose_method(name, layout)
     if not worker.member:
         return None
