@@ -35,18 +35,20 @@ from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
-from rlhf_spmd.train import TrainConfig, TrainJob, describe_run, read_config, trace
 from rlhf_spmd.training import checks, planning
 from rlhf_spmd.training import plan_inputs as outline
 from rlhf_spmd.training.checked_plan import checked_plan
 from rlhf_spmd.training.checks import UNKNOWN_STEPS
+from rlhf_spmd.training.job import TrainJob, trace
 from rlhf_spmd.training.memory import StepFacts
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.training.placing import place
 from rlhf_spmd.training.plan_summary import PlanSummary, summarise
 from rlhf_spmd.training.planned_calls import PlannedNode, placed_calls, planned_nodes
+from rlhf_spmd.training.prepare import describe_run
 from rlhf_spmd.training.profiling import profile
 from rlhf_spmd.training.roles import RolePlan, generating
+from rlhf_spmd.training.train_config import TrainConfig, read_config
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def test_the_entropy_coefficient_moves_on_a_line() -> None:
     entropy = float(sample()["entropy"].mean())
     assert computed(made, WHOLE, 5)[0] == pytest.approx(computed(still, WHOLE)[0] - 0.1 * entropy, rel=1e-12)
     assert computed(made, WHOLE, 9)[0] == pytest.approx(computed(replace(end, entropy_coeff_steps=None), WHOLE)[0], rel=1e-12)
-    with pytest.raises(ValueError, match="does not tell clipped_policy its number"):
+    with pytest.raises(ValueError, match="does not tell clipped_policy its global_step"):
         clipped_policy(made, SamplingConfig(max_response_length=LIMIT))
 
 

@@ -147,9 +147,9 @@ class MovingReferenceConfig(AlgorithmConfig):
         return ("reference",) if self.sync_ref_model else ()
 
 
-def move_reference(models: Any, config: AlgorithmConfig, number: int) -> list[Reference]:
+def move_reference(models: Any, config: AlgorithmConfig, global_step: int) -> list[Reference]:
     """The end of every step: the reference follows, if this is a step after which it does."""
-    if not (isinstance(config, MovingReferenceConfig) and config.sync_ref_model) or number % config.ref_model_sync_steps:
+    if not (isinstance(config, MovingReferenceConfig) and config.sync_ref_model) or global_step % config.ref_model_sync_steps:
         return []
     return [models.reference.follow(None, models.actor, config.ref_model_mixup_alpha)]
 
@@ -203,13 +203,13 @@ class RolloutConfig(MovingReferenceConfig):
         return {"mini_batch_size": self.ppo_mini_batch_size, "epochs": self.ppo_epochs}
 
 
-def sample(models: Any, data: Any, number: int) -> tuple[Reference, Reference]:
+def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Reference]:
     """The step's prompts with the actor's responses, and the call that made these.
 
     With ``data.gen_batch_size`` more prompts are in flight than the step takes: those whose responses have ended first.
     """
     prompts = data.prompts.next()
-    rollout = models.actor.generate_sequences(prompts, data.sampling, number, data.prompts.num_groups)
+    rollout = models.actor.generate_sequences(prompts, data.sampling, global_step, data.prompts.num_groups)
     if data.prompts.num_groups is not None:
         reports = models.controller.get(rollout)[0]
         ended = data.prompts.take_ended([group for report in reports for group in report["groups"]])
@@ -249,20 +249,20 @@ def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Co
     return {"scores": total.where(scored, torch.nan)}, {"reward/total_mean": sums[0] / sums[1]} if sums[1] else {}
 
 
-def validate(models: Any, data: Any, config: Any, number: int, stream: str = "prompts") -> dict[str, float]:
+def validate(models: Any, data: Any, config: Any, global_step: int, stream: str = "prompts") -> dict[str, float]:
     """Mean score of the validation prompts' responses, means of what else the reward functions returned, and what ``evaluate`` says
     of each set.
 
     Collective over the world: every rank of it must call, in program order.
     """
-    return data.validate_rewards(stream, lambda *given: _answer_and_score(models, number, *given))
+    return data.validate_rewards(stream, lambda *given: _answer_and_score(models, global_step, *given))
 
 
 def _answer_and_score(
-    models: Any, number: int, rows: Reference, sampling: SamplingConfig, read_answers: Function
+    models: Any, global_step: int, rows: Reference, sampling: SamplingConfig, read_answers: Function
 ) -> tuple[Reference, list[Reference]]:
     """``scores`` and what ``read_answers`` makes of the responses, and the calls whose values are reported."""
-    answered = rows.union(models.actor.generate_sequences(rows, sampling, number))
+    answered = rows.union(models.actor.generate_sequences(rows, sampling, global_step))
     scores, calls = score(models, answered)
     answered = answered.union(scores)
     read = models.arithmetic.apply(answered, read_answers, ("response_ids", "scores", "stopped"), gives=("answer_codes",))

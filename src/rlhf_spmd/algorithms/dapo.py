@@ -72,13 +72,13 @@ class Config(PolicyConfig):
             raise ValueError(f"algorithm.overlong_buffer.len={room} must be at most data.max_response_length={limit}")
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
     calls, batches, found, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
-        batch, rollout = sample(models, data, number)
+        batch, rollout = sample(models, data, global_step)
         scores, scored = score(models, batch)
         judged = models.arithmetic.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
         calls, wanted, batch = calls or [rollout, *scored, judged], wanted or len(batch), batch.union(scores, judged)
@@ -90,20 +90,22 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
             break
     kept_groups, size = found // data.sampling.n, wanted // data.sampling.n
     if found < wanted:
-        tell_of_few(models.controller, number, kept_groups, size, len(batches), is_scored)
+        tell_of_few(models.controller, global_step, kept_groups, size, len(batches), is_scored)
     # 2. the first of them, and the update
     kept = batches[0].concat(*batches[1:])
     kept = kept.take(np.arange(len(kept)) < wanted)
     counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
     advantages = models.arithmetic.apply(kept, in_group(counts), ("seq_rewards",), gives=("advantages",), keep_groups=True)
     old = models.actor.compute_log_prob(kept)
-    update = models.actor.update(kept.union(old, advantages), clipped_policy(config, data.sampling, number), **config.schedule)
+    update = models.actor.update(
+        kept.union(old, advantages), clipped_policy(config, data.sampling, global_step), **config.schedule
+    )
     return [*calls, old, advantages, update]
 
 
-def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: int, is_scored: bool) -> None:
+def tell_of_few(controller: Any, global_step: int, found: int, wanted: int, tried: int, is_scored: bool) -> None:
     """A step of fewer groups is told. Where there are none it raises ValueError, or RewardError if no response has a score."""
-    told = f"step {number}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
+    told = f"step {global_step}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
     remedy = "give other prompts, more samples (sampling.n), or a larger algorithm.filter_groups.max_num_gen_batches"
     if not found:
         failure = ValueError if is_scored else RewardError

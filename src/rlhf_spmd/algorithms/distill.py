@@ -61,15 +61,15 @@ class Config(PolicyConfig):
         return {"actor": ActorWorker, "teacher": ReferenceWorker, "reward": RewardWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One step of distillation. Returns the calls whose values are the step's metrics."""
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scored = score(models, batch)[1] if models.rewards else []
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old, models.teacher.compute_ref_log_prob(batch).rename(ref_log_prob="teacher_log_probs"))
     reads = ("old_log_probs", "teacher_log_probs")
     advantages = models.arithmetic.apply(batch, towards_teacher(config.gamma), reads, gives=("advantages",))
-    update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling, number), **config.schedule)
+    update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling, global_step), **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 

@@ -14,13 +14,13 @@ class Config(preferences.DirectConfig, preferences.PairsConfig):
     name: str = "dpo"
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One optimizer step. The reference is asked once about each pair, whatever the number of epochs."""
     pairs = preferences.next_with_reference(models, data.pairs)
     return [models.actor.update(pairs, config.objective(data.sampling.log_prob_temperature))]
 
 
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
     """``val/rewards/accuracies``: the share of pairs that the implied rewards order."""
 
     objective = config.objective(data.sampling.log_prob_temperature)

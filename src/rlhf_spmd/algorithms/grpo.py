@@ -20,9 +20,9 @@ class Config(CriticFreeConfig):
     use_kl_loss: bool = True
 
 
-def step(models: Any, data: Any, config: CriticFreeConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: CriticFreeConfig, global_step: int) -> list[Reference]:
     """One step. Returns the calls whose values are the step's metrics."""
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(scores, old)
@@ -31,5 +31,5 @@ def step(models: Any, data: Any, config: CriticFreeConfig, number: int) -> list[
     estimate = in_group(config, data.sampling.n)
     advantages = models.arithmetic.apply(batch, estimate, config.reads, gives=("advantages",), keep_groups=True)
     batch = batch.union(advantages)
-    update = models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule)
+    update = models.actor.update(batch, clipped_policy(config, data.sampling, global_step), **config.schedule)
     return [rollout, *scored, old, advantages, update]

@@ -40,7 +40,7 @@ class Config(PairsConfig):
         return {**super().roles, "reference": ReferenceWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One optimizer step on the labelled rows; the baseline comes of their prompts with completions of other prompts."""
     rows = next_with_reference(models, data.responses)
     estimate, baseline, desirable = estimate_kl(models, rows)
@@ -79,7 +79,7 @@ def objective(data: Any, config: Config, baseline: float, desirable: float) -> O
     return Objective(loss, ("desirable", "ref_logps"), temperature=data.sampling.log_prob_temperature)
 
 
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
     """``val/accuracy``: the share of responses whose log-ratio is on the label's side of their batch's baseline."""
     desirable = float(data.validation["responses"].dataset.numbers["desirable"].mean())
 

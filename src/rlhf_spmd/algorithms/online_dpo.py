@@ -23,15 +23,15 @@ class Config(DirectConfig, RolloutConfig):
     min_samples: ClassVar[int] = 2
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One step. Prompts whose responses all score alike teach nothing and are left out; a step may have no others."""
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     decided = models.arithmetic.apply(batch.union(scores), decide, ("scores",), gives=("chosen",), keep_groups=True)
     pairs = batch.union(decided).take(models.controller.get_field(decided, "chosen") >= 0)
     calls = [rollout, *scored, decided]
     if len(pairs) == 0:
-        models.controller.tell(f"step {number}: the responses to each prompt score alike, so nothing was learnt")
+        models.controller.tell(f"step {global_step}: the responses to each prompt score alike, so nothing was learnt")
         return calls
     pairs, objective = reference_log_probs(models, pairs), config.objective(data.sampling.log_prob_temperature)
     return [*calls, models.actor.update(pairs, objective, **config.schedule)]

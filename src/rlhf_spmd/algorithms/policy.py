@@ -106,15 +106,15 @@ class PolicyConfig(RolloutConfig):
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
 
-    def entropy_coefficient(self, number: int | None) -> float:
-        """Of step ``number``, from 1. Raises ValueError where it has a schedule and there is no number."""
+    def entropy_coefficient(self, global_step: int | None) -> float:
+        """Of step ``global_step``, from 1. Raises ValueError where it has a schedule and ``global_step`` is None."""
         if self.entropy_coeff_end is None or self.entropy_coeff_steps is None:
             return self.entropy_coeff
-        if number is None:
+        if global_step is None:
             raise ValueError(
-                "algorithm.entropy_coeff_end: this algorithm's step does not tell clipped_policy its number; leave it out"
+                "algorithm.entropy_coeff_end: this algorithm's step does not tell clipped_policy its global_step; leave it out"
             )
-        share = min((number - 1) / max(self.entropy_coeff_steps - 1, 1), 1.0)
+        share = min((global_step - 1) / max(self.entropy_coeff_steps - 1, 1), 1.0)
         return self.entropy_coeff + share * (self.entropy_coeff_end - self.entropy_coeff)
 
 
@@ -154,13 +154,13 @@ def loss_mode(name: str, where: str) -> LossMode:
     return LOSS_MODES[name]
 
 
-def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int | None = None) -> Objective:
+def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, global_step: int | None = None) -> Objective:
     """The policy loss of ``config.loss_mode``, plus the KL loss and minus the entropy bonus if configured.
 
-    ``number``: the step, for an entropy coefficient with a schedule.
+    ``global_step``: the step, for an entropy coefficient with a schedule.
     """
     policy, correction = loss_mode(config.loss_mode, "algorithm.loss_mode").loss, config.rollout_correction
-    entropy_coeff = config.entropy_coefficient(number)
+    entropy_coeff = config.entropy_coefficient(global_step)
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         def total(per_token: Tensor) -> Tensor:

@@ -57,13 +57,13 @@ class Config(CriticConfig):
         return roles | {"reward": RewardWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One PPO step. Returns the calls whose values are the step's metrics.
 
     The script is the same for every placement; what may run at the same time does.
     """
     # 1. the rollout, and what each model says of it
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)
     values = (models.actor if config.share_actor_critic else models.critic).compute_values(batch)
@@ -77,12 +77,12 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     batch = batch.union(advantages).rename(values="old_values")
 
     # 3. updates
-    policy, value = clipped_policy(config, data.sampling, number), clipped_value(config)
+    policy, value = clipped_policy(config, data.sampling, global_step), clipped_value(config)
     calls = [rollout, *scored, old, advantages]
     if config.share_actor_critic:
         value = replace(value, temperature=policy.temperature, weight=config.vf_coef)
         return [*calls, models.actor.update(batch, joint(policy, value), **config.schedule)]
     calls.append(models.critic.update(batch, value, **config.schedule))
-    if number > config.critic_warmup:
+    if global_step > config.critic_warmup:
         calls.append(models.actor.update(batch, policy, **config.schedule))
     return calls

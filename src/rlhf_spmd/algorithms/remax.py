@@ -38,12 +38,12 @@ class Config(PolicyConfig):
         return {**super().roles, **({"reference": ReferenceWorker} if self.use_kl_loss else {})}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One ReMax step. Returns the calls whose values are the step's metrics."""
     prompts = data.prompts.next()
     greedy = prompts.firsts().copy()
     both, best = prompts.concat(greedy), replace(data.sampling, temperature=0.0)
-    rollout = models.actor.generate_sequences(both, data.sampling, number, own=[(greedy, best)])
+    rollout = models.actor.generate_sequences(both, data.sampling, global_step, own=[(greedy, best)])
     both = both.union(rollout)
     scores, scored = score(models, both.take(prompts))
     baseline, _ = score(models, both.take(greedy))  # by itself, so that the metrics of rewards are those of samples
@@ -54,7 +54,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     batch = batch.union(old)
     if config.use_kl_loss:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    update = models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule)
+    update = models.actor.update(batch, clipped_policy(config, data.sampling, global_step), **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 

@@ -37,12 +37,12 @@ class LearnsPairs(Protocol):
     def objective(self, temperature: float) -> Objective: ...
 
 
-def step(models: Any, data: Any, config: LearnsPairs, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: LearnsPairs, global_step: int) -> list[Reference]:
     """One optimizer step on pairs, of all algorithms that need nothing but these: they differ in their objective."""
     role = getattr(models, config.exported)
     return [role.update(data.pairs.next(), config.objective(data.sampling.log_prob_temperature))]
 
 
-def validate(models: Any, data: Any, config: LearnsPairs, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: LearnsPairs, global_step: int) -> dict[str, float]:
     role, objective = getattr(models, config.exported), config.objective(data.sampling.log_prob_temperature)
     return validate_by(data, "pairs", lambda rows: role.evaluate(rows, objective))

@@ -81,10 +81,10 @@ class Config(PPOConfig):
         return {**super().roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ArithmeticWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One step: as PPO's, with a cost beside the reward and advantages that weigh both by the multiplier."""
     # 1. the rollout, and what each model says of it
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     costs = models.cost.compute_reward(batch)
     old, reference = models.actor.compute_log_prob(batch), models.reference.compute_ref_log_prob(batch)
@@ -95,7 +95,9 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     batch = batch.union(old, reference)
     reads = ("scores", "costs", "old_values", "old_cost_values", "old_log_probs", "ref_log_prob")
     judged = batch.union(scores, costs.select("scores").rename(scores="costs"), values, cost_values)
-    advantages = models.lagrange.apply(judged, lagrangian(config, number), reads, ("advantages", "returns", "cost_returns"))
+    advantages = models.lagrange.apply(
+        judged, lagrangian(config, global_step), reads, ("advantages", "returns", "cost_returns")
+    )
 
     # 3. updates
     cost_returns = advantages.select("cost_returns").rename(cost_returns="returns")
@@ -103,8 +105,8 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     calls = [rollout, *scored, costs, old, advantages]
     calls.append(models.critic.update(batch.union(values, advantages), clipped_value(config), **config.schedule))
     calls.append(models.cost_critic.update(of_costs, of_cost_critic(clipped_value(config)), **config.schedule))
-    if number > config.critic_warmup:
-        rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling, number)]
+    if global_step > config.critic_warmup:
+        rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling, global_step)]
         if config.ptx_coeff:
             rows.append(data.texts.next())
             objectives.append(replace(likelihood("token-mean"), weight=config.ptx_coeff))
@@ -112,7 +114,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return calls
 
 
-def lagrangian(config: Config, number: int) -> Function:
+def lagrangian(config: Config, global_step: int) -> Function:
     """The multiplier's step on the mean cost, d log(lambda) = lr * lambda * (cost - threshold), then (A_r - lambda A_c) / (1 + lambda),
     each of GAE over a score at the last token and half of the KL penalty, whitened over the batch (section 3.3, appendix B).
 
@@ -126,7 +128,7 @@ def lagrangian(config: Config, number: int) -> Function:
         mine = [float(len(costs)), float(costs.double().sum()), float(len(kl)), float(kl.double().sum())]
         count, cost, tokens, kl_sum = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
         excess = cost / count - config.threshold if count else 0.0
-        if number > config.lambda_update_delay_steps:
+        if global_step > config.lambda_update_delay_steps:
             logarithm = math.log(multiplier) + config.lambda_lr * multiplier * excess
             multiplier = math.exp(max(min(logarithm, math.log(config.lambda_max)), LEAST_LOGARITHM))
         whole.state["lambda"] = multiplier

@@ -51,7 +51,7 @@ class Config(AlgorithmConfig):
         return self.stop_at_reward
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One optimizer step on the negative log-likelihood of the responses."""
     return [models.actor.update(data.responses.next(), likelihood(config.loss_agg_mode))]
 
@@ -65,7 +65,7 @@ def likelihood(loss_agg_mode: LossAggMode) -> Objective:
     return Objective(loss)
 
 
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
     """The loss of the validation responses, and the reward of answers to the validation prompts, whichever there are."""
     found: dict[str, float] = {}
     if "responses" in data.validation:
@@ -74,5 +74,5 @@ def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, f
             total, tokens = total + part["sum"], tokens + part["tokens"]
         found["val/loss"] = total / tokens
     if "val_prompts" in data.validation:
-        found |= validate_rewards(models, data, config, number, "val_prompts")
+        found |= validate_rewards(models, data, config, global_step, "val_prompts")
     return found

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
-from types import ModuleType, SimpleNamespace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
-from rlhf_spmd.config.schema import ConfigError, first_line, nearest, type_hints
+from rlhf_spmd.config.schema import ConfigError, nearest
 from rlhf_spmd.controller import CallRecord, Graph, Reference, Worker
-from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
-from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
-from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
+from rlhf_spmd.data.dataset import DatasetConfig
+from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.devices import unavailable
-from rlhf_spmd.training.roles import RolePlan, check_sampling, generating
-from rlhf_spmd.workers import RewardWorker
+from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.workers.optimizer import learning_rate, warmup_steps
-
-
-def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
-    """The ``Config`` of an algorithm. Raises ValueError for one with settings that no configuration could change."""
-    config = getattr(module, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
-        raise ValueError(
-            f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
-            f"AlgorithmConfig; it is {config!r}"
-        )
-    for what, check in (
-        ("step must take (models, data, config, number)", lambda: inspect.signature(module.step).bind(*"mdcn")),
-        ("the types of its Config cannot be read", lambda: type_hints(module.Config)),
-    ):
-        try:
-            check()
-        # The boundary to the user's code: whatever its annotations raise.
-        except Exception as error:
-            raise ValueError(f"algorithm '{module.__name__}': {what}: {first_line(error)}") from error
-    said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
-    settings = {f.name for f in fields(config)}
-    typed = {name for kind in config.__mro__ for name in vars(kind).get("__annotations__", {})}
-    for kind in config.__mro__:
-        if issubclass(kind, AlgorithmConfig) and "__dataclass_fields__" not in vars(kind):
-            raise ValueError(f"{said} put @dataclass(frozen=True) above {kind.__name__}")
-        for name, value in vars(kind).items():
-            is_code = name.startswith("_") or isinstance(value, type) or hasattr(value, "__get__")
-            if name not in vars(kind).get("__annotations__", {}) and (name in settings or not (is_code or name in typed)):
-                raise ValueError(f"{said} give {name} a type, as in '{name}: int = ...' (or ClassVar[int] if it is none)")
-    return config
-
 
 UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the data are known
 
@@ -73,14 +39,6 @@ def check_duration(config: Any) -> tuple[Any, float | None]:
 def with_steps(config: Any, steps: int) -> Any:
     """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
     return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
-
-
-def with_tools(sections: Mapping[str, Any], environments: Mapping[str, EnvironmentConfig]) -> dict[str, Any]:
-    """Sections of data whose prompts tell of the tools that environments have."""
-    return {
-        name: replace(data, tools=tools_of(environments, data.tools)) if isinstance(data, PromptsConfig) else data
-        for name, data in sections.items()
-    }
 
 
 def in_flight(config: Any) -> int | None:
@@ -173,22 +131,6 @@ def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[
             )
 
 
-def scored_rows(
-    algorithm: AlgorithmConfig,
-    sections: Mapping[str, Any],
-    training: Mapping[str, TokenDataset],
-    validation: Mapping[str, TokenDataset],
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Where examples of the prompts that rewards will see stand, for messages, and their rows."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    for name, data in (*training.items(), *validation.items()):
-        trains = data is training.get(name) or not isinstance(sections[name], DatasetConfig)
-        where = f"{algorithm.streams[name].key}.{'path' if trains else 'val_path'}"
-        if isinstance(data, PromptDataset):
-            found += [(f"{where}, row {row['id']!r}", row) for row in data.examples()]
-    return [place for place, _ in found], [row for _, row in found]
-
-
 def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
     """Raises ValueError for settings of samples that the algorithm does not draw. (``temperature`` is that of all log-probs.)"""
     kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
@@ -275,46 +217,6 @@ def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> li
                 f"{where}.lr_warmup_steps={warmup}, and {role} has {updates} updates: its learning rate ends at {rate}"
             )
     return found
-
-
-def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:
-    """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
-    by_model = any(
-        issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
-    )
-    for section in algorithm.streams.values():
-        data = getattr(config, section.key)
-        if not isinstance(data, PromptsConfig):
-            continue
-        for name in ("val_sampling", "sampling") if isinstance(data, DatasetConfig) else ("val_sampling",):
-            longest, lengths = check_sampling(name, getattr(config, name), section.key, data, plans)
-            # validation's rows are cut into micro-batches by a reward model only
-            if name == "sampling" or (getattr(data, "val_path", True) and by_model):
-                _check_budget(algorithm, longest, f"{lengths}, more than")
-
-
-def check_rows(
-    key: str, data: DatasetConfig, dataset: TokenDataset, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]
-) -> None:
-    """Rows that are trained on as they are, against contexts and token budget. Raises ValueError with both sides."""
-    longest = int(dataset.lengths.max())
-    for role, plan in plans.items():
-        if plan.spec is not None and longest > plan.spec.max_position_embeddings:
-            raise ValueError(
-                f"the longest row has {longest} tokens, more than the context of models.{role} = {plan.spec.max_position_embeddings}; "
-                f"set {key}.max_length={plan.spec.max_position_embeddings} to drop such rows"
-            )
-    together = int(dataset.lengths.view(-1, dataset.group_size).sum(1).max())
-    what = "row" if dataset.group_size == 1 else "pair"
-    _check_budget(algorithm, together, f"the longest {what} of {key} has {together} tokens, more than", what)
-
-
-def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str, what: str = "row") -> None:
-    budget = algorithm.limits
-    if budget.rows is None and longest > budget.max_tokens:
-        raise ValueError(
-            f"{words} {budget.where}={budget.max_tokens}: a micro-batch must hold a {what}; raise it, or lower the lengths"
-        )
 
 
 def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool) -> None:

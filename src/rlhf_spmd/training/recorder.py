@@ -21,7 +21,7 @@ class MadeStep(NamedTuple):
     """A step that this rank has made, and others perhaps not yet. ``rows``: what the data gave it. ``calls``: all that it made;
     ``num_reported``: how many report values. ``told``: metrics of its data; ``preempted``: waits for all ranks."""
 
-    number: int
+    global_step: int
     rows: Sequence[Batch]
     calls: Sequence[CallStats]
     num_reported: int
@@ -69,15 +69,15 @@ class Recorder:
         self.progress = Progress(steps, start_step=started_at)
 
     def log(
-        self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
+        self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
         """A step's metrics come last in the files: followers then find all of it. Raises LockLost, WriteError."""
         run_lock.prove(self.run_dir)
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
-        self.rollouts.append({"step": number, **sample} for sample in shown)
-        self.validations.append({"step": number, **sample} for sample in validated)
-        self.metrics.append([{"step": number, "unix_s": round(time.time(), 3), **metrics}])
-        self.progress.update(number, metrics)
+        self.rollouts.append({"step": global_step, **sample} for sample in shown)
+        self.validations.append({"step": global_step, **sample} for sample in validated)
+        self.metrics.append([{"step": global_step, "unix_s": round(time.time(), 3), **metrics}])
+        self.progress.update(global_step, metrics)
 
     def sync(self) -> None:
         """Before a checkpoint: the steps that it holds are in the files whatever happens to this machine. Raises WriteError."""

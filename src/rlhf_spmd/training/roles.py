@@ -7,25 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor
-
+from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import leaves, nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
-from rlhf_spmd.data.tokenizer import decoding
-from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
+from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.workers import (
     ActorWorker,
     ArithmeticWorker,
@@ -94,6 +92,36 @@ class RolePlan:
 def generating(plans: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
     """Those that generate."""
     return {role: plan for role, plan in plans.items() if plan.generation is not None}
+
+
+def rewarded_roles(
+    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig], given: bool
+) -> dict[str, RoleClass]:
+    """The algorithm's roles, without those that score responses where there are no prompts, or no reward and need of one.
+
+    Raises ValueError.
+    """
+    if any(isinstance(data, PromptsConfig) for data in sections.values()) and (algorithm.needs_reward or given):
+        return dict(algorithm.roles)
+    if rewards:
+        missing = next(iter(s.key for s in algorithm.streams.values() if issubclass(s.config, PromptsConfig)), None)
+        remedy = f"give {missing}.path, or leave the reward out" if missing else "leave it out"
+        raise ValueError(f"{reward_key(next(iter(rewards)))} scores responses to prompts, and there are none: {remedy}")
+    exported = algorithm.exported
+    return {role: kind for role, kind in algorithm.roles.items() if role == exported or not issubclass(kind, RewardWorker)}
+
+
+def with_templates(
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
+) -> dict[str, RewardConfig]:
+    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models, too."""
+    found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
+    if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in sections.values()):
+        found = {
+            role: replace(one, apply_chat_template=True) if one.apply_chat_template == "auto" and one.judge is None else one
+            for role, one in found.items()
+        }
+    return found
 
 
 def describe_roles(
@@ -307,58 +335,15 @@ def _retokenizer(role: str, plan: RolePlan, rewards: Mapping[str, RewardConfig],
     return build_retokenizer(rewards[role], plan.config.path, tokenizer, *limits, reward_key(role))
 
 
-def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
-    """Raises ValueError if the tokenizer gave ids that the model has not."""
-    spec = plan.spec
-    assert spec is not None
-    largest = max(int(ids.values.max()) for ids in data.columns.values())
-    if largest >= spec.vocab_size:
-        raise ValueError(
-            f"the data have token id {largest}, but the model in '{plan.config.path}' has a vocabulary of "
-            f"{spec.vocab_size}: its tokenizer is larger than the model"
-        )
-
-
-def check_sampling(
-    section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
-) -> tuple[int, str]:
-    """What ``section`` says against the models' contexts, and the cache of those that generate; ``where``: the section of ``data``.
-
-    Returns the tokens of the longest row, and in words where they come from. Raises ValueError with both sides.
-    """
-    key = f"{section if sampling.max_response_length else where}.max_response_length"
-    longest = data.max_prompt_length + (sampling.max_response_length or data.max_response_length)
-    lengths = f"{where}.max_prompt_length + {key} = {longest} tokens"
-    if sampling.min_response_length > longest - data.max_prompt_length:
-        raise ValueError(
-            f"{section}.min_response_length={sampling.min_response_length} must be at most {key}={longest - data.max_prompt_length}"
-        )
-    for role, plan in plans.items():
-        if plan.spec is not None and not plan.reads_text and longest > plan.spec.max_position_embeddings:
-            raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
-    for role, plan in generating(plans).items():
-        plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
-    return longest, lengths
-
-
-def check_prompts(
-    section: str, sampling: SamplingConfig, data: PromptDataset | None, tokenizer: Any, plans: Mapping[str, RolePlan]
-) -> None:
-    """What ``section`` says against vocabulary and tokenizer of the models that answer ``data``, and its rows' own limits.
-
-    Raises ValueError.
-    """
-    own_minimum = data is not None and "min_response_length" in data.beside
-    if data is not None and own_minimum and sampling.max_response_length:
-        least = int(cast(Tensor, data.beside["min_response_length"]).max())
-        if least > sampling.max_response_length:
-            raise ValueError(
-                f"{section}.max_response_length={sampling.max_response_length}, but a row has min_response_length={least}"
-            )
-    for plan in generating(plans).values():
-        assert plan.spec is not None, "a role that generates has a model"
-        ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
-        sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
+def repeated_metrics(
+    dataset: TokenDataset, rewards: Mapping[str, RewardConfig], plans: Mapping[str, RolePlan]
+) -> frozenset[str]:
+    """Return the means of data sources that a validation by ``dataset`` repeats. With several rewards it repeats none: it has their
+    sum."""
+    added = added_rewards(rewards, plans)
+    if len(added) != 1 or not isinstance(dataset, PromptDataset):
+        return frozenset()
+    return repeated_means({name: rewards[name] for name in added}, dataset.examples_by_path())
 
 
 def build_models(plans: Mapping[str, RolePlan], build: WorkerContext) -> SimpleNamespace:

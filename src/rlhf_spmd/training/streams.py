@@ -264,8 +264,8 @@ class Data:
         taken, self.shown = self.shown, []
         return taken
 
-    def run(self, number: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
-        """Trace and run step ``number``: what it returns, and the rows that it was given of each stream.
+    def run(self, global_step: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
+        """Trace and run step ``global_step``: what it returns, and the rows that it was given of each stream.
 
         Collective over the world: every rank of it must call.
         """
@@ -277,7 +277,7 @@ class Data:
                 stream.begin()
             return script()
 
-        result = self._controller.run_step(number, execute)
+        result = self._controller.run_step(global_step, execute)
         given = [stream.commit() for stream in self._streams.values()]
         return result, [rows for rows in given if rows is not None]
 

@@ -111,11 +111,11 @@ class Trainer:
                 recorder.log(0, first, [], shown)
         self._moved_bytes()
         under_way: deque[MadeStep] = deque()  # steps that some ranks may not have ended yet
-        for number in range(started_at + 1, self.steps + 1):
-            under_way.append(self._make(script, number))
-            is_tested = bool(test_freq) and (number % test_freq == 0 or number == self.steps)
-            is_saved = any(freq and number % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
-            spare = 0 if is_tested or is_saved or number == self.steps else self.controller.versions.ahead
+        for global_step in range(started_at + 1, self.steps + 1):
+            under_way.append(self._make(script, global_step))
+            is_tested = bool(test_freq) and (global_step % test_freq == 0 or global_step == self.steps)
+            is_saved = any(freq and global_step % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
+            spare = 0 if is_tested or is_saved or global_step == self.steps else self.controller.versions.ahead
             preempted = stopped = is_best = False
             while len(under_way) > spare:
                 step = under_way.popleft()
@@ -123,42 +123,44 @@ class Trainer:
                     preempted, spare = True, 0  # the checkpoint comes after all steps
                 metrics, samples = self._receive(step)
                 if is_tested and not under_way:
-                    found = validate(number)
+                    found = validate(global_step)
                     self._moved_bytes()  # not of a step
                     metrics |= found
-                    is_best = self.exports.is_best(number, found)
+                    is_best = self.exports.is_best(global_step, found)
                     stopped = self.goal is not None and found.get(TARGET, -math.inf) >= self.goal
                 shown = self.data.take_shown()
                 if recorder is not None:
-                    recorder.log(step.number, metrics, samples, shown)
+                    recorder.log(step.global_step, metrics, samples, shown)
                 if recorder is not None and stopped:
-                    recorder.progress.say(f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {number}")
-            ended = stopped or number == self.steps
+                    recorder.progress.say(
+                        f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {global_step}"
+                    )
+            ended = stopped or global_step == self.steps
             if ended or preempted or is_saved or is_best:
                 if recorder is not None:
                     recorder.sync()  # before the checkpoint is there
-                self.save(number, stopped)
+                self.save(global_step, stopped)
             if preempted and not ended:
-                self._close(recorder, "preempted", number)
+                self._close(recorder, "preempted", global_step)
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
             if ended or is_saved or is_best:
-                self._export(number, ended)
+                self._export(global_step, ended)
             if ended:
                 break
-        self._close(recorder, "done", number)
+        self._close(recorder, "done", global_step)
 
-    def _make(self, script: Script, number: int) -> MadeStep:
+    def _make(self, script: Script, global_step: int) -> MadeStep:
         """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
-        self.board.set_step(number)
-        self.controller.timeline.begin_step(number)
+        self.board.set_step(global_step)
+        self.controller.timeline.begin_step(global_step)
         start = time.perf_counter()
-        calls, rows = self.data.run(number, partial(script, number))
+        calls, rows = self.data.run(global_step, partial(script, global_step))
         if not calls and not self.controller.taken:
             name = self.context.prepared.algorithm.__name__
-            raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
+            raise RuntimeError(f"{name}.step made no call in step {global_step}: nothing was computed and nothing learnt")
         seconds = time.perf_counter() - start
         own: dict[str, float] = defaultdict(float)
-        for name, value in self.controller.timeline.phase_totals(number).items():
+        for name, value in self.controller.timeline.phase_totals(global_step).items():
             if ":" not in name:
                 own[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
         own |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
@@ -166,7 +168,7 @@ class Trainer:
         self.controller.send_report([self.controller.values(*calls), own])
         told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
         preempted = self.controller.vote(self.board.preempted)
-        return MadeStep(number, rows, self.controller.taken, len(calls), told, preempted)
+        return MadeStep(global_step, rows, self.controller.taken, len(calls), told, preempted)
 
     def _moved_bytes(self) -> int:
         """Of weights that this rank has received since this was last asked: they may come between steps, too."""
@@ -182,7 +184,7 @@ class Trainer:
         metrics = {name: value for name, value in metrics.items() if name not in self.repeated}
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
-            self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
+            self.controller.timeline.instant("generation", of_step=step.global_step, idle_fraction=idle)
         return metrics, samples
 
     def _utilisation(self, calls: Sequence[CallStats], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
@@ -213,22 +215,22 @@ class Trainer:
         environment = restart.environment_digests(self.context.prepared.config)
         return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
 
-    def save(self, number: int, stopped: bool = False) -> None:
+    def save(self, global_step: int, stopped: bool = False) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
         with self.controller.timeline.span("save_checkpoint", category="io"):
             progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
             versions = self.controller.versions.state()
-            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
+            state = {"step": global_step, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
             state["best"] = self.exports.best
             state[ADAPTERS] = {role: asdict(it.config.lora) for role, it in self.saved.items() if it.config.lora.rank}
             held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
             held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
                 run_lock.prove(self.run_dir)
-                run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
+                run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, global_step).name)
             keep = self.config.keep_checkpoints
-            path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
+            path = save_checkpoint(self.run_dir, global_step, held, state, self.world.all, keep, self.damaged)
         self.board.last_checkpoint = str(path)
 
     def resume(self) -> int:
@@ -284,21 +286,21 @@ class Trainer:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
         return int(state["step"])
 
-    def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
+    def _close(self, recorder: Recorder | None, ended: str, global_step: int) -> None:
         self.controller.settle()
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             run_lock.prove(self.run_dir)
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
             write_report(
-                self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
+                self.run_dir, status=run_dir.ExitStatus(ended, step=global_step, last_checkpoint=self.board.last_checkpoint)
             )
             recorder.close()
             print(*places(self.run_dir), sep="\n", file=sys.stderr)
 
-    def _export(self, number: int, ended: bool) -> None:
+    def _export(self, global_step: int, ended: bool) -> None:
         if self.board.last_checkpoint is not None:
-            self.exports.write(number, Path(self.board.last_checkpoint), ended)
+            self.exports.write(global_step, Path(self.board.last_checkpoint), ended)
 
 
 def start_controller(context: ProgramContext[Any]) -> Controller:
