@@ -17,7 +17,6 @@ import ast
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_names
-from rlhf_spmd.config.load import read_file, sections_of
+from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
 from rlhf_spmd.config.shell_script import last_command
@@ -360,11 +359,9 @@ MISSING = object()
 
 def default_of(config: type, key: str) -> Any:
     """The default of ``algorithm.<a>.<b>`` in an algorithm's configuration; MISSING if it has no such key."""
-    value: Any = config()
+    value: Any = to_dict(config())
     for part in key.split(".")[1:]:
-        if not is_dataclass(value) or part not in {field.name for field in fields(value)}:
-            return MISSING
-        value = getattr(value, part)
+        value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
     return value
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_samples import LENGTHS, flat, naive_gae, rows_of, sample
 
-from rlhf_spmd.algorithms.kl_reward import KLRewardConfig, MeasuredKL
+from rlhf_spmd.algorithms.kl import KLConfig, MeasuredKL
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl as kl_module
@@ -225,7 +225,7 @@ def test_an_adaptive_coefficient_goes_on_from_the_state_and_a_fixed_one_is_the_c
     rows = Rows(torch.tensor([0]), torch.tensor([0]), lengths)
     fields = {"scores": torch.zeros(1), "old_log_probs": torch.zeros(2), "ref_log_prob": torch.zeros(2)}
     for kind, start, after in (("fixed", 0.05, {}), ("adaptive", 0.2, {"kl_coef": 0.2 * (1 - 0.2 / 100)})):
-        config = KLRewardConfig(kl_ctrl=kl_module.KLControlConfig(type=kind, kl_coef=0.05, horizon=100))
+        config = KLConfig(kl_ctrl=kl_module.KLControlConfig(type=kind, kl_coef=0.05, horizon=100))
         assert MeasuredKL(config, fields, rows, {}).coefficient == 0.05  # of a role that has not been called yet
         state = {"kl_coef": 0.2} if kind == "adaptive" else {}
         measured = MeasuredKL(config, fields, rows, state)

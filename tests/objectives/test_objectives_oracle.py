@@ -9,14 +9,14 @@ import collections
 import importlib.metadata
 import math
 import types
-from typing import get_args
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig
-from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig
+from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, GroupAdvantageConfig
+from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyLossConfig
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl, losses
 from rlhf_spmd.objectives.rollout_correction import RejectionKind, RolloutCorrectionConfig, correction_weights
@@ -151,7 +151,7 @@ def test_verl_ratio_losses(verl, mode):
     settings = Settings(**clips, tau_pos=1.0, tau_neg=1.05, global_batch_info={})
     their_loss, _ = getattr(verl, f"compute_policy_loss_{mode}")(old, theirs, advantages, MASK, agg, settings)
     knobs = {} if mode == "sapo" else clips
-    config = PolicyConfig(loss_mode=mode, loss_agg_mode=agg, **knobs)
+    config = PolicyLossConfig(loss_mode=mode, loss_agg_mode=agg, **knobs)
     tokens, _ = LOSS_MODES[mode].loss(config, ours, pack(old), pack(advantages), LENGTHS)
     loss = losses.aggregate(tokens, LENGTHS, agg, TOTAL, ROWS)
     torch.testing.assert_close(loss, their_loss, rtol=1e-7, atol=1e-8)
@@ -166,7 +166,7 @@ def test_verl_estimators(verl, name):
     rewards = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
     rewards[torch.arange(ROWS), lengths - 1] = scores
     theirs, _ = getattr(verl, f"compute_{name}_outcome_advantage")(rewards, MASK, GROUP_IDS.numpy())
-    ours = torch.repeat_interleave(ESTIMATORS[name](CriticFreeConfig(), scores, GROUP_IDS, lengths), lengths)
+    ours = torch.repeat_interleave(ESTIMATORS[name](GroupAdvantageConfig(), scores, GROUP_IDS, lengths), lengths)
     if name in WHITENED:
         ours = adv.whiten(ours, adv.moments(ours))
     torch.testing.assert_close(ours, pack(theirs), rtol=1e-6, atol=1e-6)  # verl computes some of it in float32

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
+from flat_config import flat_config, with_knobs
 from torch import Tensor
 
 from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig, clipped_policy
@@ -100,8 +100,8 @@ PAPERS = {"vanilla": vanilla, "gspo": gspo, "geo_mean": geo_mean, "cispo": cispo
 
 def config(mode: str, agg: str = "seq-mean-token-mean", **more: Any) -> PolicyConfig:
     knobs = {"tau_pos": 0.9, "tau_neg": 1.2} if mode == "sapo" else {"clip_ratio_low": LOW, "clip_ratio_high": HIGH}
-    made = PolicyConfig(loss_mode=mode, loss_agg_mode=agg, **knobs, **more)
-    check_section(made, "algorithm")
+    made = flat_config(PolicyConfig, loss_mode=mode, loss_agg_mode=agg, **knobs, **more)
+    check_tree(made, "algorithm")
     return made
 
 
@@ -246,12 +246,14 @@ def test_mismatch_statistics() -> None:
 
 def test_the_entropy_coefficient_moves_on_a_line() -> None:
     made = config("vanilla", "token-mean", entropy_coeff=0.5, entropy_coeff_end=0.1, entropy_coeff_steps=5)
-    found = [made.entropy_coefficient(number) for number in range(1, 8)]
+    found = [made.policy.entropy_coefficient(number) for number in range(1, 8)]
     assert found == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1])
-    still, end = config("vanilla", "token-mean"), replace(made, entropy_coeff=0.1, entropy_coeff_end=None)
+    still, end = config("vanilla", "token-mean"), with_knobs(made, entropy_coeff=0.1, entropy_coeff_end=None)
     entropy = float(sample()["entropy"].mean())
     assert computed(made, WHOLE, 5)[0] == pytest.approx(computed(still, WHOLE)[0] - 0.1 * entropy, rel=1e-12)
-    assert computed(made, WHOLE, 9)[0] == pytest.approx(computed(replace(end, entropy_coeff_steps=None), WHOLE)[0], rel=1e-12)
+    assert computed(made, WHOLE, 9)[0] == pytest.approx(
+        computed(with_knobs(end, entropy_coeff_steps=None), WHOLE)[0], rel=1e-12
+    )
     with pytest.raises(ValueError, match="does not tell clipped_policy its global_step"):
         clipped_policy(made, SamplingConfig(max_response_length=LIMIT))
 
@@ -278,7 +280,7 @@ def test_the_entropy_coefficient_moves_on_a_line() -> None:
 )
 def test_settings_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_section(PolicyConfig(**knobs), "algorithm")
+        check_tree(flat_config(PolicyConfig, **knobs), "algorithm")
 
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
@@ -295,7 +297,7 @@ def test_an_aggregation_is_computed_or_refused(mode: str, agg: str) -> None:
     ("knobs", "message"),
     [
         ({"rollout_is": "tokens"}, "rollout_is='tokens' is not known; did you mean 'token'. allowed: token, sequence, or null"),
-        ({"rollout_rs": "geometric"}, "unknown .*rollout_rs 'geometric'"),
+        ({"rollout_rs": "geometric"}, ".*rollout_rs='geometric' is not known; allowed"),
         ({"rollout_rs": "token_k1"}, "needs .*rollout_rs_threshold"),
         ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0 does nothing without .*rollout_rs; leave it out"),
         ({"rollout_is_threshold": 5.0}, "rollout_is_threshold=5.0 does nothing without .*rollout_is; leave it out"),

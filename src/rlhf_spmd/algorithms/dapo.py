@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import sample, score, validate
-from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.algorithms.policy import PolicyConfig, PolicyLossConfig, clipped_policy
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveInt
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import group_advantages
 from rlhf_spmd.rewards.results import RewardError
@@ -53,8 +54,7 @@ class FilterGroupsConfig:
 @dataclass(frozen=True)
 class Config(PolicyConfig):
     name: str = "dapo"
-    clip_ratio_low: float | None = 0.2
-    clip_ratio_high: float | None = 0.28
+    policy: PolicyLossConfig = inline(PolicyLossConfig, clip_ratio_low=0.2, clip_ratio_high=0.28)
     overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     min_samples: ClassVar[int] = 2
@@ -62,7 +62,7 @@ class Config(PolicyConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.use_kl_loss:
+        if self.kl.use_kl_loss:
             raise ValueError(f"{where}.use_kl_loss=true: dapo has no reference; use grpo, or leave it out")
 
     def check_together(self, config: Any, plans: Any, tokenizer: Any) -> None:
@@ -97,9 +97,8 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
     advantages = models.arithmetic.apply(kept, in_group(counts), ("seq_rewards",), gives=("advantages",), keep_groups=True)
     old = models.actor.compute_log_prob(kept)
-    update = models.actor.update(
-        kept.union(old, advantages), clipped_policy(config, data.sampling, global_step), **config.schedule
-    )
+    policy = clipped_policy(config, data.sampling, global_step)
+    update = models.actor.update(kept.union(old, advantages), policy, **config.schedule)
     return [*calls, old, advantages, update]
 
 

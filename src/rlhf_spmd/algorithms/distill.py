@@ -35,7 +35,7 @@ class Config(PolicyConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.use_kl_loss:
+        if self.kl.use_kl_loss:
             raise ValueError(f"{where}.use_kl_loss=true: distill's KL is that to the teacher; leave it out")
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
@@ -69,7 +69,8 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     batch = batch.union(old, models.teacher.compute_ref_log_prob(batch).rename(ref_log_prob="teacher_log_probs"))
     reads = ("old_log_probs", "teacher_log_probs")
     advantages = models.arithmetic.apply(batch, towards_teacher(config.gamma), reads, gives=("advantages",))
-    update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling, global_step), **config.schedule)
+    policy = clipped_policy(config, data.sampling, global_step)
+    update = models.actor.update(batch.union(advantages), policy, **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 

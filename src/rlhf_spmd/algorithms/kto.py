@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import Section
-from rlhf_spmd.algorithms.preferences import PairsConfig, next_with_reference, reference_log_probs, validate_by
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, next_with_reference, reference_log_probs, validate_by
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import UnpairedConfig
@@ -21,7 +21,7 @@ from rlhf_spmd.workers import Computed, GlobalReduce, Objective, ReferenceWorker
 
 
 @dataclass(frozen=True)
-class Config(PairsConfig):
+class Config(PairLearningConfig):
     """The names are TRL's.
 
     - beta: how far the policy may go from the reference

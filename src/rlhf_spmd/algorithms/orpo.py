@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, implied_rewards, of_pairs
 from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.config.constraints import PositiveFloat
 from rlhf_spmd.objectives.preferences import odds_ratio
@@ -15,7 +15,7 @@ from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class Config(PairsConfig):
+class Config(PairLearningConfig):
     """The name is TRL's.
 
     - beta: weight of the odds ratio's loss, the paper's lambda

@@ -35,7 +35,7 @@ class Config(PolicyConfig):
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        return {**super().roles, **({"reference": ReferenceWorker} if self.use_kl_loss else {})}
+        return {**super().roles, **({"reference": ReferenceWorker} if self.kl.use_kl_loss else {})}
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
@@ -52,9 +52,10 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     batch = both.union(advantages).take(prompts)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old)
-    if config.use_kl_loss:
+    if config.kl.use_kl_loss:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    update = models.actor.update(batch, clipped_policy(config, data.sampling, global_step), **config.schedule)
+    policy = clipped_policy(config, data.sampling, global_step)
+    update = models.actor.update(batch, policy, **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 

@@ -7,14 +7,14 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs, validate_by
+from rlhf_spmd.algorithms.preferences import ScoreModelConfig, of_pairs, validate_by
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import bradley_terry
 from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class Config(ScoresConfig):
+class Config(ScoreModelConfig):
     name: str = "reward_model"
 
     def objective(self, temperature: float) -> Objective:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, implied_rewards, of_pairs
 from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat
 from rlhf_spmd.objectives.preferences import simpo
@@ -14,7 +14,7 @@ from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class Config(PairsConfig):
+class Config(PairLearningConfig):
     """The names are TRL's.
 
     - beta: scale of rewards

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from rlhf_spmd.config.schema import ConfigError, describe, full_type_hints, unknown_key
+from rlhf_spmd.config.schema import ConfigError, describe, full_type_hints, is_inline, unknown_key
 
 ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
 
@@ -47,6 +47,10 @@ def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", defau
     annotations = {name: kind for name, kind in full_type_hints(schema).items() if name in fields} | dict(replaced)
     said = key_texts(schema)
     for name, annotation in annotations.items():
+        if name in fields and is_inline(fields[name]):
+            piece = getattr(default, name, None) or fields[name].default_factory()  # type: ignore[misc]
+            yield from list_keys(type(piece), {}, where, piece)
+            continue
         key, is_mapping = f"{where}{name}", get_origin(annotation) is dict
         parts = () if get_origin(annotation) is list else (annotation, *get_args(annotation))
         section = next((part for part in parts if dataclasses.is_dataclass(part)), None)

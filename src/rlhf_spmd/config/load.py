@@ -23,7 +23,7 @@ from yaml import MarkedYAMLError, YAMLError
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
-from rlhf_spmd.config.schema import ConfigError, check_section, first_line, leaves, read_section
+from rlhf_spmd.config.schema import ConfigError, check_section, first_line, is_inline, leaves, read_section
 from rlhf_spmd.config.written import parse, parse_value, to_plain
 
 T = TypeVar("T")
@@ -117,8 +117,9 @@ def sections_of(config: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Every dataclass in ``config`` with its dotted path, outermost first; ``where``: that of ``config``."""
     if dataclasses.is_dataclass(config):
         yield where, config
-    for key, value in _children(config).items():
-        yield from sections_of(value, f"{where}.{key}" if where else str(key))
+    inlined = {f.name for f in dataclasses.fields(config) if is_inline(f)} if dataclasses.is_dataclass(config) else ()
+    for key, value in _members(config).items():
+        yield from sections_of(value, where if key in inlined else f"{where}.{key}" if where else str(key))
 
 
 def to_dict(config: Any, text: Callable[[str], str] = lambda text: text) -> Any:
@@ -126,7 +127,7 @@ def to_dict(config: Any, text: Callable[[str], str] = lambda text: text) -> Any:
     if isinstance(config, list):
         return [to_dict(value, text) for value in config]
     if isinstance(config, Mapping) or dataclasses.is_dataclass(config):
-        return {key: to_dict(value, text) for key, value in _children(config).items()}
+        return {key: to_dict(value, text) for key, value in _keys(config).items()}
     return text(config) if isinstance(config, str) else config
 
 
@@ -152,7 +153,16 @@ def flatten(tree: Any) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in found}
 
 
-def _children(node: Any) -> Mapping[Any, Any]:
+def _keys(node: Any) -> Mapping[Any, Any]:
+    """The values of a section, or of a mapping, by key; those of inline pieces are among them."""
+    found: dict[Any, Any] = {}
+    inlined = {f.name for f in dataclasses.fields(node) if is_inline(f)} if dataclasses.is_dataclass(node) else ()
+    for key, value in _members(node).items():
+        found |= _keys(value) if key in inlined else {key: value}
+    return found
+
+
+def _members(node: Any) -> Mapping[Any, Any]:
     if dataclasses.is_dataclass(node):
         return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
     return node if isinstance(node, Mapping) else dict(enumerate(node)) if isinstance(node, list) else {}

@@ -31,6 +31,7 @@ SHOWN_KEYS, SHOWN_HINTS = 40, 3
 EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
 NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
 PART = "part_of"  # in a field's metadata: the dataclass of which a mapping has some keys
+INLINE = "inline"  # in a field's metadata: see inline
 UNSET = "???"  # OmegaConf's word for a value that must be given
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
 READABLE = {int: (int, str), float: (float, int, str), str: (str, int, float, bool), bool: (bool, int, str)}
@@ -85,6 +86,27 @@ def describe(annotation: Any) -> str:
     if inner:
         return f"{'a list, each entry' if origin is list else 'a mapping, each value'} {describe(inner[-1])}"
     return WORDS.get(annotation, str(annotation))
+
+
+def inline(piece: type[Any], **defaults: Any) -> Any:
+    """Return a field for a dataclass whose keys are keys of the section itself: the key ``algorithm.clip_ratio`` is
+    ``config.policy.clip_ratio`` in Python. ``defaults``: those that differ from the piece's own."""
+    if defaults:
+        changed = [(key, full_type_hints(piece)[key], value) for key, value in defaults.items()]
+        piece = dataclasses.make_dataclass(piece.__name__, changed, bases=(piece,), frozen=True)
+    return field(default_factory=piece, metadata={INLINE: True})
+
+
+def is_inline(f: dataclasses.Field[Any]) -> bool:
+    return INLINE in f.metadata
+
+
+def section_keys(section: Any, hints: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of a dataclass with their types; those of its inline pieces are among them. ``hints``: types that go before its own."""
+    hints, found = hints or type_hints(section), dict[str, Any]()
+    for f in dataclasses.fields(section):
+        found |= section_keys(hints[f.name]) if is_inline(f) else {f.name: hints[f.name]}
+    return found
 
 
 def check_fields(section: Any, where: str) -> None:
@@ -166,19 +188,24 @@ class _Reader:
     strict: bool
     missing: dict[str, Any] = field(default_factory=dict)
 
-    def _fields(self, section: Any) -> dict[str, Any]:
-        hints = {**type_hints(section), **(self.replaced if section is self.schema else {})}
-        return {f.name: hints[f.name] for f in dataclasses.fields(section)}
+    def _hints(self, section: Any) -> dict[str, Any]:
+        return {**type_hints(section), **(self.replaced if section is self.schema else {})}
+
+    def _keys(self, section: Any) -> dict[str, Any]:
+        return section_keys(section, self._hints(section))
 
     def section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
         """``default``: an instance that the value's keys go over, if there is one."""
         self._check_keys(section, value, where)
-        hints, made = self._fields(section), {}
+        hints, made = self._hints(section), {}
         for f in dataclasses.fields(section):
             dotted = _dotted(where, f.name)
             made[f.name] = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             made[f.name] = getattr(default, f.name, made[f.name])
-            if value.get(f.name, UNSET) != UNSET:
+            if is_inline(f):
+                own = {key: value[key] for key in self._keys(hints[f.name]) if key in value}
+                made[f.name] = self.section(type(made[f.name]), own, where, made[f.name])
+            elif value.get(f.name, UNSET) != UNSET:
                 read = self._part if PART in f.metadata and isinstance(value[f.name], Mapping) else self._value
                 made[f.name] = read(f.metadata.get(PART, hints[f.name]), value[f.name], dotted, made[f.name])
             elif made[f.name] is dataclasses.MISSING:
@@ -188,7 +215,7 @@ class _Reader:
     def _part(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> dict[str, Any]:
         """The keys of a section that are given, and no others."""
         self._check_keys(section, value, where)
-        hints = self._fields(section)
+        hints = self._keys(section)
         return {str(key): self._value(hints[key], child, _dotted(where, key)) for key, child in value.items()}
 
     def _value(self, annotation: Any, value: Any, where: str, default: Any = None) -> Any:
@@ -230,7 +257,7 @@ class _Reader:
         return exact or (not self.strict and said in READABLE[scalar])
 
     def _check_keys(self, section: Any, value: Mapping[str, Any], where: str) -> None:
-        hints = self._fields(section)
+        hints = self._keys(section)
         unknown = [key for key in value if key not in hints]
         if unknown:
             raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
@@ -241,7 +268,7 @@ class _Reader:
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
         """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
         section, given = _dataclass(annotation), value if isinstance(value, Mapping) else {}
-        entries = dict.fromkeys(given, (get_args(annotation) or [Any])[-1]) if section is None else self._fields(section)
+        entries = dict.fromkeys(given, (get_args(annotation) or [Any])[-1]) if section is None else self._keys(section)
         for key, inner in entries.items():
             yield _dotted(where, key)
             yield from self._known(inner, given.get(key), _dotted(where, key))

@@ -124,7 +124,8 @@ def _warnings(ready: Any) -> Iterator[str]:
     for name, reward in ready.rewards.items():
         if reward.misses_answers(reward_key(name), prompts):
             yield f"no row has an answer (data.answer_key), and {reward_key(name)}.function={reward.function} reads one"
-    correction = getattr(config.algorithm, "rollout_correction", None)
+    policy = getattr(config.algorithm, "policy", None)
+    correction = policy and policy.rollout_correction
     if placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
         advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
         yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"

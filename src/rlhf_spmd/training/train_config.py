@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.config.schema import first_line, type_hints
+from rlhf_spmd.config.schema import first_line, is_inline, section_keys, type_hints
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.planner.placement import PlacementConfig
@@ -105,6 +105,11 @@ def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
             raise ValueError(f"algorithm '{module.__name__}': {what}: {first_line(error)}") from error
     said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
     settings = {f.name for f in fields(config)}
+    pieces = {key: f.name for f in fields(config) if is_inline(f) for key in section_keys(type_hints(config)[f.name])}
+    if twice := sorted(settings & pieces.keys()):
+        raise ValueError(
+            f"{said} {twice[0]} is a key of its field {pieces[twice[0]]}: give it there, by inline(..., {twice[0]}=...)"
+        )
     typed = {name for kind in config.__mro__ for name in vars(kind).get("__annotations__", {})}
     for kind in config.__mro__:
         if issubclass(kind, AlgorithmConfig) and "__dataclass_fields__" not in vars(kind):
