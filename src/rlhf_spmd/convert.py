@@ -92,11 +92,11 @@ PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.
 
 
 class Refused(ValueError):
-    """What cannot be converted, in one line."""
+    """Settings that cannot be converted, in one line."""
 
 
 def read_script(path: Path) -> list[str]:
-    """The ``key=value`` arguments of the last command of a shell script that starts verl, as bash expands them."""
+    """Return the ``key=value`` arguments of the last command of a shell script that starts verl, as bash expands them."""
     try:
         found = last_command(path, PROGRAM)
     except ValueError as error:
@@ -114,7 +114,7 @@ def read_script(path: Path) -> list[str]:
 
 
 def value_of(text: str) -> Any:
-    """As Hydra reads it: numbers, lists with and without quotes, true, null."""
+    """Return the value of an override as Hydra reads it: numbers, lists with and without quotes, true, null."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -125,7 +125,7 @@ def value_of(text: str) -> Any:
 
 
 def switched(tree: Any) -> Any:
-    """``yes`` and ``off`` as verl reads them: what it is, where no type says so."""
+    """Return ``tree`` with ``yes`` and ``off`` as the truth values that verl reads them as."""
     if isinstance(tree, dict):
         return {key: switched(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -140,7 +140,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Everything that the file and the overrides say, by dotted key, without what is null."""
+    """Return the settings of the file and the overrides by dotted key, without nulls."""
     if not path.is_file():
         raise Refused(f"{path}: there is no such file")
     for text in overrides:
@@ -176,7 +176,7 @@ def check_is_verl(path: Path, given: dict[str, Any]) -> None:
 
 
 def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
-    """Its name, and what is not by a name of its own here."""
+    """Return the algorithm's name, and the settings that verl has in its name."""
     estimator, mode = str(verl["algorithm.adv_estimator"]), verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
     name, more = {"gae": "ppo"}.get(estimator, estimator), {}
     if estimator == "opo":
@@ -205,7 +205,7 @@ def rewards_of(verl: dict[str, Any]) -> dict[str, Any]:
 
 
 def roles_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
-    """Sharding and activation memory of each role."""
+    """Return sharding and activation memory of each role."""
     found: dict[str, Any] = {}
     for role in roles:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
@@ -217,7 +217,7 @@ def roles_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
 
 
 def run_of(verl: dict[str, Any], left: dict[str, str]) -> dict[str, Any]:
-    """The run's length, directory and tracker; into ``left`` what there is not."""
+    """Return the run's length, directory and tracker. Adds to ``left`` what has no counterpart."""
     found: dict[str, Any] = {}
     if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
@@ -239,7 +239,7 @@ def run_of(verl: dict[str, Any], left: dict[str, str]) -> dict[str, Any]:
 
 
 def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """This project's settings by dotted key, and of each of verl's keys that is not carried over, why."""
+    """Return this project's settings by dotted key, and the reason for each of verl's keys that is not carried over."""
     if is_sft(given):
         found, left = sft_settings(given)
         return {**run_of({"trainer.total_epochs": 4, **given}, left), **found}, left
@@ -290,7 +290,7 @@ def tree_of(found: dict[str, Any]) -> DictConfig:
 
 
 def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], config: type) -> None:
-    """What verl and this project say in other words, in place."""
+    """Change, in place, the settings that verl and this project express differently."""
     if given.get(ACTOR + "use_dynamic_bsz") and found.pop("algorithm.ppo_micro_batch_size_per_gpu", None):
         left[ACTOR + "ppo_micro_batch_size_per_gpu"] = "verl does not read it either, with use_dynamic_bsz"
     elif "algorithm.ppo_micro_batch_size_per_gpu" in found:
@@ -358,7 +358,7 @@ MISSING = object()
 
 
 def default_of(config: type, key: str) -> Any:
-    """The default of ``algorithm.<a>.<b>`` in an algorithm's configuration; MISSING if it has no such key."""
+    """Return the default of ``algorithm.<a>.<b>`` in an algorithm's configuration; MISSING if it has no such key."""
     value: Any = to_dict(config())
     for part in key.split(".")[1:]:
         value = value.get(part, MISSING) if isinstance(value, dict) else MISSING

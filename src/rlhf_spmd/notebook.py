@@ -64,10 +64,10 @@ def train(
 
 
 def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``config`` with names and paths in place of objects. What other processes cannot import, and rows, are in files of the run's
-    directory by then; each has a digest of what is in it in its name, so that no run overwrites another's.
+    """Return ``config`` with names and paths in place of objects.
 
-    Raises ConfigError, one line, for an object that no file can stand for.
+    Rows, and objects that other processes cannot import, are written to files in the run's directory. A file's name has a digest of its
+    content, so that no run overwrites another's. Raises ConfigError, one line, for an object that no file can stand for.
     """
     if OmegaConf.is_config(config):  # which holds no such objects
         return config
@@ -95,7 +95,7 @@ def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
-    """The rows of a list of dicts or of a ``datasets.Dataset``; None for anything else. Raises ConfigError for several data sets."""
+    """Return the rows of a list of dicts or of a ``datasets.Dataset``, else None. Raises ConfigError for a DatasetDict."""
     if isinstance(value, list | tuple):
         return iter(value) if value and all(isinstance(row, Mapping) for row in value) else None
     library = sys.modules.get("datasets")  # who gives a data set has imported it
@@ -107,7 +107,7 @@ def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
 
 
 def given_file(config: Mapping[str, Any], name: str, text: str, suffix: str) -> str:
-    """The path of a file of the run's directory with this text, which is made unless it is there. Raises ValueError."""
+    """Return the path of a file in the run's directory with this text; writes it unless it exists. Raises ValueError."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = create_run_dir(_run_dir(config) / GIVEN_DIR) / f"{name}-{digest}{suffix}"
     if not path.exists():

@@ -350,7 +350,7 @@ def test_the_multiplier_waits_and_is_bounded() -> None:
     ("config", "message"),
     [
         (
-            dpo.Config(loss_type="sigmod"),
+            flat_config(dpo.Config, loss_type="sigmod"),
             r"algorithm.loss_type='sigmod' is not known; did you mean 'sigmoid'\? allowed: sigmoid,",
         ),
         (flat_config(dpo.Config, label_smoothing=0.5), r"algorithm.label_smoothing=0.5: must be at least 0 and below 0.5"),

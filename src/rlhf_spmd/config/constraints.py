@@ -33,7 +33,7 @@ class Range:
         return [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
 
     def refusal(self, value: float) -> str:
-        """What ``value``, which the range does not allow, must be."""
+        """Return what ``value``, which is out of the range, must be."""
         words = self.words()
         return " and ".join(words) if words and math.isfinite(value) else ", ".join(["a finite number", *words])
 

@@ -1,7 +1,7 @@
-"""Every key of a configuration with its type, its default and what it means, for people: ``--help``, completion, the documents.
+"""Every key of a configuration with its type, default and meaning, for people: ``--help``, completion, the documents.
 
-What a key means stands in the docstring of its dataclass, as ``- key: text`` or ``- key, other: text``, with further lines indented.
-A class that derives from another may say it in words of its own. The text is Markdown, whose links are those of a page in ``docs/``.
+The docstring of a dataclass says what its keys mean, as ``- key: text`` or ``- key, other: text``, with further lines indented. A
+derived class may say it in words of its own. The text is Markdown, whose links are those of a page in ``docs/``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """``default``: as JSON; None: must be given. ``kind``: its type in words. ``text``: what it means, empty where nobody says it."""
+    """``default``: as JSON; None: must be given. ``kind``: its type in words. ``text``: its meaning, or empty."""
 
     name: str
     default: str | None
@@ -30,18 +30,18 @@ class Key:
     text: str
 
     def lines(self, width: int) -> str:
-        """For ``--help``."""
+        """Return the key as ``--help`` shows it."""
         default = "must be given" if self.default is None else f"= {self.default}"
         said = re.sub(r"\[[^]]*\]\(([^)#]*)[^)]*\)", lambda link: f"docs/{link[1] or 'configuration.md'}", self.text)
         return f"  {self.name} {default} ({self.kind})\n{textwrap.indent(textwrap.fill(said, width - 6), ' ' * 6)}".rstrip()
 
 
 def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", default: Any = None) -> Iterator[Key]:
-    """Every key below the dataclass ``schema``, in its order; of sections that may be missing, and of mappings to sections, also the
-    section itself.
+    """Yield every key below the dataclass ``schema``, in its order. A section that may be missing, and a mapping to sections, count as
+    keys too.
 
-    ``replaced``: for keys, also some that ``schema`` has not, the dataclass that describes them in place of their annotation.
-    Entries of a mapping to dataclasses are called ``<name>``. ``default``: an instance whose values are the defaults.
+    ``replaced``: dataclasses that describe keys in place of their annotation; the keys need not be in ``schema``. Entries of a mapping
+    to dataclasses are called ``<name>``. ``default``: an instance whose values are the defaults.
     """
     fields = {field.name: field for field in dataclasses.fields(schema)}
     annotations = {name: kind for name, kind in full_type_hints(schema).items() if name in fields} | dict(replaced)
@@ -65,7 +65,7 @@ def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", defau
 
 @cache
 def key_texts(schema: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of those that it derives from say of each key; the nearest one counts."""
+    """Return the meaning of each key from the docstrings of a dataclass and its bases; the nearest one counts."""
     found: dict[str, str] = {}
     for one in reversed(schema.__mro__):
         text = inspect.cleandoc(vars(one).get("__doc__") or "")
@@ -75,7 +75,7 @@ def key_texts(schema: type) -> dict[str, str]:
 
 
 def check_names(keys: Iterable[Key], tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first key of ``tree`` that is none of ``keys``, in the words in which loading it is refused."""
+    """Raise ConfigError for the first key of ``tree`` that is not among ``keys``, with the same line as loading does."""
     names: _Names = {}
     for key in keys:
         section = names

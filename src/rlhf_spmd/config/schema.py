@@ -1,7 +1,8 @@
 """Plain values (mappings, lists, scalars) into dataclasses, strictly: types in words, unknown keys with the nearest known one.
 
-A field is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Any``, a ``list`` or ``dict`` of these, or a union; with ``PART`` in
-its metadata a ``dict`` of some keys of a dataclass.
+A field's type is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Literal``, ``Any``, a ``list`` or ``dict`` of these, or a
+union. ``Annotated`` adds a range (:mod:`~rlhf_spmd.config.constraints`). A field with ``PART`` in its metadata is a ``dict`` of some
+keys of a dataclass; one made by :func:`inline` gives its keys to the section.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ full_type_hints = cache(lambda section: typing.get_type_hints(section, include_e
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says in its first line; its type's name where it says nothing."""
+    """Return the first line of an exception's message; its type's name if the message is empty."""
     return printable((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def printable(text: str) -> str:
-    """One line in which what a terminal would obey, such as a sequence that begins with escape, is written as Python writes it."""
+    """Return ``text`` with characters that a terminal would obey, such as escape, written as Python writes them."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
@@ -148,7 +149,7 @@ def _violations(annotation: Any, value: Any, key: str) -> Iterator[str]:
 
 
 def _class_of(annotation: Any) -> Any:
-    """The class, or classes, of the values of a type that is no union."""
+    """Return the class, or classes, of the values of a type that is no union."""
     origin = get_origin(annotation)
     if origin is Literal:
         return tuple(map(type, get_args(annotation)))
@@ -195,7 +196,7 @@ class _Reader:
         return section_keys(section, self._hints(section))
 
     def section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
-        """``default``: an instance that the value's keys go over, if there is one."""
+        """Return the section. ``default``: an instance whose values stand where ``value`` has none."""
         self._check_keys(section, value, where)
         hints, made = self._hints(section), {}
         for f in dataclasses.fields(section):
@@ -213,7 +214,7 @@ class _Reader:
         return section(**made)
 
     def _part(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> dict[str, Any]:
-        """The keys of a section that are given, and no others."""
+        """Return the given keys of a section, and no others."""
         self._check_keys(section, value, where)
         hints = self._keys(section)
         return {str(key): self._value(hints[key], child, _dotted(where, key)) for key, child in value.items()}
@@ -251,7 +252,7 @@ class _Reader:
         raise ConfigError(f"{where}={resolve(value)!r} must be {describe(annotation)}")
 
     def _fits(self, scalar: type, value: Any) -> bool:
-        """Whether ``value``, of another type, says one of type ``scalar``. numpy's numbers are numbers."""
+        """Return True if ``value``, of another type, stands for a ``scalar``. numpy's numbers are numbers."""
         exact = isinstance(value, EXACT.get(scalar, ())) and not isinstance(value, bool)
         said = str if isinstance(value, str) else type(value)
         return exact or (not self.strict and said in READABLE[scalar])
@@ -266,7 +267,7 @@ class _Reader:
         return unknown_key(where, key, allowed, self._known(self.schema, self.plain, ""), value)
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
-        """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
+        """Yield the dotted names of the schema. Entries of a dict of dataclasses have the names that ``value`` uses."""
         section, given = _dataclass(annotation), value if isinstance(value, Mapping) else {}
         entries = dict.fromkeys(given, (get_args(annotation) or [Any])[-1]) if section is None else self._keys(section)
         for key, inner in entries.items():
@@ -275,8 +276,10 @@ class _Reader:
 
 
 def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
-    """What is said of ``key`` in the section ``where``, which has not it but those that are ``allowed``. ``known``: dotted names of all
-    keys; ``value``: what was given."""
+    """Return the message for the unknown ``key`` in the section ``where``, which has the keys ``allowed``.
+
+    ``known``: dotted names of all keys. ``value``: the value that was given.
+    """
     known = sorted({*known} - {_dotted(where, key)})
     last = {name: name.rpartition(".")[2] for name in known}
     same_name = [name for name in known if last[name] == key.rpartition(".")[2] and (not where or key not in EVERYWHERE)]
@@ -298,13 +301,13 @@ def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[st
 
 
 def _scalars(option: Any) -> Iterator[type]:
-    """The types of the plain values of a type that is no union."""
+    """Yield the scalar types of a type that is no union."""
     kinds = map(type, get_args(option)) if get_origin(option) is Literal else [option]
     return (kind for kind in kinds if kind in READABLE)
 
 
 def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
-    """Which of several types a plain value is of."""
+    """Return which of several types a plain value has."""
     if bool in scalars and value.lower() in SWITCH:
         return bool
     made = type(resolve(value))
@@ -312,7 +315,7 @@ def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
 
 
 def _read(scalar: type, value: Any) -> Any:
-    """Raises ValueError or KeyError for what says no ``scalar``."""
+    """Return ``value`` as a ``scalar``. Raises ValueError or KeyError if it is none."""
     if scalar is bool:
         return SWITCH[str(value).lower()]
     if scalar is str:
@@ -326,7 +329,7 @@ def _dotted(where: str, key: object) -> str:
 
 
 def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The values in a tree of mappings, by dotted key."""
+    """Yield the values in a tree of mappings, by dotted key."""
     if not (isinstance(value, Mapping) and value):
         yield where, value
     else:
@@ -335,7 +338,7 @@ def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _dataclass(annotation: Any) -> Any:
-    """The dataclass of ``X``, ``X | None``; None where there is none."""
+    """Return the dataclass of ``X`` or ``X | None``, else None."""
     return next((option for option in options_of(annotation) if dataclasses.is_dataclass(option)), None)
 
 

@@ -74,14 +74,14 @@ NOT_NEEDED = {
 
 
 def is_sft(given: Mapping[str, Any]) -> bool:
-    """Whether the settings are of verl's SFT trainer, whose model has a section of its own."""
+    """Return True if the settings are of verl's SFT trainer, whose model has a section of its own."""
     return not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in given) and any(
         key.startswith(("model.", "optim.")) for key in given
     )
 
 
 def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """This project's settings by dotted key, and of each of verl's that is not carried over, why."""
+    """Return this project's settings by dotted key, and the reason for each of verl's keys that is not carried over."""
     verl = DEFAULTS | dict(given)
     found: dict[str, Any] = {"algorithm.name": "sft", "data.filter_overlong": verl["data.truncation"] != "error"}
     found |= {NAMES[key]: value for key, value in verl.items() if key in NAMES and _is_set(key, value)}
@@ -110,5 +110,5 @@ def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
 
 
 def _is_set(key: str, value: Any) -> bool:
-    """Whether a value says something: -1 is verl's word for none, of ranks for all."""
+    """Return False for -1 where verl means by it none, or all ranks."""
     return not (key.endswith(("_max_samples", "_freq", "fsdp_size")) and isinstance(value, int) and value < 0)

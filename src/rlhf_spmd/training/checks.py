@@ -1,4 +1,4 @@
-"""What a configuration must hold together before a run starts: sizes, lengths and layouts against each other. Pure, but for devices."""
+"""Checks of a configuration before a run starts: batch sizes, layouts and settings against each other. Pure, but for devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the dat
 
 
 def check_duration(config: Any) -> tuple[Any, float | None]:
-    """``data.epochs``, and then the configuration with more steps than any run has, until the data are known. Raises ConfigError."""
+    """Return the configuration and ``data.epochs``. With epochs, ``run.steps`` is more than any run has until the data are known.
+
+    Raises ConfigError unless exactly one of the two is given.
+    """
     steps, epochs = config.run.steps, getattr(config.data, "epochs", None)
     if steps is not None and epochs is not None:
         raise ConfigError(
@@ -37,19 +40,19 @@ def check_duration(config: Any) -> tuple[Any, float | None]:
 
 
 def with_steps(config: Any, steps: int) -> Any:
-    """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
+    """Return the configuration with ``run.steps`` in place of ``data.epochs``: ``config.yaml`` could not have both."""
     return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
 
 
 def in_flight(config: Any) -> int | None:
-    """Prompts in flight, where they are more than a step takes (``data.gen_batch_size``)."""
+    """Return ``data.gen_batch_size`` if it keeps more prompts in flight than a step takes, else None."""
     data = config.data
     more = isinstance(data, DataConfig) and data.gen_batch_size is not None and data.gen_batch_size > data.train_batch_size
     return data.gen_batch_size if more else None
 
 
 def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
-    """Batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
+    """Check batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
     algorithm, batch = config.algorithm, config.data.train_batch_size
     mini = algorithm.mini_batch_size or batch
     if batch % min(mini, batch):
@@ -72,7 +75,7 @@ def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
 
 
 def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
-    """A step's prompts against the replicas that generate."""
+    """Check a step's prompts against the replicas that generate. Raises ValueError."""
     prompts, least = config.data.train_batch_size, config.algorithm.min_samples
     if config.sampling.greedy:
         raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
@@ -111,9 +114,9 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
 
 
 def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[], Graph]) -> None:
-    """``placement.max_staleness`` needs trained roles that generate on ranks where they do not train. ``graph`` traces a step.
+    """Raises ValueError where ``placement.max_staleness`` lacks trained roles that generate on ranks where they do not train.
 
-    Raises ValueError.
+    ``graph`` traces a step.
     """
     ahead, where = config.placement.max_staleness, "placement.max_staleness"
     if not ahead:
@@ -132,7 +135,7 @@ def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[
 
 
 def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
-    """Raises ValueError for settings of samples that the algorithm does not draw. (``temperature`` is that of all log-probs.)"""
+    """Raises ValueError for sampling settings that the algorithm never uses. ``temperature`` counts for all log-probs."""
     kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
     trains = any(issubclass(kind, DatasetConfig) for kind in kinds)
     for name, draws, when in (("sampling", trains, "in training"), ("val_sampling", bool(kinds), "in validation")):
@@ -146,7 +149,7 @@ def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
 
 
 def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, that ``placement.rollout_chunks`` does nothing, if no call takes generated rows on ranks that do not generate."""
+    """Return a warning if ``placement.rollout_chunks`` does nothing: no call takes generated rows on ranks that do not generate."""
 
     def ranks(call: CallRecord) -> set[int]:
         plan = plans.get(call.role.name)
@@ -160,7 +163,9 @@ def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> lis
 
 
 def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, which calls have ranks or a layout of their own, although nothing makes them. A validation may make all but updates."""
+    """Return warnings about calls that have ranks or a layout of their own and are never made. A validation may make any call but
+    updates.
+    """
     made = {(call.role.name, call.spec.name) for call in graph.nodes}
     idle = [(role, plan, method) for role, plan in plans.items() for method in plan.calls if (role, method) not in made]
     text = "models.{}.calls.{} does nothing: no step of {} makes this call"
@@ -172,7 +177,7 @@ def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list
 
 
 def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError | None:
-    """What to say of a script that asks for a role, a call or a value that there is not; None of another error."""
+    """Return the error for a script that asks for a role, a call or a value that does not exist; None for any other error."""
     what, name = error.obj, error.name or ""
     if isinstance(what, SimpleNamespace) and hasattr(what, "controller"):  # the script's ``models``
         text = f"there is no role {name!r}{nearest(name, list(plans)) or ';'} this run has: {', '.join(plans)}"
@@ -193,8 +198,10 @@ def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError |
 
 
 def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, what keeps weights as they are that the run is to train, and updates whose metrics are lost. Raises ValueError for
-    those of roles that do not learn."""
+    """Return warnings about updates that change nothing, and about updates whose metrics are lost.
+
+    Raises ValueError for an update of a role that does not learn.
+    """
     updates_made = [call for call in graph.nodes if call.spec.kind == "train"]
     learns = {role for role, plan in plans.items() if plan.trained or role in config.algorithm.moved}
     frozen = next((call for call in updates_made if call.role.name not in learns), None)
@@ -220,7 +227,7 @@ def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> li
 
 
 def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool) -> None:
-    """``run.test_freq`` against what there is to validate by. Raises ValueError."""
+    """Check ``run.test_freq`` against the validation data. Raises ValueError."""
     freq = config.run.test_freq
     sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
     paths = [f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in sections.items()]
@@ -239,15 +246,16 @@ def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool
 
 
 def exact_rollouts(config: Any, plans: Mapping[str, RolePlan]) -> bool:
-    """Whether generation's log-probs are a training forward's, bit for bit, so that no such forward is needed.
+    """Return True if generation's log-probs equal those of a training forward bit for bit, so that no such forward is needed.
 
-    Raises ValueError where ``models.<role>.generation.reuse_rollout_log_probs`` demands it and something stands against it.
+    Raises ValueError where ``models.<role>.generation.reuse_rollout_log_probs=true`` demands it and a setting prevents it.
     """
     found = [_exact(role, plan, config) for role, plan in generating(plans).items()]
     return bool(found) and all(found)
 
 
 def _exact(role: str, plan: RolePlan, config: Any) -> bool:
+    """As :func:`exact_rollouts`, of one role."""
     generation, settings = plan.generation, plan.config.generation
     assert generation is not None
     if settings.reuse_rollout_log_probs is False:
@@ -277,7 +285,7 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
 
 
 def _against_on_gpus(role: str, plan: RolePlan, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the exact kernels of GPUs cannot serve, or None."""
+    """Return why the exact kernels of GPUs cannot serve, or None."""
     settings, spec = plan.config.generation, plan.spec
     assert spec is not None, "a role that generates has a model"
     if why := unavailable("triton", device, dtype):

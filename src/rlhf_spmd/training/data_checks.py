@@ -1,4 +1,4 @@
-"""What the rows of data must be for the models, the token budget and the rewards. Pure."""
+"""Checks of data against models, token budget and rewards. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_spmd.workers import RewardWorker
 
 
 def with_tools(sections: Mapping[str, Any], environments: Mapping[str, EnvironmentConfig]) -> dict[str, Any]:
-    """Sections of data whose prompts tell of the tools that environments have."""
+    """Return the sections of data, with the environments' tools in those whose prompts present tools."""
     return {
         name: replace(data, tools=tools_of(environments, data.tools)) if isinstance(data, PromptsConfig) else data
         for name, data in sections.items()
@@ -33,7 +33,7 @@ def scored_rows(
     training: Mapping[str, TokenDataset],
     validation: Mapping[str, TokenDataset],
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Where examples of the prompts that rewards will see stand, for messages, and their rows."""
+    """Return examples of the prompts that rewards will see: for each its place, for messages, and its row."""
     found: list[tuple[str, dict[str, Any]]] = []
     for name, data in (*training.items(), *validation.items()):
         trains = data is training.get(name) or not isinstance(sections[name], DatasetConfig)
@@ -44,7 +44,7 @@ def scored_rows(
 
 
 def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
-    """Raises ValueError if the tokenizer gave ids that the model has not."""
+    """Raises ValueError if the tokenizer gave ids that the model does not have."""
     spec = plan.spec
     assert spec is not None
     largest = max(int(ids.values.max()) for ids in data.columns.values())
@@ -58,7 +58,8 @@ def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
 def check_sampling(
     section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
 ) -> tuple[int, str]:
-    """What ``section`` says against the models' contexts, and the cache of those that generate; ``where``: the section of ``data``.
+    """Check the section ``section`` against the models' contexts and the cache of those that generate. ``where``: the section
+    of ``data``.
 
     Returns the tokens of the longest row, and in words where they come from. Raises ValueError with both sides.
     """
@@ -80,7 +81,8 @@ def check_sampling(
 def check_prompts(
     section: str, sampling: SamplingConfig, data: PromptDataset | None, tokenizer: Any, plans: Mapping[str, RolePlan]
 ) -> None:
-    """What ``section`` says against vocabulary and tokenizer of the models that answer ``data``, and its rows' own limits.
+    """Check the section ``section`` against vocabulary and tokenizer of the models that answer ``data``, and against its rows'
+    own limits.
 
     Raises ValueError.
     """
@@ -98,7 +100,7 @@ def check_prompts(
 
 
 def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:
-    """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
+    """Check the lengths of sampled rows against the models and the token budget. Raises ValueError with both sides."""
     by_model = any(
         issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
     )
@@ -116,7 +118,7 @@ def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, R
 def check_rows(
     key: str, data: DatasetConfig, dataset: TokenDataset, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]
 ) -> None:
-    """Rows that are trained on as they are, against contexts and token budget. Raises ValueError with both sides."""
+    """Check rows that are trained on as they are against contexts and token budget. Raises ValueError with both sides."""
     longest = int(dataset.lengths.max())
     for role, plan in plans.items():
         if plan.spec is not None and longest > plan.spec.max_position_embeddings:
@@ -130,6 +132,7 @@ def check_rows(
 
 
 def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str, what: str = "row") -> None:
+    """Raises ValueError where a micro-batch cannot hold ``longest`` tokens."""
     budget = algorithm.limits
     if budget.rows is None and longest > budget.max_tokens:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rank 0's side of a session: the ranks' reports as metrics, and where metrics and samples are written."""
+"""Rank 0's side of a run: the ranks' reports as metrics, and where metrics and samples are written."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from rlhf_spmd.training.streams import merge_values
 
 
 class MadeStep(NamedTuple):
-    """A step that this rank has made, and others perhaps not yet. ``rows``: what the data gave it. ``calls``: all that it made;
-    ``num_reported``: how many report values. ``told``: metrics of its data; ``preempted``: waits for all ranks."""
+    """A step that this rank has made; other ranks may still be at it.
+
+    ``rows``: the data's rows. ``calls``: all calls that it made; ``num_reported`` of them report values. ``told``: metrics of its data.
+    ``preempted``: waits for all ranks.
+    """
 
     global_step: int
     rows: Sequence[Batch]
@@ -32,7 +35,7 @@ class MadeStep(NamedTuple):
 def merge_reports(
     step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[CallStats], int, float, float], dict[str, float]]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """A step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest count.
+    """Return a step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest counts.
 
     ``utilisation(calls, rows, tokens, seconds)``: metrics of the share of the devices' arithmetic that the step used.
     """
@@ -52,10 +55,10 @@ def merge_reports(
 
 
 class Recorder:
-    """Rank 0's side of a session: metrics, samples, progress."""
+    """Writes metrics and samples, and shows progress. Rank 0 only."""
 
     def __init__(self, run_dir: Path, config: Any, started_at: int, facts: Mapping[str, str]) -> None:
-        """``config``: with ``run`` and ``logger``; it lies in the run directory already. ``facts``: of this start, for the report."""
+        """``config``: has ``run`` and ``logger``; it is in the run directory already. ``facts``: about this start, for the report."""
         self.run_dir, resume = run_dir, started_at or None
         starts = JsonlLog(run_dir / STARTS_FILE, resume)
         starts.append([{"step": started_at, **facts}])
@@ -71,7 +74,7 @@ class Recorder:
     def log(
         self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        """A step's metrics come last in the files: followers then find all of it. Raises LockLost, WriteError."""
+        """Write a step. Its metrics come last, so that followers then find all of it. Raises LockLost, WriteError."""
         run_lock.prove(self.run_dir)
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
         self.rollouts.append({"step": global_step, **sample} for sample in shown)
@@ -80,7 +83,7 @@ class Recorder:
         self.progress.update(global_step, metrics)
 
     def sync(self) -> None:
-        """Before a checkpoint: the steps that it holds are in the files whatever happens to this machine. Raises WriteError."""
+        """Flush to the disk, so that the files hold the steps of the checkpoint that follows. Raises WriteError."""
         for log in self._logs:
             log.sync()
 
@@ -92,5 +95,5 @@ class Recorder:
 
 
 def token_count(batch: Batch) -> int:
-    """Of all token fields that the data gave."""
+    """Return the tokens of all token fields that the data gave."""
     return sum(int(x.lengths.sum()) for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids"))

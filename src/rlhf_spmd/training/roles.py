@@ -56,9 +56,12 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role. ``is_added``:
-    the configuration names it, not the algorithm. ``reads_text``: through a tokenizer of its own, not the rows' tokens.
-    ``serves``: roles of the algorithm that are this one's model without its adapters, and its object."""
+    """A role, decided.
+
+    ``spec``: None for roles without a model. ``calls``: methods that run on other ranks, or in another layout, than the role.
+    ``is_added``: the configuration names it, not the algorithm. ``reads_text``: it reads text through its own tokenizer, not the rows'
+    tokens. ``serves``: roles of the algorithm that are this role's model without its adapters, and the same object.
+    """
 
     worker: RoleClass
     config: RoleConfig
@@ -71,12 +74,12 @@ class RolePlan:
     serves: tuple[str, ...] = ()
 
     def at(self, method: str) -> CallPlan | RolePlan:
-        """Where a method runs."""
+        """Return where a method runs."""
         return self.calls.get(method, self)
 
     @property
     def generation(self) -> GenerationLayout | None:
-        """The layout that ``generate_sequences`` runs in, of a role that has it."""
+        """The layout of ``generate_sequences``; None for a role that does not generate."""
         return self.at("generate_sequences").shape.generation
 
     @property
@@ -85,19 +88,20 @@ class RolePlan:
 
     @property
     def pools(self) -> list[ResourcePool]:
-        """Its own, and those of its methods that run elsewhere."""
+        """The role's pool, and those of its methods that run elsewhere."""
         return [self.pool, *(call.pool for call in self.calls.values())]
 
 
 def generating(plans: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
-    """Those that generate."""
+    """Return the roles that generate."""
     return {role: plan for role, plan in plans.items() if plan.generation is not None}
 
 
 def rewarded_roles(
     algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig], given: bool
 ) -> dict[str, RoleClass]:
-    """The algorithm's roles, without those that score responses where there are no prompts, or no reward and need of one.
+    """Return the algorithm's roles. Roles that score responses are left out if there are no prompts, or if no reward is given
+    or needed.
 
     Raises ValueError.
     """
@@ -114,7 +118,9 @@ def rewarded_roles(
 def with_templates(
     plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
 ) -> dict[str, RewardConfig]:
-    """The settings of every reward role. Where text prompts go to the actor through a template, they do to reward models, too."""
+    """Return the settings of every reward role. If the actor gets text prompts through a template, so do reward models whose
+    ``apply_chat_template`` is ``auto``.
+    """
     found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
     if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in sections.values()):
         found = {
@@ -132,11 +138,11 @@ def describe_roles(
     rewarded: bool = False,
     weights: bool = True,
 ) -> dict[str, RolePlan]:
-    """Every role with its model, on as many ranks as its layout has at least: what is known before :func:`place`. ``roles``: name ->
-    class. ``exported``: the role whose model those take that name none. ``rewards``: role -> settings; names that are no role of
-    ``roles`` become rewards that add to the role "reward". ``rewarded``: an environment gives rewards too, in the first reward role.
-    ``weights``: they are needed, and checked.
+    """Return every role with its model, on as many ranks as its layout needs at least: what is known before :func:`place`.
 
+    ``roles``: name -> class. ``exported``: the role whose model other roles take if they name none. ``rewards``: role ->
+    settings; a name that is no role of ``roles`` becomes a reward that adds to the role "reward". ``rewarded``: an environment
+    gives rewards too, in the first reward role. ``weights``: they are needed, and checked.
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
     declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
@@ -189,7 +195,7 @@ def describe_roles(
 
 
 def _is_base(config: RoleConfig, own: RoleConfig) -> bool:
-    """Whether a reference is the model beside which ``own`` trains adapters, and nothing else is said of it."""
+    """Return True if a reference is just the model beside which ``own`` trains adapters."""
     usual = type(config)()
     alike = replace(config, path=usual.path, dtype=usual.dtype) == usual
     return own.lora.rank > 0 and alike and config.path in (None, own.path) and config.dtype in (usual.dtype, own.dtype)
@@ -214,7 +220,7 @@ def _check_lora(where: str, worker: type[ModelWorker], config: RoleConfig, spec:
 
 
 def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
-    """A reward role with its model, which ``rewards.<role>.model`` names as well as ``models.<role>.path``."""
+    """Return a reward role with its model, which ``rewards.<role>.model`` or ``models.<role>.path`` names."""
     key = reward_key(role)
     if reward.model is not None and config.path not in (None, reward.model):
         raise ValueError(f"{key}.model={reward.model!r} and models.{role}.path={config.path!r} name different models; give one")
@@ -266,14 +272,14 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
 
 
 def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
-    """Raises ValueError for a setting that is not the ``usual`` one."""
+    """Raises ValueError for a setting that differs from the ``usual`` one."""
     for (key, value), (_, default) in zip(leaves(to_dict(config), where), leaves(to_dict(usual), where), strict=True):
         if value != default:
             raise ValueError(f"{key}={value}: {why}; leave it out")
 
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
-    """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
+    """Raises ValueError for settings that a judge cannot have: it generates with its weights where they are."""
     own, usual = config.generation, GenerationConfig()
     judged = ("pp", "tp", "reshard_method", "buffers", "overlap", "reuse_rollout_log_probs")
     rest = replace(usual, **{key: getattr(own, key) for key in judged})
@@ -287,9 +293,8 @@ def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
 def find_text_readers(
     plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any, data: Any
 ) -> dict[str, RolePlan]:
-    """``plans``, with the reward models marked that read text through tokenizers of their own: all others must read the tokens of
-    ``exported``. The models that generate know the ends that their tokenizers and the template of ``data`` (the
-    section), a judge its own, name.
+    """Return ``plans`` with the reward models marked that read text through their own tokenizers; all others must read the tokens of
+    ``exported``. Models that generate learn the end tokens of their tokenizers and of the template of ``data`` (the section).
 
     Raises ValueError, DataError.
     """
@@ -321,7 +326,7 @@ def find_text_readers(
 def check_templates(
     plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], tokenizer: Any, rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Renders the first of ``rows``, the prompts' columns, for reward models that read text. Raises DataError, one line."""
+    """Render the first ``rows``, the prompts' columns, for reward models that read text. Raises DataError, one line."""
     for role, plan in plans.items():
         own = _retokenizer(role, plan, rewards, tokenizer) if plan.reads_text else None
         if own is not None:
@@ -338,8 +343,7 @@ def _retokenizer(role: str, plan: RolePlan, rewards: Mapping[str, RewardConfig],
 def repeated_metrics(
     dataset: TokenDataset, rewards: Mapping[str, RewardConfig], plans: Mapping[str, RolePlan]
 ) -> frozenset[str]:
-    """Return the means of data sources that a validation by ``dataset`` repeats. With several rewards it repeats none: it has their
-    sum."""
+    """Return the metrics that a validation by ``dataset`` would report twice. With several rewards there are none."""
     added = added_rewards(rewards, plans)
     if len(added) != 1 or not isinstance(dataset, PromptDataset):
         return frozenset()
@@ -347,7 +351,7 @@ def repeated_metrics(
 
 
 def build_models(plans: Mapping[str, RolePlan], build: WorkerContext) -> SimpleNamespace:
-    """The role objects by name, the same on every rank; ``rewards``, those whose scores add up; and the ``controller``.
+    """Return the role objects by name, the same on every rank, with ``rewards``, those whose scores add up, and the ``controller``.
 
     Collective over the world: every rank of it must call.
     """
@@ -358,7 +362,7 @@ def build_models(plans: Mapping[str, RolePlan], build: WorkerContext) -> SimpleN
 
 
 def added_rewards(rewards: Iterable[str], plans: Mapping[str, RolePlan]) -> tuple[str, ...]:
-    """Names of the rewards whose scores are added up."""
+    """Return the names of the rewards whose scores are added up."""
     return tuple(role for role in rewards if role == "reward" or plans[role].is_added)
 
 

@@ -1,4 +1,4 @@
-"""A run from its first step to its last: the loop that ``train`` and ``sft`` share, with its metrics, checkpoints and resume."""
+"""The loop of a run, from its first step to its last, with metrics, checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Validate = Callable[[int], dict[str, float]]
 
 
 class Trainer:
-    """A run of ``models`` by ``data``. ``context.prepared``: the checked run (``Prepared`` of the training program)."""
+    """Runs ``models`` on ``data``. ``context.prepared``: the :class:`~rlhf_spmd.training.job.TrainJob`."""
 
     def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
         self.context, self.models, self.data = context, models, data
@@ -81,10 +81,11 @@ class Trainer:
             print(f"perf/mfu is of {rate}: no figure of this device's data sheet is known", file=sys.stderr)
 
     def run(self, script: Script, validate: Validate) -> None:
-        """All steps from where the run stands; what ``validate`` gives is the same on every rank.
+        """Run all steps from where the run stands. ``validate`` returns the same on every rank; it is called every
+        ``run.test_freq`` steps.
 
-        ``validate`` is called where ``run.test_freq`` says. The run ends when ``TARGET`` has reached the algorithm's goal.
-        Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
+        The run ends early when ``TARGET`` reaches the algorithm's goal. Collective over the world: every rank of it must call.
+        Raises Preempted, after saving, if any rank was signalled.
         """
         started_at = self.resume()
         if self.finished_before or started_at >= self.steps:
@@ -150,7 +151,7 @@ class Trainer:
         self._close(recorder, "done", global_step)
 
     def _make(self, script: Script, global_step: int) -> MadeStep:
-        """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
+        """Make one step. This rank's report of it travels to rank 0 while the rank goes on."""
         self.board.set_step(global_step)
         self.controller.timeline.begin_step(global_step)
         start = time.perf_counter()
@@ -171,12 +172,14 @@ class Trainer:
         return MadeStep(global_step, rows, self.controller.taken, len(calls), told, preempted)
 
     def _moved_bytes(self) -> int:
-        """Of weights that this rank has received since this was last asked: they may come between steps, too."""
+        """Return the bytes of weights that this rank has received since the last call; they may come between steps, too."""
         before, self._received = self._received, sum(RECORDER.received[label] for label in LABELS)
         return self._received - before
 
     def _receive(self, step: MadeStep) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """On rank 0 what all ranks tell of a step, as metrics and samples; waits for those that have yet to end it."""
+        """Return on rank 0 the metrics and samples of a step from the reports of all ranks; waits for ranks that have yet to
+        end it. Other ranks return nothing.
+        """
         if not self.is_first:
             return {}, []
         reports = self.controller.receive_reports()
@@ -188,10 +191,12 @@ class Trainer:
         return metrics, samples
 
     def _utilisation(self, calls: Sequence[CallStats], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
-        """Shares of what all devices could do, by their data sheet where it is known and as measured, by the calls that the step made.
-        An update counts three forward passes in each epoch: one, and backward twice that, of which half are the gradients of
-        weights, which a role with adapters does not make. Of rows in flight a step draws as many tokens as those that it takes have,
-        in the mean."""
+        """Return the share of all devices' arithmetic that the step's calls used: by their data sheet if it is known, and as measured.
+
+        An update counts three forward passes in each epoch: one forward, and a backward of two. Half of the backward are the weights'
+        gradients, which a role with adapters does not compute. With rows in flight, a step is taken to draw as many tokens as
+        the rows have that it takes.
+        """
         prepared, mean = self.context.prepared, num_tokens / num_rows
         flops = 0.0
         for role, kind, rows, epochs in calls:
@@ -210,7 +215,7 @@ class Trainer:
     # Checkpoints
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the roles that change."""
+        """Return what a checkpoint holds besides the roles that change."""
         roles = restart.role_states(self.controller, self.models)
         environment = restart.environment_digests(self.context.prepared.config)
         return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
@@ -234,10 +239,10 @@ class Trainer:
         self.board.last_checkpoint = str(path)
 
     def resume(self) -> int:
-        """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
+        """Load the checkpoint that ``run.resume`` asks for. Returns its step, 0 for a new run.
 
-        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
-        mix with the checkpoints of an older one, or go on with those of another experiment.
+        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where the run would mix with the
+        checkpoints of an older one, or resume another experiment.
         """
         # also beside a path that is given: what is damaged must not count as kept
         found = find_resumable(self.run_dir, self.world.all, restart.check_state)
@@ -304,9 +309,10 @@ class Trainer:
 
 
 def start_controller(context: ProgramContext[Any]) -> Controller:
-    """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
+    """Return a controller whose timeline has the pools that this rank is in. On GPUs a timed span ends when the work it started
+    is done.
 
-    It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
+    It waits for the work of the current stream only: weight syncs go on in other streams while the script continues.
     """
     world, plans = context.world, context.prepared.plans.values()
     names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})
