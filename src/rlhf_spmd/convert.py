@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_names
+from rlhf_spmd.config.interpolation import interpolate, written
 from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
@@ -40,33 +41,6 @@ from rlhf_spmd.telemetry.logger import PACKAGES
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 VALIDATION, FILTER = ROLLOUT + "val_kwargs.", "algorithm.filter_groups."
 OVERLONG = ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
-DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not written
-    "algorithm.adv_estimator": "gae",
-    "algorithm.use_kl_in_reward": False,
-    "algorithm.gamma": 1.0,
-    "algorithm.lam": 1.0,
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    FILTER + "enable": False,
-    OVERLONG[0]: False,
-    ACTOR + "use_kl_loss": False,
-    ACTOR + "kl_loss_coef": 0.001,
-    ACTOR + "kl_loss_type": "low_var_kl",
-    ACTOR + "loss_agg_mode": "token-mean",
-    ACTOR + "clip_ratio_low": 0.2,
-    ACTOR + "clip_ratio_high": 0.2,
-    ACTOR + "clip_ratio_c": 3.0,
-    ACTOR + "ppo_mini_batch_size": 256,
-    "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
-    "data.train_batch_size": 1024,
-    "data.filter_overlong_prompts": False,
-    VALIDATION + "temperature": 0,
-    "critic.optim.lr": 1e-5,
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "critic.model.enable_gradient_checkpointing": True,
-    "trainer.total_epochs": 30,
-}
-
 
 NEWER = (  # names since February 2026: the ones before, by which the rest of this file and foreign.yaml know them
     (r"^reward\.reward_model\.model_path$", "reward_model.model.path"),
@@ -156,7 +130,8 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
                 raise Refused(f"{path}: must hold verl's settings (section: key: value), and is empty")
             for key, value in given.items():
                 OmegaConf.update(tree, key, value)
-            given = flatten(OmegaConf.to_container(tree, resolve=True))
+            # the file that is written has references in place of values from the environment, which may be secret
+            given = flatten(to_dict(interpolate(OmegaConf.to_container(tree)), written))
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
     named = {reduce(lambda name, newer: re.sub(newer[0], newer[1], name), NEWER, key): value for key, value in given.items()}
@@ -243,16 +218,18 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     if is_sft(given):
         found, left = sft_settings(given)
         return {**run_of({"trainer.total_epochs": 4, **given}, left), **found}, left
-    verl = DEFAULTS | given
+    table = foreign_names()["verl"]
+    verl: dict[str, Any] = table["defaults"] | given
     for key in NUMBERS:
         if not isinstance(verl.get(key, 0), int | float):
             raise Refused(f"{key}={verl[key]} must be a number")
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
-    table = foreign_names()["verl"]
     names = table["keys"]
     found, left = dict(chosen), {}
+    if default_of(config, "algorithm.adv_estimator") is MISSING and found.pop("algorithm.adv_estimator", None):
+        left["algorithm.adv_estimator"] = f"{name} has advantages of its own"
     for key, value in verl.items():
         ours = names.get(key)
         if ours is None:
@@ -267,7 +244,10 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             found[ours] = value
     settle(found, left, given, config)
     tree: Any = OmegaConf.to_container(tree_of(found))
-    made = {name: read_section(kind, tree.get(name, {})) for name, kind in (("algorithm", config), ("data", DataConfig))}
+    made = {
+        name: read_section(kind, tree.get(name, {}), interpolated=True)
+        for name, kind in (("algorithm", config), ("data", DataConfig))
+    }
     idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
     for key in idle:
         del found[key]

@@ -15,10 +15,10 @@ SHARED = ("algorithm", "data", "reward")  # sections that are ours too
 
 
 @cache
-def foreign_names() -> dict[str, dict[str, dict[str, str]]]:
-    """Return ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them."""
+def foreign_names() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them."""
     found: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {project: {"keys": {}, "said": {}, "not_needed": {}, **names} for project, names in found.items()}
+    return {project: {"defaults": {}, "keys": {}, "said": {}, "not_needed": {}, **names} for project, names in found.items()}
 
 
 def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
