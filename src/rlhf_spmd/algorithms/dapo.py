@@ -1,5 +1,6 @@
 """DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO's advantages without a reference, a wider upper clip, a penalty for over-long
-responses, and prompts whose responses all score alike replaced by further ones. The settings' names are verl's."""
+responses, and further prompts in place of those whose responses all score alike. The settings' names are verl's.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class OverlongConfig:
     """``overlong_buffer``.
 
     - enable: responses near the limit lose score
-    - len: tokens before the limit in which they do; null: a fifth of `max_response_length`
-    - penalty_factor: what a response of full length loses
+    - len: tokens before the limit in which they lose it; null: a fifth of `max_response_length`
+    - penalty_factor: the loss of a response of full length
     """
 
     enable: bool = True
@@ -40,7 +41,7 @@ class OverlongConfig:
 class FilterGroupsConfig:
     """``filter_groups``.
 
-    - enable: groups that teach nothing are replaced by further prompts
+    - enable: replace groups that teach nothing by further prompts
     - metric: a group is kept if this differs among its rows: `score`, or with the penalty `seq_reward`
     - max_num_gen_batches: batches of prompts that one step may take
     """
@@ -73,7 +74,7 @@ class Config(PolicyConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
+    """One DAPO step. Returns the calls whose values are the step's metrics; the reward's are of its first batch of prompts."""
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
     calls, batches, found, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
@@ -103,7 +104,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
 
 
 def tell_of_few(controller: Any, global_step: int, found: int, wanted: int, tried: int, is_scored: bool) -> None:
-    """A step of fewer groups is told. Where there are none it raises ValueError, or RewardError if no response has a score."""
+    """Print that a step has fewer groups than wanted. With none it raises ValueError, or RewardError if no response has a score."""
     told = f"step {global_step}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
     remedy = "give other prompts, more samples (sampling.n), or a larger algorithm.filter_groups.max_num_gen_batches"
     if not found:
@@ -113,8 +114,10 @@ def tell_of_few(controller: Any, global_step: int, found: int, wanted: int, trie
 
 
 def shaped(config: Config, limit: int) -> Function:
-    """Scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13); and in each row of a group how
-    far the group's metric spreads, 0 only where it is the same in all rows, below 0 where no row has a score."""
+    """Return a function that computes scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13).
+
+    It also gives each row its group's ``spread`` of the metric: 0 only if all rows have the same, below 0 if no row has a score.
+    """
 
     def judge(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         scores, overlong = fields["scores"].double(), config.overlong_buffer
@@ -133,7 +136,9 @@ def shaped(config: Config, limit: int) -> Function:
 
 
 def in_group(report: dict[str, float]) -> Function:
-    """Advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all ranks know."""
+    """Return a function that computes advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all
+    ranks know.
+    """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         advantages = group_advantages(fields["seq_rewards"], rows.group_ids, by_std=True)

@@ -1,7 +1,7 @@
 """On-policy distillation: the student answers, and learns by the reverse KL to a teacher on its own tokens.
 
-MiniLLM (Gu et al. 2023, arXiv 2306.08543) takes the gradient of KL(student || teacher) of whole responses by REINFORCE; GKD (Agarwal et
-al. 2023, arXiv 2306.13649) each token's by itself. ``gamma`` is between the two: 1 and 0.
+MiniLLM (Gu et al. 2023, arXiv 2306.08543) takes the gradient of KL(student || teacher) of whole responses by REINFORCE, which is
+``gamma`` 1. GKD (Agarwal et al. 2023, arXiv 2306.13649) takes each token's KL by itself, which is 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhf_spmd.workers import ActorWorker, Computed, Function, GlobalReduce, Ref
 class Config(PolicyConfig):
     """A reward is for metrics and validation only, and may be left out.
 
-    - gamma: what a token's KL to the teacher counts for the token before it
+    - gamma: weight of a token's KL to the teacher in the advantage of the token before it
     """
 
     name: str = "distill"
@@ -75,8 +75,10 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
 
 
 def towards_teacher(gamma: float) -> Function:
-    """A token's advantage: minus the sum over itself and the later tokens of its response of gamma^distance * (log p_student -
-    log p_teacher), whose gradient with gamma 1 is in expectation that of KL(student || teacher) of responses."""
+    """Return a function that computes a token's advantage: minus the sum over itself and the later tokens of its response of
+    gamma^distance * (log p_student - log p_teacher). With gamma 1 its gradient is in expectation that of KL(student || teacher) of
+    responses.
+    """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()

@@ -73,7 +73,7 @@ class GroupAdvantageConfig:
 
 
 def check_groups(group_ids: Tensor, num_samples: int | None) -> None:
-    """Raises ValueError for a group that is not whole: of one row, or of another number than ``num_samples``."""
+    """Raises ValueError for a group that is not whole: it has one row, or another number than ``num_samples``."""
     groups, counts = torch.unique(group_ids, return_counts=True)
     for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
         if count < 2 or count != (num_samples or count):

@@ -121,7 +121,7 @@ class PolicyConfig(RolloutConfig):
 
 
 class LossMode(NamedTuple):
-    """``loss``: of (config, log_prob, old_log_prob, advantages, lengths). ``keys`` of the configuration that it reads."""
+    """``loss``: takes (config, log_prob, old_log_prob, advantages, lengths). ``keys``: the keys that it reads."""
 
     loss: Callable[[PolicyLossConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
     keys: tuple[str, ...]
@@ -147,7 +147,7 @@ METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual",
 
 
 def loss_mode(name: str, where: str) -> LossMode:
-    """The loss of this name, or the user's own. Raises ValueError."""
+    """Return the loss of this name, or the user's own. Raises ValueError."""
     if is_own(name):
         return LossMode(own_loss(where, name), KEYS)
     if name not in LOSS_MODES:

@@ -60,8 +60,10 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
 
 
 def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-    """A row's score minus that of its group's greedy row, which is the one with the highest id; on every token of the row
-    (section 3.1, algorithm 1); 0 where one of the two has none (nan)."""
+    """A row's score minus that of its group's greedy row, on every token of the row (section 3.1, algorithm 1).
+
+    The greedy row is the one with the highest id. A row gets 0 if it, or the greedy row, has no score (nan).
+    """
     scores = fields["scores"].double()
     groups, at = rows.group_ids.unique(return_inverse=True)
     greedy = torch.zeros_like(groups).scatter_reduce_(0, at, rows.row_ids, "amax", include_self=False)[at] == rows.row_ids

@@ -18,7 +18,7 @@ class Config(ScoreModelConfig):
     name: str = "reward_model"
 
     def objective(self, temperature: float) -> Objective:
-        """Bradley-Terry with the rows' margins; which share of the pairs is in order."""
+        """Return the Bradley-Terry loss with the rows' margins, with the share of pairs in order."""
 
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             better, worse = chosen["row_values"], rejected["row_values"]
@@ -30,7 +30,7 @@ class Config(ScoreModelConfig):
 
 
 class LearnsPairs(Protocol):
-    """``objective``: what a step learns by, and a validation measures; ``temperature``: of log-probs."""
+    """``objective``: the loss of a step and of a validation; ``temperature``: of log-probs."""
 
     exported: ClassVar[str]
 
@@ -38,7 +38,7 @@ class LearnsPairs(Protocol):
 
 
 def step(models: Any, data: Any, config: LearnsPairs, global_step: int) -> list[Reference]:
-    """One optimizer step on pairs, of all algorithms that need nothing but these: they differ in their objective."""
+    """One optimizer step on pairs, for all algorithms that need nothing else: they differ in their objective."""
     role = getattr(models, config.exported)
     return [role.update(data.pairs.next(), config.objective(data.sampling.log_prob_temperature))]
 

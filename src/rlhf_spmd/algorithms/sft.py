@@ -66,7 +66,7 @@ def likelihood(loss_agg_mode: LossAggMode) -> Objective:
 
 
 def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
-    """The loss of the validation responses, and the reward of answers to the validation prompts, whichever there are."""
+    """Return the loss of the validation responses, and the reward of answers to the validation prompts, whichever exist."""
     found: dict[str, float] = {}
     if "responses" in data.validation:
         total, tokens = 0.0, 0

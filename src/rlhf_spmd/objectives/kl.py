@@ -96,11 +96,11 @@ class KLControlConfig:
         return self.type == "adaptive"
 
     def moved(self, coefficient: float, current_kl: float, num_rows: int) -> float:
-        """The next step's: coefficient * (1 + e * num_rows / horizon), e = clip(current_kl / target_kl - 1, -0.2, 0.2) (Ziegler et al.
-        2019), or the same one for ever.
+        """Return the next step's coefficient: coefficient * (1 + e * num_rows / horizon), e = clip(current_kl / target_kl - 1,
+        -0.2, 0.2) (Ziegler et al. 2019); the same coefficient where it is fixed.
 
-        Call once per step, with replicated numbers, so that every rank holds the same coefficient. ``current_kl``: the step's mean
-        KL; with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token (:func:`losses.aggregate` in mode
+        Call once per step, with replicated numbers, so that every rank holds the same coefficient. ``current_kl``: the step's
+        mean KL, with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token (:func:`losses.aggregate` in mode
         ``seq-mean-token-mean``), in nats. ``num_rows``: of the global batch. Raises FloatingPointError for a KL that is not finite.
         """
         if not math.isfinite(current_kl):

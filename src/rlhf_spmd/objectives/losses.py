@@ -25,7 +25,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def check_clip_ratios(low: float, high: float, c: float, where: str = "") -> None:
-    """Raises ValueError for clip ratios that cannot be meant. ``where`` goes before the keys, as in ``algorithm.``"""
+    """Raises ValueError for impossible clip ratios. ``where`` precedes the keys, as in ``algorithm.``"""
     if not 0.0 <= low <= 1.0:
         raise ValueError(f"{where}clip_ratio_low = {low}: the ratio is kept above 1 - clip_ratio_low, so it must lie in [0, 1]")
     if not high >= 0.0:
@@ -37,7 +37,7 @@ def check_clip_ratios(low: float, high: float, c: float, where: str = "") -> Non
 
 
 def log_ratios(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
-    """log(new / old) [T], within the bounds outside of which exp() says nothing; all three have that shape."""
+    """Return log(new / old) [T], clamped where exp() carries no information. All three have that shape."""
     assert log_prob.shape == old_log_prob.shape == advantages.shape, (
         f"shapes differ: {tuple(log_prob.shape)}, old {tuple(old_log_prob.shape)}, advantages {tuple(advantages.shape)}"
     )
@@ -139,17 +139,17 @@ def aggregate(
 
 @torch.no_grad()
 def explained_variance_sums(values: Tensor, returns: Tensor) -> Tensor:
-    """float64 [5] of ``values`` and ``returns`` [T]: :func:`moments` of the returns, and of the errors without the count.
+    """Return float64 [5] of ``values`` and ``returns`` [T]: :func:`moments` of the returns, and of the errors without the count.
 
-    Add over ranks.
+    Sum it over ranks.
     """
     return torch.cat([moments(returns), moments(returns.double() - values.double())[1:]])
 
 
 def explained_variance(sums: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns), from global sums; 1 is perfect, 0 no better than a constant, below 0 worse.
+    """Return 1 - Var(returns - values) / Var(returns), from global sums: 1 is perfect, 0 no better than a constant, below 0 worse.
 
-    0.0 where the returns do not vary, so that the ratio does not exist.
+    0.0 if the returns do not vary, so that the ratio does not exist.
     """
     count, target_sum, target_squares, error_sum, error_squares = sums.double().tolist()
     if count == 0:

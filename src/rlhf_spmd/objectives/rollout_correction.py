@@ -1,7 +1,7 @@
-"""What to do where the rollout's log-probs are not those of training: weights, masks and how far apart they are.
+"""Corrections where the rollout's log-probs differ from training's: weights, masks, and measures of the difference.
 
-Tokens are drawn by the generator's policy (``rollout_log_prob``), the update's ratio starts from training's forward pass
-(``old_log_prob``). r = exp(old - rollout) is what the first is off by. Truncated importance sampling: Yao et al. 2025
+The generator's policy draws the tokens (``rollout_log_prob``); the update's ratio starts from training's forward pass
+(``old_log_prob``). r = exp(old - rollout) is their ratio. Truncated importance sampling: Yao et al. 2025
 (https://fengyao.notion.site/off-policy-rl); sequences and masks: Liu et al. 2025 (https://richardli.xyz/rl-collapse).
 All tensors are [T] packed, nats, ``lengths`` int64 [rows]; nothing takes gradients.
 """
@@ -30,15 +30,15 @@ RejectionKind = Literal[
 class RolloutCorrectionConfig:
     """``rollout_correction``; the names are verl's.
 
-    - rollout_is: weight the loss by the ratio r of training's to the rollout's probability: `token`, or `sequence` (product
+    - rollout_is: weight the loss by the ratio r of training's to the rollout's probability: by `token`, or by `sequence` (product
       over the response); see [algorithms.md](algorithms.md#off-policy-corrections)
-    - rollout_is_threshold: the weight is at most this
-    - rollout_rs: weight tokens or rows by 0 that are outliers: `token_k1`, `seq_sum_k1`, `seq_mean_k1` (by the ratio of the
-      token, of the row, or its geometric mean), or with `_k2`, `_k3` (by an estimate of the KL)
+    - rollout_is_threshold: the largest weight
+    - rollout_rs: give outliers weight 0: `token_k1`, `seq_sum_k1`, `seq_mean_k1` (by the ratio of the token, of the row, or its
+      geometric mean), or with `_k2`, `_k3` (by an estimate of the KL)
     - rollout_rs_threshold: the largest ratio, or KL in nats, that is kept
     - rollout_rs_threshold_lower: the smallest ratio that is kept; null: 1 / the largest
-    - bypass_mode: the old log-probs are the rollout's: the loss's ratio is against the weights that drew the tokens, and no
-      forward pass is made for others
+    - bypass_mode: take the rollout's log-probs as the old ones: the loss's ratio is against the weights that drew the tokens, and no
+      forward pass computes others
     """
 
     rollout_is: Literal["token", "sequence"] | None = None
@@ -81,10 +81,10 @@ class RolloutCorrectionConfig:
 def correction_weights(
     config: RolloutCorrectionConfig, old_log_prob: Tensor, rollout_log_prob: Tensor, lengths: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What each token's loss is multiplied by [T], and per token [T]: ``rollout_is_mean`` (the weights without rejection),
-    ``rollout_is_ratio_fraction_high`` (bool: truncated) and ``rollout_rs_masked_fraction`` (bool: rejected).
+    """Return the factor of each token's loss [T], and statistics [T].
 
-    1 to the bit where both log-probs are the same numbers.
+    They are ``rollout_is_mean`` (the weights without rejection), ``rollout_is_ratio_fraction_high`` (bool: truncated) and
+    ``rollout_rs_masked_fraction`` (bool: rejected). The factor is 1 to the bit where both log-probs are the same numbers.
     """
 
     def at(level: str, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def correction_weights(
 
 @torch.no_grad()
 def mismatch_sums(old_log_prob: Tensor, rollout_log_prob: Tensor, lengths: Tensor) -> dict[str, Any]:
-    """How far the two policies are apart: [total, count], of which both add over ranks, and under ``..._max`` this rank's largest.
+    """Return how far the two policies are apart: [total, count], which add over ranks, and under ``..._max`` this rank's largest.
 
     ``rollout_corr/kl`` and ``rollout_corr/k3_kl``: of the rollout's policy from training's, nats per token, by k1 and k3.
     ``rollout_corr/ppl_ratio``: training's perplexity of a response over the rollout's.
