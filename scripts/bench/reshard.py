@@ -3,7 +3,7 @@
     python scripts/bench/reshard.py --out reshard.json       on 2, 4 and 8 gloo ranks, about 4 minutes on 2 cores
     python scripts/bench/reshard.py --plan --out plan.json   Llama sizes on 8 to 1024 ranks by planning alone, about 10 minutes
 
-Formulas are multiples of M, the bytes of the tensors that a layout splits (docs/resharding.md); bytes and peaks are means over
+Formulas are multiples of M, the bytes of the tensors that a layout splits (docs/parallelism.md); bytes and peaks are means over
 ranks. ``replicated`` is what norms add, ``beyond`` what the counted peak has beyond the formula, there and back: buffers of the
 buckets on their way and the training parameters that they replace; ``bucket`` is the most that this may be. Times are medians
 over repetitions of the slowest rank's time. Beside ours: one plain ``all_gather_into_tensor`` of the same bytes in the same group,

@@ -145,7 +145,7 @@ class RolloutConfig(AlgorithmConfig):
     """Algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts.
 
     - ppo_mini_batch_size: prompts per optimizer step; must divide `data.train_batch_size`, or exceed it (then one mini-batch).
-      See [training.md](training.md#mini-batches)
+      See [parallelism.md](parallelism.md#mini-batches)
     - ppo_epochs: passes over the rollout, each with mini-batches of its own
     - use_dynamic_bsz: micro-batches by tokens; `false`: by rows
     - ppo_max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest prompt and response together

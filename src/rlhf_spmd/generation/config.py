@@ -29,7 +29,7 @@ class GenerationConfig:
     - pp: generation stages; divides `layout.pp`; with `layout.zero: 3` any number so that `pp * tp` divides the ranks
     - tp: generation slices; divides `layout.tp`; with `layout.zero: 3` as `pp`
     - reshard_method: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
-      `naive_groups`; see [resharding.md](resharding.md)
+      `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
       shards that an engine holds beside the generation shard wait in host memory while generating)
     - overlap: the next layers' weights come while the first forward pass computes; only where `zero_redundancy` regroups ranks
@@ -56,7 +56,7 @@ class GenerationConfig:
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them (what is drawn after a stop is dropped), see
-      [generation.md](generation.md#several-tokens-between-looks-of-the-host); null: 8 where steps are captured as CUDA graphs,
+      [generation.md](generation.md#cuda-graphs); null: 8 where steps are captured as CUDA graphs,
       else 1. Always 1 with `pp` above 1 and with `speculative_tokens`
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
       are 1 and attention is `triton` or `flash_attn`

@@ -60,7 +60,7 @@ class RoleConfig(ComputeConfig):
     - random_init: read configuration and tokenizer from `path` and draw the weights from `run.seed`
     - pool: a name in `placement.pools`; null: `placement.strategy` decides
     - activation_checkpointing: `none`, `selective` or `full`: what of a layer the backward pass computes again, see
-      [training.md](training.md); `auto`: the first of them with which the run should fit into memory, the results have the same
+      [parallelism.md](parallelism.md); `auto`: the first of them with which the run should fit into memory, the results have the same
       bits
     - activation_offload: keep what the backward pass needs in host memory
     - calls: method: ranks and layout of its calls, where they are not the role's
