@@ -322,7 +322,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
     from rlhf_spmd.training.roles import build_models
-    from rlhf_spmd.training.streams import merge_values
+    from rlhf_spmd.training.recorder import merge_values
     from rlhf_spmd.workers.config import BatchLimits
     from rlhf_spmd.workers.model_worker import WorkerContext
 

@@ -84,7 +84,7 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     settings = tasks.settings(tmp_path, 1, "models.actor.attention=torch", "run.threads=2")
     ready = prepare(config, settings, 1)
     assert not exact_rollouts(ready.config, ready.plans)
-    with pytest.raises(ValueError, match="reuse_rollout_log_probs=true, but with run.threads=2 torch's products are not exact"):
+    with pytest.raises(ValueError, match=r"reuse_rollout_log_probs=true, but with run.threads=2 torch's products are not exact"):
         prepare(config, [*settings, "models.actor.generation.reuse_rollout_log_probs=true"], 1)
     ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.reuse_rollout_log_probs=true"], 1)
     assert exact_rollouts(ready.config, ready.plans)

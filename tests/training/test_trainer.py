@@ -32,7 +32,7 @@ from rlhf_spmd.process.ending import classify
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.train import main, prepare
 from rlhf_spmd.training import trainer as session
-from rlhf_spmd.training.streams import merge_values
+from rlhf_spmd.training.recorder import merge_values
 from rlhf_spmd.workers import RewardWorker, flops
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlhf_spmd.controller import CallStats, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.telemetry import run_lock
@@ -14,7 +16,7 @@ from rlhf_spmd.telemetry.jsonl import JsonlLog
 from rlhf_spmd.telemetry.logger import Followers
 from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE
-from rlhf_spmd.training.streams import merge_values
+from rlhf_spmd.training.streams import mean_extras
 
 
 class MadeStep(NamedTuple):
@@ -52,6 +54,30 @@ def merge_reports(
         metrics["perf/tokens_per_s"] = num_tokens / metrics["timing_s/step"]
         metrics |= utilisation(step.calls, num_rows, num_tokens, metrics["timing_s/step"])
     return {**step.told, **metrics}, samples
+
+
+def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the collected values of a step's calls as metrics (keys with a slash) and samples.
+
+    The members' values of a key are equal, or each member has its own. A pair [total, count] becomes the mean over all members.
+    Of other values a name that ends in max takes the largest, one in min the smallest, and any other their mean.
+    """
+    metrics: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+    for members in calls:
+        reports = [member for member in members if isinstance(member, dict)]
+        for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
+            values = [report[key] for report in reports if key in report]
+            if isinstance(values[0], list):
+                total, count = map(sum, zip(*values, strict=True))
+                metrics[key] = total / count if count else 0.0
+            elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands
+                metrics[key] = float((np.max if key.endswith("max") else np.min)(values))
+            else:
+                metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+        samples += [sample for report in reports for sample in report.get("samples", [])]
+        metrics |= mean_extras(reports)
+    return {key: float(value) for key, value in metrics.items()}, samples
 
 
 class Recorder:

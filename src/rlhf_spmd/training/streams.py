@@ -372,30 +372,6 @@ class Data:
             stream.load_state_dict(state[name])
 
 
-def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the collected values of a step's calls as metrics (keys with a slash) and samples.
-
-    The members' values of a key are equal, or each member has its own. A pair [total, count] becomes the mean over all members.
-    Of other values a name that ends in max takes the largest, one in min the smallest, and any other their mean.
-    """
-    metrics: dict[str, float] = {}
-    samples: list[dict[str, Any]] = []
-    for members in calls:
-        reports = [member for member in members if isinstance(member, dict)]
-        for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
-            values = [report[key] for report in reports if key in report]
-            if isinstance(values[0], list):
-                total, count = map(sum, zip(*values, strict=True))
-                metrics[key] = total / count if count else 0.0
-            elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands
-                metrics[key] = float((np.max if key.endswith("max") else np.min)(values))
-            else:
-                metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
-        samples += [sample for report in reports for sample in report.get("samples", [])]
-        metrics |= mean_extras(reports)
-    return {key: float(value) for key, value in metrics.items()}, samples
-
-
 def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:
     """Return the means over all rows of the other numbers that reward functions returned beside the score."""
     sums: dict[str, list[float]] = {}
