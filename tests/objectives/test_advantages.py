@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,7 +105,7 @@ def test_an_adaptive_coefficient_moves_on_the_mean_over_rows_and_goes_on_from_th
         assert state == {"best": 3.0, "kl_coef": metrics["actor/kl_coef"]}
     assert coefficient != COEF
     unmoved: dict[str, Any] = {}
-    computed(replace(ADAPTIVE, use_kl_in_reward=False, use_kl_loss=True), unmoved)
+    computed(with_knobs(ADAPTIVE, use_kl_in_reward=False, use_kl_loss=True), unmoved)
     assert unmoved == {"kl_coef": COEF}, "a KL that is in the loss only does not move it"
 
 

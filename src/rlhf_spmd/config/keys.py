@@ -53,7 +53,7 @@ def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", defau
             continue
         key, is_mapping = f"{where}{name}", get_origin(annotation) is dict
         parts = () if get_origin(annotation) is list else (annotation, *get_args(annotation))
-        section = next((part for part in parts if dataclasses.is_dataclass(part)), None)
+        section = next((part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)), None)
         if section is None or name in said:
             kind = describe(annotation) if section is None else "sections by name" if is_mapping else "a section"
             yield Key(key, _default(fields[name], default), kind, said.get(name, ""))

@@ -23,7 +23,7 @@ from yaml import MarkedYAMLError, YAMLError
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
-from rlhf_spmd.config.schema import ConfigError, check_section, first_line, is_inline, leaves, read_section
+from rlhf_spmd.config.schema import ConfigError, check_section, first_line, is_inline, leaves, read_section, section_keys
 from rlhf_spmd.config.written import parse, parse_value, to_plain
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def load(
         schema = dataclasses.make_dataclass(schema.__name__, more, bases=(schema,), frozen=True)
     types = {key: section for key, section in replaced.items() if section is not None}
     # a section that is not there or without content (``data:``) means the defaults, unless null is allowed there
-    kinds = {**typing.get_type_hints(schema), **types}
+    kinds = {**section_keys(schema), **types}
     plain |= {key: {} for key, kind in kinds.items() if dataclasses.is_dataclass(kind) and plain.get(key) is None}
     resolved = to_dict(read_section(schema, plain, types, interpolated=True))
     try:

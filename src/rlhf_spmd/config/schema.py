@@ -74,7 +74,8 @@ def describe(annotation: Any) -> str:
     """A type in words, with its article: ``an integer, at least 1``."""
     options = options_of(annotation)
     if len(options) > 1:
-        return " or ".join(describe(option) for option in options)
+        words = [describe(option) for option in options]
+        return (", or " if any("," in word for word in words) else " or ").join(words)
     if dataclasses.is_dataclass(annotation):
         return f"a mapping with the keys {_listed([f.name for f in dataclasses.fields(annotation)])}"
     origin, inner = get_origin(annotation), get_args(annotation)

@@ -59,7 +59,6 @@ class EngineConfig(LoadedConfig):
     tokenizer: str | None = None
 
     def check(self, where: str) -> None:
-        super().check(where)
         check_generation(self.layout, self.generation)
         if self.layout.pp != 1:
             raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")
