@@ -48,7 +48,8 @@ def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", defau
     said = key_texts(schema)
     for name, annotation in annotations.items():
         if name in fields and is_inline(fields[name]):
-            piece = getattr(default, name, None) or fields[name].default_factory()  # type: ignore[misc]
+            build: Any = fields[name].default_factory
+            piece = getattr(default, name, None) or build()
             yield from list_keys(type(piece), {}, where, piece)
             continue
         key, is_mapping = f"{where}{name}", get_origin(annotation) is dict

@@ -46,7 +46,11 @@ class ConfigError(ValueError):
 
 
 type_hints = cache(typing.get_type_hints)  # without ranges
-full_type_hints = cache(lambda section: typing.get_type_hints(section, include_extras=True))
+
+
+@cache
+def full_type_hints(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
 
 
 def first_line(error: BaseException) -> str:
