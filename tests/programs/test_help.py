@@ -72,7 +72,7 @@ def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None
         'data.answer_key = "answer" (text)',
         "algorithm.gamma = 1.0 (a number, at least 0, at most 1)",
         "models.<role>.layout.zero = 0 (0 or 1 or 2 or 3)",
-        "models.<role>.optim.betas = [0.9, 0.999] (a list, each entry a number)",
+        "models.<role>.optim.betas = [0.9, 0.999] (a list, each entry a number, at least 0, below 1)",
         "placement.pools = {} (a mapping, each value a list, each entry an integer)",
     ):
         assert f"  {line}" in lines

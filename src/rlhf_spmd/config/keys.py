@@ -60,7 +60,8 @@ def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", defau
             yield Key(key, _default(fields[name], default), kind, said.get(name, ""))
         if isinstance(section, type):
             factory: Any = fields[name].default_factory if name in fields else None
-            made = factory() if callable(factory) else None  # MISSING is not
+            made = getattr(default, name, None) or (factory() if callable(factory) else None)  # MISSING is not
+            made = made if dataclasses.is_dataclass(made) else None  # a mapping of sections is not
             yield from list_keys(section, {}, f"{key}.<{ENTRIES.get(name, 'name')}>." if is_mapping else f"{key}.", made)
 
 
