@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import save, table
 
+from measure import save, table
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import GPUS, Machine

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from measure import machine_facts, save, table
-
 from rlhf_spmd import plan
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.planner.costs import Calibration, FormulaTimes

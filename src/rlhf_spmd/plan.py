@@ -285,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     def read(path: str | None, overrides: Sequence[str]) -> TrainConfig:
         return read_config(path, overrides[profiles:], more=SECTIONS)[0]
 
-    rest = [one for one in given if one != "--json"]
+    asks = bool({"-h", "--help"} & {*given})
+    rest = [one for one in given[profiles and asks :] if one != "--json"]
     command = read_command_line("plan", __doc__, keys, read, rest, has_ranks=profiles)
     config, overrides = command.config, command.overrides[profiles:]
     if command.dry_run:

@@ -24,9 +24,8 @@ from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
 from rlhf_spmd.controller.protocols import ProtocolRanks
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
-from rlhf_spmd.data.loader import build_loader
+from rlhf_spmd.data.loader import build_loader, load_dataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
-from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments
 from rlhf_spmd.generation.config import SamplingConfig
@@ -34,9 +33,9 @@ from rlhf_spmd.kernels import model_device, processor_kind
 from rlhf_spmd.parallel.world import Launch, World, lone_store
 from rlhf_spmd.planner.placement import AUTO, PlacementConfig
 from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, check_ranks, read_plan
+from rlhf_spmd.process.agreement import run_digests
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.process.rank_consistency import run_digests
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.training import checks, plan_inputs, roles
@@ -385,7 +384,7 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
 
 def settings_of(ready: TrainJob) -> ProgramSettings:
     run, apart = ready.config.run, 1 + ready.config.placement.max_staleness
-    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, alike=run_digests(ready))
+    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, must_match=run_digests(ready))
 
 
 class _Program(ModuleType):

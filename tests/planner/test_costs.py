@@ -18,8 +18,8 @@ from generators import row_of
 from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
-from rlhf_spmd.generation.sequence import PrefixTable
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
@@ -207,23 +207,23 @@ def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: f
     row has by then; prompts are free. Lengths are dealt so that any few rows have all of them."""
     scheduler = Scheduler(GenerationConfig(num_pages=pages, max_num_seqs=flight, max_num_batched_tokens=1 << 20))
     order = np.random.default_rng(0).permutation(np.resize(work.responses, work.rows))
-    ends, interner = {}, PrefixTable(PAGE)
+    ends, prefix_table = {}, PrefixTable(PAGE)
     for index, length in enumerate(order):
         first = index // work.group * 1000
         row = row_of(index, range(first, first + int(work.prompt)), int(max(work.responses)))
-        row.contents = interner.contents(row.request.prompt_ids)
+        row.prefix_ids = prefix_table.prefix_ids(row.request.prompt_ids)
         ends[row] = int(length)
         scheduler.add(row)
     seconds = 0.0
     while not scheduler.finished:
         step = scheduler.schedule()
-        drawing = [item.row for item in step.work if item.samples]
-        seconds += layers + weights + token * sum(row.length for row in drawing)
-        for row in drawing:
+        overrides = [item.row for item in step.work if item.samples]
+        seconds += layers + weights + token * sum(row.length for row in overrides)
+        for row in overrides:
             row.tokens.append(7)
             row.stopped = row.num_new == ends[row]
         scheduler.advance(step)
-        for row in drawing:
+        for row in overrides:
             if row.stopped:
                 scheduler.end(row)
     return seconds

@@ -17,7 +17,7 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.training.roles import RolePlan
 from rlhf_spmd.workers import ModelWorker
-from rlhf_spmd.workers.optimizer import accumulation_dtype
+from rlhf_spmd.workers.optim_config import accumulation_dtype
 
 
 def check_disk(ready: Any) -> str | None:

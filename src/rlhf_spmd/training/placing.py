@@ -40,8 +40,8 @@ def place(
     last_trained = [role for role, plan in models.items() if plan.trained][-1]
     for role, plan in described.items():
         if role not in models:
-            home: tuple[str, ...] = plan.worker.home  # type: ignore[union-attr]
-            pool = plans[next((name for name in home if name in plans), last_trained)].pool
+            pool_of: tuple[str, ...] = plan.worker.pool_of  # type: ignore[union-attr]
+            pool = plans[next((name for name in pool_of if name in plans), last_trained)].pool
             plans[role] = replace(plan, pool=pool, shape=GroupShape(Layout(dp=len(pool.ranks))))
     return plans
 

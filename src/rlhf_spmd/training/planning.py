@@ -93,7 +93,7 @@ def _group(call: CallRecord) -> int:
 
 def _dealt(call: CallRecord) -> int:
     """How many things go whole to a replica: groups if they stay together, else rows."""
-    together = call.spec.kind == "generate" or (bool(call.intakes) and call.intakes[0].cut.keep_groups)
+    together = call.spec.kind == "generate" or (bool(call.inputs) and call.inputs[0].cut.keep_groups)
     return call.rows.num_groups if together and call.rows is not None else call.num_rows
 
 
