@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.controller import Controller, Graph, PartitionSpec, Reference, source
-from rlhf_spmd.data.balance import partition_by_tokens, fill_by_speed
+from rlhf_spmd.data.balance import fill_by_speed, partition_by_tokens
 from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.data.tokenizer import decode
