@@ -2,6 +2,7 @@
 
 rlhf-spmd train --config configs/quickstart_ppo.yaml --nproc-per-node 2 run.steps=20
 rlhf-spmd train --help                            every key with its type, its default and what it means
+rlhf-spmd train --help reward                     the keys that contain reward
 rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: programs and keys with the tabulator
 """
 
@@ -114,7 +115,7 @@ def answer_early(name: str, arguments: Sequence[str]) -> None:
         if keys is None or more:
             return
         if given.help:
-            print(help_text(parser, keys).rstrip())
+            print(help_text(parser, keys, overrides).rstrip())
             raise SystemExit(0)
         check_names(keys, tree)
     except ValueError as error:

@@ -38,13 +38,12 @@ from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.training import checks, roles
-from rlhf_spmd.training import plan_inputs as outline
-from rlhf_spmd.training.auto import plan_run
+from rlhf_spmd.training import checks, plan_inputs, roles
 from rlhf_spmd.training.banner import describe, describe_roles
 from rlhf_spmd.training.memory import step_facts
 from rlhf_spmd.training.memory_check import check_launch
 from rlhf_spmd.training.placing import place
+from rlhf_spmd.training.planning import plan_run
 from rlhf_spmd.training.reward_roles import repeated_of, rewarded_roles, with_templates
 from rlhf_spmd.training.run_config import RunConfig, run_dir_hint
 from rlhf_spmd.training.streams import Data, InFlightStream, RowStream, ValidationRows
@@ -175,7 +174,7 @@ def prepare(
     unplaced = cache(lambda: TrainJob(config, module, described, rewards, tokenizer, *read()))
     traced = cache(lambda: trace(unplaced()))
     if config.placement.strategy == AUTO:
-        work = outline.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
+        work = plan_inputs.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
         step = step_facts(unplaced(), traced(), model_device())
         planned = plan_run(config, described, step, work, world_size, local_size or world_size)
         return prepare(path, overrides, world_size, default, local_size, launch, planned, read)

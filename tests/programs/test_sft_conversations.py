@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks
 import torch
+
+import tasks
 from places import ROOT
 from ranks import run_ranks
-
-from rlhf_spmd.data.encoding import ConversationEncoder
-from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.encoding import ConversationEncoder, EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.sft import PromptResponseConfig, SftConfig, encode_pairs
 

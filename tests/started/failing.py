@@ -104,6 +104,8 @@ if __name__ == "__main__":
         "algorithm.name": "ppo",
         "models.actor.optim.lr": "1e-2" if KIND == "bad_lr" and os.environ["RANK"] == "1" else "1e-3",
     }
-    settings = ProgramSettings(RUN_DIR, timeout_s=5.0 if KIND == "stall" else 600.0, limits=WatchLimits(lost_s=LOST_S), alike=alike)
+    settings = ProgramSettings(
+        RUN_DIR, timeout_s=5.0 if KIND == "stall" else 600.0, limits=WatchLimits(lost_s=LOST_S), alike=alike
+    )
     run_program(prepare, body, lambda _: settings, run_dir_hint=RUN_DIR, saves_on_signal=True)
     print(f"rank {os.environ.get('RANK', 0)} ended well")

@@ -170,7 +170,7 @@ def test_a_terminal_has_a_bar_and_a_line_per_validation(monkeypatch: pytest.Monk
     terminal = Terminal()
     progress = Progress(4, terminal)
     monkeypatch.setattr(progress._bar, "mininterval", 0.0)
-    for call in ("actor.generate_sequences", "arithmetic.apply", "reward.compute_reward", "actor.update_actor"):
+    for call in ("actor.generate_sequences", "compute.apply", "reward.compute_reward", "actor.update_actor"):
         progress.phase(call)
     progress.update(1, STEP)
     progress.phase("save_checkpoint")

@@ -97,6 +97,15 @@ def computed_tokens(
     return lengths - np.where(place % fits == 0, 0, common)
 
 
+def greedy_partition(sizes: Sequence[int], num_parts: int, given: Sequence[int | None] = ()) -> list[int]:
+    """The part of each item: in order, each goes to the part that has least so far. ``given``: parts that are already decided."""
+    held, parts = [0] * num_parts, list[int]()
+    for size, part in itertools.zip_longest(sizes, given):
+        parts.append(held.index(min(held)) if part is None else part)
+        held[parts[-1]] += size
+    return parts
+
+
 def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
     """Adds equal items to ``held`` int64 [parts] until there are ``number``; each part ends near its share by speed.
 

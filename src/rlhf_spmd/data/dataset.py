@@ -27,7 +27,7 @@ class RowsConfig(EncodingConfig):
     """Rows of a file or a data set.
 
     - path: required: file, glob pattern, directory or `datasets` name; a list of them; or a mapping from them to
-      weights, see [own_data_and_reward.md](own_data_and_reward.md)
+      weights, see [data_and_rewards.md](data_and_rewards.md)
     - split: split of a `datasets` name or directory
     - subset: subset of a `datasets` name
     - prompt_key: column of the prompt; in all keys of columns dots reach inside objects: `reward_model.ground_truth`
@@ -79,9 +79,9 @@ class StoredRowsConfig(RowsConfig):
     """Rows that can be cached. ``one_chunk``: all rows are encoded together.
 
     - max_bad_rows: bad rows that may be left out; they are named and counted, and one more ends the run. See
-      [own_data_and_reward.md](own_data_and_reward.md#bad-rows)
+      [data_and_rewards.md](data_and_rewards.md#bad-rows)
     - cache_dir: directory for tokenised rows, made once and mapped into memory by all ranks; null: each rank tokenises
-      for itself. See [own_data_and_reward.md](own_data_and_reward.md#many-rows)
+      for itself. See [data_and_rewards.md](data_and_rewards.md#many-rows)
     """
 
     max_bad_rows: int = 0

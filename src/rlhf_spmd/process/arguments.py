@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 def shared_parser(name: str, description: str | None) -> Parser:
     """Returns the parser of a program with a configuration."""
     parser = Parser(name, description, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="print this and end")
+    parser.add_argument("-h", "--help", action="store_true", help="print this and end; with a WORD: the keys that contain it")
     parser.add_argument("--config", metavar="FILE", action="append", help="YAML file")
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration as YAML and end")
     parser.add_argument("--dry-run", action="store_true", help="check configuration, models, data and memory, start nothing")
@@ -62,10 +62,17 @@ def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return (given.config or [None])[0], overrides
 
 
-def help_text(parser: Parser, keys: Iterable[Key]) -> str:
-    """Returns what ``--help`` prints."""
+def help_text(parser: Parser, keys: Iterable[Key], arguments: Sequence[str]) -> str:
+    """What ``--help`` prints: everything, or only the keys whose names contain a word of ``arguments``. Raises ValueError where no key
+    does."""
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
-    return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])
+    words = [one for one in arguments if "=" not in one]
+    if not words:
+        return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])
+    found = [key.lines(width) for key in keys if any(word in key.name for word in words)]
+    if not found:
+        raise ValueError(f"--help {' '.join(words)}: no key contains that; {parser.prog} --help lists all")
+    return "\n".join(found)
 
 
 PACKAGE = Path(__file__).parents[1]

@@ -60,7 +60,7 @@ def read_command_line(
         refuse(f"--config {config} and --config {more[0]}: give one file, and overrides such as run.steps=20")
     if given.help or given.print_config:
         try:
-            text = help_text(parser, keys(overrides)) if given.help else to_yaml(read(config, overrides))
+            text = help_text(parser, keys(overrides), overrides) if given.help else to_yaml(read(config, overrides))
         except ValueError as error:
             refuse(error)
         if launch.rank == 0:

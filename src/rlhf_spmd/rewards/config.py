@@ -114,9 +114,9 @@ class RewardConfig:
       `auto` is `true` if its tokenizer has a template
     - chat_template: for such a model or a judge, in place of its tokenizer's: a file or the Jinja text
     - judge: the model generates a verdict on each response, and the number in it is the score: see [a
-      judge](own_data_and_reward.md#a-judge)
+      judge](data_and_rewards.md#a-judge)
     - data_sources: score only rows whose `data_source` is in this list; see [several
-      rewards](own_data_and_reward.md#several-rewards) for the others; null: all rows
+      rewards](data_and_rewards.md#several-rewards) for the others; null: all rows
     - weight: weight of the function's score
     - model_weight: weight of the reward model's or the judge's score (`models.reward.path`)
     - timeout_s: limit of one call; below `run.timeout_s`

@@ -306,7 +306,7 @@ class Data:
         """``val/reward_mean``, the mean of the scores, means of the rewards' extras, and ``val/...`` of :func:`measures.measure_sets`,
         of prompts whose responses all have a score. The first prompts of each set, with a response each, go to ``shown``.
 
-        ``script`` gets rows, sampling and a function for ``arithmetic.apply``, and returns the rows' ``scores`` (nan: none) and
+        ``script`` gets rows, sampling and a function for ``compute.apply``, and returns the rows' ``scores`` (nan: none) and
         ``answer_codes``, and the calls that report. Raises RewardError where no response has a score.
         Collective over the world: every rank of it must call, in program order.
         """
@@ -333,7 +333,7 @@ class Data:
         return {f"val/{key}": value for key, value in means.items()}
 
     def _reader(self, given: ValidationRows) -> Function:
-        """A function for ``arithmetic.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""
+        """A function for ``compute.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""
         n, sources = self.val_sampling.n, given.dataset.sources
         firsts = [int((sources < number).sum()) for number in range(len(given.sets))]
         shown = {first + i for first in firsts for i in range(self.num_shown)}

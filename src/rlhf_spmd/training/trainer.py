@@ -153,7 +153,7 @@ class Trainer:
         self.controller.timeline.begin_step(number)
         start = time.perf_counter()
         calls, rows = self.data.run(number, partial(script, number))
-        if not calls and not self.controller.taken:
+        if not calls and not self.controller.call_stats:
             name = self.context.prepared.algorithm.__name__
             raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
         seconds = time.perf_counter() - start
@@ -166,7 +166,7 @@ class Trainer:
         self.controller.send_report([self.controller.values(*calls), own])
         told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
         preempted = self.controller.vote(self.board.preempted)
-        return MadeStep(number, rows, self.controller.taken, len(calls), told, preempted)
+        return MadeStep(number, rows, self.controller.call_stats, len(calls), told, preempted)
 
     def _moved_bytes(self) -> int:
         """Of weights that this rank has received since this was last asked: they may come between steps, too."""
@@ -265,7 +265,7 @@ class Trainer:
             versions = state.get("versions", Versions().state())  # older checkpoints do not count them
             self.controller.versions.load_state(versions)
         for role, worker in self.saved.items():
-            worker.version = self.controller.versions.newest(role)
+            worker.model.version = self.controller.versions.newest(role)
             if worker.member:
                 held = restart.role_state(worker)
                 load_checkpoint(path, role, held, worker.mesh.pool)
@@ -304,7 +304,7 @@ class Trainer:
 def start_controller(context: ProgramContext[Any]) -> Controller:
     """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
 
-    It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
+    It waits for the work of the present stream only: weights are sent to replicas from another one while the script goes on.
     """
     world, plans = context.world, context.prepared.plans.values()
     names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})
