@@ -362,6 +362,9 @@ def test_a_marked_number_that_goes_on_is_no_answer(response: str) -> None:
 
 def test_a_schema_given_as_text_is_refused_in_one_line():
     pytest.importorskip("jsonschema")
-    for text, why in (('{"a": ', "is not a JSON schema: Expecting value"), ("[" * 200 + "]" * 200, "nested more than 100 levels")):
+    for text, why in (
+        ('{"a": ', "is not a JSON schema: Expecting value"),
+        ("[" * 200 + "]" * 200, "nested more than 100 levels"),
+    ):
         with pytest.raises(ValueError, match=why):
             json_schema.check("reward.kwargs", text)
