@@ -210,7 +210,7 @@ Settings to start from: one file for a model, an algorithm and a number of GPUs.
     sbatch --nodes=1 launch/slurm_one_node.sbatch configs/presets/grpo_qwen2.5_7b_8gpu.yaml run.steps=50
 
 GRPO and PPO learn GSM8K by rule (256 prompts * 8 responses, or 512 prompts, of up to 1,024 tokens); DPO takes UltraFeedback's pairs,
-SFT Capybara's conversations (128 rows of up to 2,048 tokens). `lora` trains [adapters](training.md#adapters-lora). Models and data come
+SFT Capybara's conversations (128 rows of up to 2,048 tokens). `lora` trains [adapters](parallelism.md#adapters-lora). Models and data come
 from the Hugging Face hub by name; where ranks have no network, fetch them before (`hf download NAME`, `hf download NAME --repo-type
 dataset`) and set `HF_HUB_OFFLINE=1`. Another model of the same size needs only `models.actor.path`.
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests with the oldest and with the newest versions that pyproject.toml allows; prints the table of docs/verification.md.
+# Tests with the oldest and with the newest versions that pyproject.toml allows; prints the rows of docs/figures/versions.json.
 # Both have an environment of their own in runs/versions, made by uv (pip install uv).
 #
 #   UV_TORCH_BACKEND=cpu bash scripts/versions.sh    # uv's own setting: torch from PyTorch's index of builds for CPUs
@@ -15,7 +15,6 @@ mkdir -p "$out"
 echo "${TORCH:+torch==$TORCH}" >"$out/constraints.txt"
 
 failed=0
-printf '| |%s Python | tests |\n|---|%s---|---|\n' "$(printf ' %s |' "${packages[@]}")" "$(printf -- '---|%.0s' "${packages[@]}")"
 for which in oldest newest; do
   resolution=highest
   [[ $which == newest ]] || resolution=lowest-direct
@@ -24,8 +23,9 @@ for which in oldest newest; do
   uv pip install -q --python "$python" --resolution "$resolution" --constraints "$out/constraints.txt" -e .
   uv pip install -q --python "$python" --constraints "$out/constraints.txt" pytest hypothesis
   "$python" -m pytest -p no:cacheprovider "${tests[@]/#/tests/}" >"$out/$which.log" 2>&1 || failed=1
-  versions=$("$python" -c 'import sys; from importlib.metadata import version
-print(*[version(name) for name in sys.argv[1:]], "%d.%d.%d" % sys.version_info[:3], sep=" | ")' "${packages[@]}")
-  echo "| $which | $versions | $(tail -n 1 "$out/$which.log") |"
+  "$python" -c 'import json, sys; from importlib.metadata import version
+which, tests, *packages = sys.argv[1:]
+print(json.dumps([which, *map(version, packages), "%d.%d.%d" % sys.version_info[:3], tests]))' \
+    "$which" "$(tail -n 1 "$out/$which.log")" "${packages[@]}"
 done
 exit $failed

@@ -21,7 +21,7 @@ if not os.path.exists("/dev/nvidiactl") or os.environ.get("CUDA_VISIBLE_DEVICES"
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels on CPU tensors
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job, and of all its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,7 @@ def measured(shape: Shape, forward: Callable[[], Tensor], clear: Callable[[], No
 
 def memory_of(shape: Shape, forward: Callable[[], Tensor]) -> tuple[float, float]:
     if shape.device == "cpu":
-        sys.path.append(str(ROOT / "tests"))
+        sys.path.append(str(ROOT / "tests" / "helpers"))
         from live_memory import LiveMemory
 
         with LiveMemory() as memory:

@@ -24,11 +24,11 @@ from train import WORK, settings_of, write_inputs
 
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
-from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World, connect_store, init_world, read_launch
+from rlhf_spmd.process.board import Board
 from rlhf_spmd.reshard import choose_method
 
 # Calls

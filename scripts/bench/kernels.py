@@ -34,7 +34,7 @@ from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingC
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -103,7 +103,7 @@ def decoding(rows: int, context: int, longest: int, device: str, seconds: float)
 def prefill(tokens: int, device: str, seconds: float) -> dict[str, Any]:
     layers = 4 if device == "cuda" else 1
     cache = build_cache(-(-tokens // PAGE), layers, device)
-    row = Row(Request(0, 0, [0] * tokens, 1), pages=list(range(cache.num_pages)))
+    row = SequenceState(Request(0, 0, [0] * tokens, 1), pages=list(range(cache.num_pages)))
     attention = cache.backend.for_step([Work(row, 0, tokens, True)], cache, HEADS)
     qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
@@ -137,7 +137,7 @@ def attention(
         rows, contexts, prompts, longest, seconds = [1], [70], [20], 600, 0.0
     if device == "cpu":  # before anything imports triton, whose interpreter wants the tests' repairs
         os.environ["TRITON_INTERPRET"] = "1"
-        sys.path.append(str(ROOT / "tests"))
+        sys.path.append(str(ROOT / "tests" / "helpers"))
         import triton_device  # noqa: F401
     rates = {} if quick else machine_rates(1, ["bfloat16"], device)
     report: dict[str, Any] = {"machine": machine_facts(device), "rates": rates, "cases": []}

@@ -24,7 +24,7 @@ from measure import MIB, join_world, machine_facts, memory_mib, on_ranks, reset_
 from shapes import write_model
 from torch import Tensor
 
-from rlhf_spmd.generation import CallLimits, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -255,7 +255,7 @@ def cycle(actor: Actor, number: int, drain: bool) -> None:
     actor.hybrid.to_generation()
     made = generator.generate(rows[::2], sampling, 0, number)
     texts = [[*row.prompt_ids, *done.token_ids] for row, done in zip(rows[::2], made, strict=True)]
-    limits = CallLimits() if drain else CallLimits(fraction=0.5)
+    limits = GenerationLimits() if drain else GenerationLimits(fraction=0.5)
     ended = generator.generate_until(rows[1::2], sampling, 0, number, limits, number)
     generator.before_training()
     actor.hybrid.to_training()

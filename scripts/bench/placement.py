@@ -136,18 +136,18 @@ RESULTS = {"reward": "compute_reward", "reference": "compute_ref_log_prob", "bot
 
 def train_and_note(step_s: float, row_s: float, arguments: list[str]) -> None:
     """A rank of a run: the training program, which also notes moments of rows in its trace."""
-    from rlhf_spmd.generation.lanes import Lane
+    from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch
     from rlhf_spmd.train import main as train
     from rlhf_spmd.workers import ActorWorker, CriticWorker, ReferenceWorker, RewardWorker
 
     timelines: list[Any] = []
-    finish = Lane.finish
+    finish = DecodeMicroBatch.finish
 
     def note(name: str, ids: list[int]) -> None:
         if ids:
             timelines[0].instant(name, "rows", ids=" ".join(map(str, ids)))
 
-    def noting_finish(self: Lane, *given: Any) -> Any:
+    def noting_finish(self: DecodeMicroBatch, *given: Any) -> Any:
         step = finish(self, *given)
         time.sleep(step_s)
         note("ended", [item.row.request.row_id for item in step.work if item.row.ended])
@@ -167,7 +167,7 @@ def train_and_note(step_s: float, row_s: float, arguments: list[str]) -> None:
 
         object.__setattr__(spec, "body", noting_body)
 
-    Lane.finish = noting_finish  # type: ignore[method-assign,assignment]
+    DecodeMicroBatch.finish = noting_finish  # type: ignore[method-assign,assignment]
     noting(ActorWorker.generate_sequences, "")
     noting(RewardWorker.compute_reward, RESULTS["reward"])
     noting(ReferenceWorker.compute_ref_log_prob, RESULTS["reference"])

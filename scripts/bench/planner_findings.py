@@ -30,13 +30,13 @@ from measure import machine_facts, save, table
 from rlhf_spmd import plan
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.planner.costs import Calibration, Formulas
-from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Mesh, Problem
+from rlhf_spmd.planner.meshes import RankRanges
+from rlhf_spmd.planner.problem import Problem, RankRange
 from rlhf_spmd.planner.search import NoPlanError
+from rlhf_spmd.planner.search.candidates import Candidates
 from rlhf_spmd.planner.search.filling import fill, whole_plan
-from rlhf_spmd.planner.search.ways import Ways
 from rlhf_spmd.planner.simulate import simulate
-from rlhf_spmd.runtime.planning import Planning
+from rlhf_spmd.training.planning import Planning
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHAPES = {  # ReaL's table 1; HybridFlow's models are Llama's of the same sizes
@@ -136,11 +136,11 @@ def search_part(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
     """Seconds of the fastest step whose roles share ranks as ``groups`` say, over all numbers of ranks; inf where none fits."""
-    meshes, ways, best = Meshes(problem), Ways(problem), float("inf")
+    meshes, ways, best = RankRanges(problem), Candidates(problem), float("inf")
     for sizes in product(*([size for size in meshes.of if size >= problem.size // 16] for _ in groups)):
         if sum(sizes) != problem.size:
             continue
-        at, homes = 0, dict[str, Mesh]()
+        at, homes = 0, dict[str, RankRange]()
         for group, size in zip(groups, sizes, strict=True):
             mesh = next((mesh for mesh in meshes.of[size] if mesh.first == at), None)
             if mesh is None:
@@ -185,7 +185,7 @@ def crossover_part(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def pretraining_layout(problem: Problem) -> float:
     """One layout for all calls on all ranks: tp of a host, the fewest stages that fit; inf where none does."""
-    whole = Mesh(0, problem.size)
+    whole = RankRange(0, problem.size)
     for pp in sorted({option.pp for call in problem.calls for option in call.options}):
         calls = []
         for call in problem.calls:
@@ -194,7 +194,7 @@ def pretraining_layout(problem: Problem) -> float:
         if not all(call.options for call in calls):
             continue
         smaller = replace(problem, calls=tuple(calls))
-        found = fill(Ways(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
+        found = fill(Candidates(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
         if found:
             schedule = simulate(smaller, whole_plan(found))
             if schedule.fits:
@@ -238,7 +238,7 @@ def separation_part(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def best_separated(problem: Problem) -> float:
     """Generation on the first ranks, everything else on the others, over all shares."""
-    meshes, ways, best = Meshes(problem), Ways(problem), float("inf")
+    meshes, ways, best = RankRanges(problem), Candidates(problem), float("inf")
     for size in meshes.of:
         apart = next((mesh for mesh in meshes.of[size] if mesh.first == 0), None)
         rest = next((mesh for mesh in meshes.of.get(problem.size - size, ()) if mesh.first == size), None)

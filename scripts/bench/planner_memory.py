@@ -24,7 +24,7 @@ from measure import machine_facts, save, table
 
 from rlhf_spmd import train
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.runtime.memory import measure, step_facts
+from rlhf_spmd.training.memory import measure, step_facts
 
 PROMPT, RESPONSE, ROWS, BUDGET = 64, 128, 8, 800  # tokens, tokens, rows of a step, tokens of a micro-batch
 SHAPES = {

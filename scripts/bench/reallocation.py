@@ -28,7 +28,7 @@ from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import Ends, plan_steps
+from rlhf_spmd.reshard.messages import Endpoints, plan_steps
 from rlhf_spmd.reshard.plan import Plan
 from rlhf_spmd.workers.engine import rank_shards
 
@@ -143,7 +143,7 @@ def messages(sides: Sequence[list[Holding]], plan: Plan, rank: int) -> int:
     """Those that a rank sends and receives, of 32 MiB at most."""
     sources, targets = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in sides)
     ranks = sorted({*chain.from_iterable(holding.ranks for side in sides for holding in side)})
-    return sum(len(step.messages) for step in plan_steps(plan, Ends(rank, ranks, sources, targets, False, 16 << 20)))
+    return sum(len(step.messages) for step in plan_steps(plan, Endpoints(rank, ranks, sources, targets, False, 16 << 20)))
 
 
 def reallocation(repeats: int = 7, plans: int = len(PLANS), out: Path | None = None) -> None:

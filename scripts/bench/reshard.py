@@ -3,7 +3,7 @@
     python scripts/bench/reshard.py ranks --out reshard.json    on 2, 4 and 8 gloo ranks, about 4 minutes on 2 cores
     python scripts/bench/reshard.py plans --out plans.json      Llama sizes on 8 to 1024 ranks by planning alone, about 10 minutes
 
-Formulas are multiples of M, the bytes of the tensors that a layout splits (docs/resharding.md); bytes and peaks are means over ranks.
+Formulas are multiples of M, the bytes of the tensors that a layout splits (docs/parallelism.md); bytes and peaks are means over ranks.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_spmd.runtime.llm import LLM as LLM
-    from rlhf_spmd.runtime.sampling_params import RequestOutput as RequestOutput
-    from rlhf_spmd.runtime.sampling_params import SamplingParams as SamplingParams
+    from rlhf_spmd.inference.llm import LLM as LLM
+    from rlhf_spmd.inference.sampling_params import RequestOutput as RequestOutput
+    from rlhf_spmd.inference.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 _MODULES = {"LLM": "llm", "RequestOutput": "sampling_params", "SamplingParams": "sampling_params"}
@@ -22,4 +22,4 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.train")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.runtime.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.inference.{_MODULES[name]}"), name)

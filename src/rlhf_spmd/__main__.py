@@ -20,9 +20,9 @@ from rlhf_spmd.config.keys import check_names
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.registry import available, find
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.parallel.arguments import RANKS, help_text, read_arguments, read_words, shared_parser
-from rlhf_spmd.parallel.output import let_readers_go
-from rlhf_spmd.parallel.remembered import ProgramKeys, recall, remember
+from rlhf_spmd.process.arguments import RANKS, help_text, read_arguments, read_words, shared_parser
+from rlhf_spmd.process.output import let_readers_go
+from rlhf_spmd.process.remembered import ProgramKeys, recall, remember
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -127,9 +127,9 @@ def remember_keys(name: str, program: Any) -> None:
 def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
     """``--nproc-per-node`` where the user has not said it and there is something to start. Ends the process where srun has started
     the command several times."""
-    from rlhf_spmd.parallel.command_line import launched
-    from rlhf_spmd.parallel.launcher import usual_number
     from rlhf_spmd.parallel.world import num_tasks
+    from rlhf_spmd.process.command_line import launched
+    from rlhf_spmd.process.launcher import usual_number
 
     is_said = any(one.partition("=")[0] in RANKS for one in arguments)
     is_alone = name in ONE_PROCESS and list(arguments[:1]) != ["profile"]

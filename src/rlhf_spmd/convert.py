@@ -35,7 +35,7 @@ from rlhf_spmd.config.shell_script import last_command
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.config.written import Plain, resolve
 from rlhf_spmd.data.prompts import DataConfig
-from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.process.output import let_readers_go
 from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."

@@ -30,14 +30,14 @@ from rlhf_spmd.data.files import list_paths, names_of, read_rows
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.inference.job import check_out, inference_program, read_config, read_weights, write_rows
+from rlhf_spmd.inference.journal import Journal, other_job
+from rlhf_spmd.inference.loading import check_cache
+from rlhf_spmd.inference.responses import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.runtime.generating import check_cache
-from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows
-from rlhf_spmd.runtime.journal import Journal, other_job
-from rlhf_spmd.runtime.measures import final_answer, interval, measure
-from rlhf_spmd.runtime.responses import AnswerConfig, Prepared, PromptSet, answer, check_set, job_of
+from rlhf_spmd.rewards.eval_metrics import final_answer, interval, measure
 from rlhf_spmd.telemetry.run_dir import atomic_write_json
 
 RESULTS_FILE, ROWS_FILE = "results.json", "rows.jsonl"
@@ -97,7 +97,7 @@ class EvaluateConfig(AnswerConfig):
         check_bounds(self, where, "pass_score", least=-np.inf)
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
@@ -129,7 +129,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     if launch.rank == 0:
         check_results(Path(config.out) / RESULTS_FILE, job)
     journal = Journal(Path(config.out) / "part", job, config.out, checks=launch.rank == 0)
-    return Prepared(config, spec, layout, checkpoint, tokenizer, asked, journal, keeps_tokens=False)
+    return InferJob(config, spec, layout, checkpoint, tokenizer, asked, journal, keeps_tokens=False)
 
 
 def check_results(file: Path, job: str) -> None:
@@ -164,7 +164,7 @@ def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
     return section
 
 
-def evaluate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all sets, write ``out`` on rank 0 and print the table there.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.

@@ -30,12 +30,12 @@ from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
+from rlhf_spmd.inference.job import check_out, inference_program, read_config, read_weights, write_rows
+from rlhf_spmd.inference.journal import Journal
+from rlhf_spmd.inference.loading import check_cache
+from rlhf_spmd.inference.responses import AnswerConfig, InferJob, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.generating import check_cache
-from rlhf_spmd.runtime.inference import check_out, inference_program, read_config, read_weights, write_rows
-from rlhf_spmd.runtime.journal import Journal
-from rlhf_spmd.runtime.responses import AnswerConfig, Prepared, answer, check_set, job_of
 
 KEEP = ("all", "best", "pairs")
 
@@ -69,7 +69,7 @@ class GenerateConfig(AnswerConfig):
             raise ValueError("keep=pairs needs two responses to a prompt; set sampling.n to at least 2")
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
@@ -86,10 +86,10 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     asked = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
     check_rows(environments, asked.rows, [row.where for row in rows], scored=True)
     journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [asked]), config.out, checks=launch.rank == 0)
-    return Prepared(config, spec, layout, checkpoint, tokenizer, [asked], journal, environments)
+    return InferJob(config, spec, layout, checkpoint, tokenizer, [asked], journal, environments)
 
 
-def generate(ready: Prepared, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def generate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Generate for all prompts and write the file on rank 0; ``tick`` is called after each step of the generator.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
@@ -112,7 +112,7 @@ def keep_earlier(out: str) -> None:
         print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
-def output_rows(ready: Prepared, made: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def output_rows(ready: InferJob, made: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """``made``: what each row got, empty for prompts that are not answered."""
     asked = ready.sets[0]
     for row_id, row in enumerate(made):
@@ -127,7 +127,7 @@ def output_rows(ready: Prepared, made: Sequence[dict[str, Any]]) -> Iterator[dic
             yield {**named, **empty, "error": asked.errors[number]}
 
 
-def kept_rows(ready: Prepared, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
+def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
     """The best responses of each prompt, or its best and its worst one, with the prompt as it was given; of equal scores the first.
 
     A prompt whose responses all have one score makes no pair. Tells how many prompts gave nothing. Raises ValueError if all did.
@@ -161,7 +161,7 @@ def kept_rows(ready: Prepared, made: Sequence[dict[str, Any]], keep: str | int) 
     return rows
 
 
-def response_text(ready: Prepared, row: dict[str, Any]) -> str | None:
+def response_text(ready: InferJob, row: dict[str, Any]) -> str | None:
     """None without a tokenizer. Ends before the stop string that ended the response, unless it is to be included."""
     decode, sampling, token_ids = decoding(ready.tokenizer), ready.config.sampling, row["response_ids"]
     if decode is None:

@@ -19,12 +19,12 @@ from rlhf_spmd.config.registry import forget_files
 from rlhf_spmd.config.schema import ConfigError, first_line
 from rlhf_spmd.config.written import MOST_DEPTH
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
-from rlhf_spmd.parallel.program import run_program
 from rlhf_spmd.parallel.world import Launch, choose_matmul, read_launch
-from rlhf_spmd.runtime.notebook_source import importable_name, source_of
-from rlhf_spmd.runtime.run_config import RunConfig
+from rlhf_spmd.process.program import run_program
 from rlhf_spmd.telemetry.jsonl import json_value
 from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir
+from rlhf_spmd.training.notebook_source import importable_name, source_of
+from rlhf_spmd.training.run_config import RunConfig
 
 GIVEN_DIR = "given"  # in the run's directory: files of what the configuration has as objects
 DATA_KEYS = ("path", "val_path")

@@ -23,29 +23,30 @@ from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.parallel.command_line import read_command_line, refuse
-from rlhf_spmd.parallel.program import ProgramContext, run_program
 from rlhf_spmd.planner.costs import Formulas
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.placement import AUTO
+from rlhf_spmd.planner.plan_file import PlanFile, read_plan
+from rlhf_spmd.planner.plan_page import compare, measured_seconds, page, read_trace
 from rlhf_spmd.planner.problem import Choice
 from rlhf_spmd.planner.profile import Measured, Profile, read_profile, write_profile
 from rlhf_spmd.planner.search import Found
 from rlhf_spmd.planner.shape import Workload
 from rlhf_spmd.planner.simulate import simulate
-from rlhf_spmd.runtime import checks, outline, planning
-from rlhf_spmd.runtime.checked_plan import checked_plan
-from rlhf_spmd.runtime.checks import UNKNOWN_STEPS
-from rlhf_spmd.runtime.fitting import check_memory, decide_checkpointing, with_checkpointing
-from rlhf_spmd.runtime.memory import StepFacts
-from rlhf_spmd.runtime.placing import place
-from rlhf_spmd.runtime.plan_file import PlanFile, read_plan
-from rlhf_spmd.runtime.plan_page import compare, measured_seconds, page, read_trace
-from rlhf_spmd.runtime.plan_summary import PlanSummary, summarise
-from rlhf_spmd.runtime.planned_calls import PlannedNode, placed_calls, planned_nodes
-from rlhf_spmd.runtime.profiling import profile
-from rlhf_spmd.runtime.roles import RolePlan, generating
-from rlhf_spmd.train import Prepared, TrainConfig, describe_run, read_config, trace
+from rlhf_spmd.process.command_line import read_command_line, refuse
+from rlhf_spmd.process.program import ProgramContext, run_program
+from rlhf_spmd.train import TrainConfig, TrainJob, describe_run, read_config, trace
+from rlhf_spmd.training import checks, planning
+from rlhf_spmd.training import plan_inputs as outline
+from rlhf_spmd.training.checked_plan import checked_plan
+from rlhf_spmd.training.checks import UNKNOWN_STEPS
+from rlhf_spmd.training.memory import StepFacts
+from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
+from rlhf_spmd.training.placing import place
+from rlhf_spmd.training.plan_summary import PlanSummary, summarise
+from rlhf_spmd.training.planned_calls import PlannedNode, placed_calls, planned_nodes
+from rlhf_spmd.training.profiling import profile
+from rlhf_spmd.training.roles import RolePlan, generating
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def read_run(path: str | None, overrides: Sequence[str]) -> Run:
     training = {name: outline.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
     for role, one in generating(described).items():
         described[role] = replace(one, config=without_exactness(one.config))
-    graph = trace(Prepared(config, module, described, rewards, outline.CharacterTokenizer(), training, {}))
+    graph = trace(TrainJob(config, module, described, rewards, outline.CharacterTokenizer(), training, {}))
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)
     return Run(config, planned_nodes(graph, described, work), work, graph, described)
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_spmd.parallel.arguments import Parser
-from rlhf_spmd.parallel.command_line import refuse
-from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.process.arguments import Parser
+from rlhf_spmd.process.command_line import refuse
+from rlhf_spmd.process.output import let_readers_go
 from rlhf_spmd.telemetry.report import read_run, render
 from rlhf_spmd.telemetry.report_server import open_server
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_FILE, REPORT_FILE, atomic_write_text

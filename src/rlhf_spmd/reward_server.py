@@ -18,8 +18,8 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlhf_spmd.parallel.arguments import Parser
-from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.process.arguments import Parser
+from rlhf_spmd.process.output import let_readers_go
 from rlhf_spmd.rewards.binding import BoundReward
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.worker import read_result

@@ -32,11 +32,11 @@ from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths
 from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.inference import job as inference
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime import inference
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 
@@ -57,7 +57,7 @@ class ScoreConfig(inference.InferenceConfig):
 
 
 @dataclass(frozen=True)
-class Prepared(inference.LoadedModel):
+class ScoreJob(inference.LoadedModel):
     """The checked input. ``batch``: prompt_ids and response_ids, rows in input order; ``ids``: what names each row outside."""
 
     ids: list[Any]
@@ -65,12 +65,12 @@ class Prepared(inference.LoadedModel):
 
     @property
     def alike(self) -> dict[str, str]:
-        """See :class:`~rlhf_spmd.parallel.program.ProgramSettings`."""
+        """See :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
         return {"set of rows": str([len(self.ids), *tokens]), **super().alike}
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepared:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> ScoreJob:
     """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = inference.read_config(ScoreConfig, path, overrides)
     if launch.rank == 0:
@@ -86,7 +86,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Prepa
     number = torch.arange(len(rows))
     columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}
     ids = [row.values.get("id", index) for index, row in enumerate(rows)]
-    return Prepared(config, spec, layout, checkpoint, tokenizer, ids, Batch(number, number.clone(), columns))
+    return ScoreJob(config, spec, layout, checkpoint, tokenizer, ids, Batch(number, number.clone(), columns))
 
 
 def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
@@ -100,7 +100,7 @@ def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec
         raise ValueError(f"{said}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
 
 
-def score(ready: Prepared, world: World) -> None:
+def score(ready: ScoreJob, world: World) -> None:
     """Score all rows and write the file on rank 0.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.inference.endpoint import Access, Endpoint
+from rlhf_spmd.inference.job import LoadedModel, inference_program, read_config
+from rlhf_spmd.inference.llm import Engine, EngineConfig, prepare_model
+from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.endpoint import Access, Endpoint
-from rlhf_spmd.runtime.inference import LoadedModel, inference_program, read_config
-from rlhf_spmd.runtime.llm import Engine, EngineConfig, prepare_model
-from rlhf_spmd.runtime.service import Service
+from rlhf_spmd.process.board import Board
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_spmd.parallel.arguments import Parser
-from rlhf_spmd.parallel.output import let_readers_go
+from rlhf_spmd.process.arguments import Parser
+from rlhf_spmd.process.output import let_readers_go
 from rlhf_spmd.report import check_run
 from rlhf_spmd.telemetry.summary import summarize
 

@@ -22,7 +22,7 @@ from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
-from rlhf_spmd.controller.protocols import Members
+from rlhf_spmd.controller.protocols import ProtocolRanks
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
@@ -31,25 +31,26 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import model_device, processor_kind
-from rlhf_spmd.parallel.command_line import read_command_line
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.parallel.world import Launch, World, lone_store
 from rlhf_spmd.planner.placement import AUTO, PlacementConfig
+from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, check_ranks, read_plan
+from rlhf_spmd.process.command_line import read_command_line
+from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.process.rank_consistency import run_digests
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.runtime import checks, outline, roles
-from rlhf_spmd.runtime.alike import run_digests
-from rlhf_spmd.runtime.auto import plan_run
-from rlhf_spmd.runtime.fitting import check_launch
-from rlhf_spmd.runtime.memory import step_facts
-from rlhf_spmd.runtime.overview import describe, describe_roles
-from rlhf_spmd.runtime.placing import place
-from rlhf_spmd.runtime.plan_file import PlanFile, apply_plan, check_ranks, read_plan
-from rlhf_spmd.runtime.reward_roles import repeated_of, rewarded_roles, with_templates
-from rlhf_spmd.runtime.run_config import RunConfig, run_dir_hint
-from rlhf_spmd.runtime.session import Session, start_controller
-from rlhf_spmd.runtime.streams import Data, InFlightStream, RowStream, ValidationRows
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.workers import Build, RoleConfig
+from rlhf_spmd.training import checks, roles
+from rlhf_spmd.training import plan_inputs as outline
+from rlhf_spmd.training.auto import plan_run
+from rlhf_spmd.training.banner import describe, describe_roles
+from rlhf_spmd.training.memory import step_facts
+from rlhf_spmd.training.memory_check import check_launch
+from rlhf_spmd.training.placing import place
+from rlhf_spmd.training.reward_roles import repeated_of, rewarded_roles, with_templates
+from rlhf_spmd.training.run_config import RunConfig, run_dir_hint
+from rlhf_spmd.training.streams import Data, InFlightStream, RowStream, ValidationRows
+from rlhf_spmd.training.trainer import Trainer, start_controller
+from rlhf_spmd.workers import RoleConfig, WorkerContext
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 
@@ -84,9 +85,10 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TrainJob:
     """A run that was checked: everything that is known before a process group exists. ``training`` and ``validation``: data sets
-    by stream. ``checkpointing``: see :class:`Build`. ``memory``: what the fullest rank needs, in words. ``warnings``: lines that the
+    by stream. ``checkpointing``: see :class:`WorkerContext`. ``memory``: what the fullest rank needs, in words. ``warnings``: lines
+    that the
     run begins with."""
 
     config: TrainConfig
@@ -154,7 +156,7 @@ def prepare(
     launch: Launch | None = None,
     planned: PlanFile | None = None,
     read: Callable[[], tuple[dict[str, TokenDataset], dict[str, TokenDataset]]] | None = None,
-) -> Prepared:
+) -> TrainJob:
     """Read and check configuration, models' configurations, tokenizer and data. ``local_size``: ranks of a host, by default all.
     ``launch``: of this rank, on whose device the run has to fit. ``planned``: see :func:`read_config`. ``read``: what gives the data,
     if it was asked already. Local: no communication. Raises ConfigError, ValueError or DataError, one line each.
@@ -171,7 +173,7 @@ def prepare(
     tokenizer = load_tokenizer(roles.model_directory(described, algorithm.exported))
     described = roles.find_text_readers(described, rewards, algorithm.exported, tokenizer, config.data)
     read = read or cache(lambda: read_data(config, sections, tokenizer, described))
-    unplaced = cache(lambda: Prepared(config, module, described, rewards, tokenizer, *read()))
+    unplaced = cache(lambda: TrainJob(config, module, described, rewards, tokenizer, *read()))
     traced = cache(lambda: trace(unplaced()))
     if config.placement.strategy == AUTO:
         work = outline.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
@@ -203,7 +205,7 @@ def prepare(
     without = [name for name, reward in rewards.items() if reward.function is None and described[name].spec is None]
     check_rows(environments, scored, places, not rewards or len(without) < len(rewards))
     roles.check_templates(plans, rewards, tokenizer, scored)
-    ready = Prepared(config, module, plans, rewards, tokenizer, training, validation)
+    ready = TrainJob(config, module, plans, rewards, tokenizer, training, validation)
     if launch is None:
         return ready
     checkpointing, memory, *warnings = check_launch(ready, traced(), launch)
@@ -216,7 +218,7 @@ def describe_run(
     config: TrainConfig, models: Mapping[str, RoleConfig], weights: bool = True
 ) -> tuple[dict[str, Any], dict[str, RewardConfig], dict[str, roles.RolePlan]]:
     """Sections of data by stream, rewards by role, and the roles of ``models`` before they are placed; ``weights``: see
-    :func:`~rlhf_spmd.runtime.roles.describe_roles`. Raises ValueError."""
+    :func:`~rlhf_spmd.training.roles.describe_roles`. Raises ValueError."""
     algorithm: AlgorithmConfig = config.algorithm
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
     sections = {name: data for name, data in sections.items() if data is not None}
@@ -252,11 +254,11 @@ def read_data(
     return training, validation
 
 
-def build_settings(ready: Prepared, controller: Controller, world: World) -> Build:
+def build_settings(ready: TrainJob, controller: Controller, world: World) -> WorkerContext:
     """What every role is built from."""
     config, algorithm = ready.config, ready.config.algorithm
     max_prompt_length = max((getattr(section, "max_prompt_length", 0) for section in ready.sections), default=0)
-    return Build(
+    return WorkerContext(
         controller,
         world,
         algorithm.limits,
@@ -277,7 +279,7 @@ def build_settings(ready: Prepared, controller: Controller, world: World) -> Bui
     )
 
 
-def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Reference]:
+def script_of(ready: TrainJob, models: Any, data: Data, number: int) -> list[Reference]:
     """The algorithm's step and what ends each; returns the calls that are reported."""
     with located("algorithm", ready.config.algorithm.name, ready.algorithm):
         calls = ready.algorithm.step(models, data, ready.config.algorithm, number)
@@ -293,7 +295,7 @@ def script_of(ready: Prepared, models: Any, data: Data, number: int) -> list[Ref
     return [*calls, *move_reference(models, ready.config.algorithm, number)]
 
 
-def trace(ready: Prepared) -> Graph:
+def trace(ready: TrainJob) -> Graph:
     """The calls of the run's last step, which trains all that any trains, or of the one before if it makes more different ones;
     ``ready.plans`` may be any, on pools of any size. The script is traced by a rank that is in no pool, where roles are descriptions,
     on streams of its own, so that those of the run stay where they are. The step before is traced first: a script may keep rows for
@@ -315,7 +317,7 @@ def trace(ready: Prepared) -> Graph:
     return max(reversed(graphs), key=lambda graph: len({call.name for call in graph.nodes}))
 
 
-def train(context: ProgramContext[Prepared]) -> None:
+def train(context: ProgramContext[TrainJob]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
     ready, world = context.prepared, context.world
     controller, algorithm = start_controller(context), ready.config.algorithm
@@ -324,7 +326,7 @@ def train(context: ProgramContext[Prepared]) -> None:
     exact, least, most = world.all.all_reduce(mine, "exact_rollouts", "min").tolist()
     models = roles.build_models(ready.plans, replace(settings, exact_rollouts=exact == 1 and least == -most))
     data = build_data(ready, controller)
-    session = Session(context, models, data)
+    session = Trainer(context, models, data)
     if session.is_first:
         print(describe(ready, world), file=sys.stderr)
 
@@ -336,7 +338,7 @@ def train(context: ProgramContext[Prepared]) -> None:
     session.run(partial(script_of, ready, models, data), validate)
 
 
-def build_data(ready: Prepared, controller: Controller) -> Data:
+def build_data(ready: TrainJob, controller: Controller) -> Data:
     """What the algorithm's step finds in ``data``."""
     config = ready.config
     sections = {name: getattr(config, section.key) for name, section in config.algorithm.streams.items()}
@@ -347,7 +349,7 @@ def build_data(ready: Prepared, controller: Controller) -> Data:
         loader = build_loader(dataset, section, config.run.seed)
         ahead = checks.in_flight(config) if section is config.data else None
         if ahead is not None:
-            replicas = Members(MICRO_DP, homes[0].shape, homes[0].pool, controller.speeds)
+            replicas = ProtocolRanks(MICRO_DP, homes[0].shape, homes[0].pool, controller.speeds)
             streams[name] = InFlightStream(loader, config.sampling.n, ahead, replicas.num_parts, replicas.speeds)
         else:
             streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
@@ -382,7 +384,7 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
     )
 
 
-def settings_of(ready: Prepared) -> ProgramSettings:
+def settings_of(ready: TrainJob) -> ProgramSettings:
     run, apart = ready.config.run, 1 + ready.config.placement.max_staleness
     return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, alike=run_digests(ready))
 

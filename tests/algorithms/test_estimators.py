@@ -23,7 +23,7 @@ from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers.arithmetic import Whole
+from rlhf_spmd.workers.arithmetic import GlobalReduce
 from rlhf_spmd.workers.objective import Rows
 
 LENGTHS = [3, 1, 5, 2, 4, 6, 2, 3]
@@ -50,8 +50,8 @@ def rows_at(rows: list[int]) -> Rows:
     return Rows(torch.tensor(rows, dtype=torch.int64), pick(GROUPS), pick(LENGTHS))
 
 
-def alone(state: dict[str, Any] | None = None) -> Whole:
-    return Whole(lambda x: x, lambda x: x, {} if state is None else state)
+def alone(state: dict[str, Any] | None = None) -> GlobalReduce:
+    return GlobalReduce(lambda x: x, lambda x: x, {} if state is None else state)
 
 
 def config(estimator: str, kl: bool, **more: Any) -> CriticFreeConfig:
@@ -115,7 +115,9 @@ def test_dr_grpo_does_not_divide() -> None:
 
 
 def on_part(world: World, estimator: str, parts: list[list[int]]) -> tuple[list[float], dict[str, float]]:
-    whole = Whole(lambda x: world.all.all_reduce(x, "control"), lambda x: world.all.all_reduce(x.clone(), "control", "max"), {})
+    whole = GlobalReduce(
+        lambda x: world.all.all_reduce(x, "control"), lambda x: world.all.all_reduce(x.clone(), "control", "max"), {}
+    )
     mine = parts[world.rank]
     fields = fields_of(mine) if mine else dict.fromkeys(fields_of(ALL), torch.empty(0))
     made, metrics = in_group(config(estimator, True))(fields, rows_at(mine), whole)

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import transfer
-from rlhf_spmd.workers import loan
+from rlhf_spmd.workers import weight_sync as loan
 
 STEPS = 2
 LAYOUTS: dict[str, tuple[str, ...]] = {

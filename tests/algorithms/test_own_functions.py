@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.estimators import CriticFreeConfig, in_group
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.workers.arithmetic import Whole
+from rlhf_spmd.workers.arithmetic import GlobalReduce
 from rlhf_spmd.workers.objective import Rows, Totals
 
 LENGTHS = torch.tensor([3, 1, 2, 4])
@@ -41,7 +41,7 @@ def write(tmp_path: Path) -> Write:
 def estimated(name: str) -> tuple[Tensor, dict[str, float]]:
     config = CriticFreeConfig(adv_estimator=name)
     config.check("algorithm")
-    made, metrics = in_group(config, 2)(FIELDS, ROWS, Whole(lambda x: x, lambda x: x, {}))
+    made, metrics = in_group(config, 2)(FIELDS, ROWS, GlobalReduce(lambda x: x, lambda x: x, {}))
     field: Any = made["advantages"]
     return field.values, metrics
 

@@ -24,8 +24,8 @@ from rlhf_spmd.data.sort_digits import write_task
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.preferences import bradley_terry
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.runtime.streams import RowStream
 from rlhf_spmd.train import prepare
+from rlhf_spmd.training.streams import RowStream
 from rlhf_spmd.workers.config import BatchLimits
 from role_workers import build
 from tasks import rows_of, texts_of, tokenizer

@@ -29,10 +29,10 @@ from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers.arithmetic import Function, Whole
+from rlhf_spmd.workers.arithmetic import Function, GlobalReduce
 from rlhf_spmd.workers.objective import Rows, Totals
 
-ALONE = Whole(lambda x: x, lambda x: x, {})
+ALONE = GlobalReduce(lambda x: x, lambda x: x, {})
 
 
 def rows_of(lengths: list[int], groups: list[int], ids: list[int] | None = None) -> Rows:

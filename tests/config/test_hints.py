@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.runtime.roles import describe_roles
 from rlhf_spmd.train import read_config
+from rlhf_spmd.training.roles import describe_roles
 from rlhf_spmd.workers import ActorWorker, ReferenceWorker, RewardWorker, RoleConfig
 
 

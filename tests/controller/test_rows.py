@@ -18,10 +18,10 @@ from rlhf_spmd.controller import (
     MICRO_DP,
     ONE_TO_ALL,
     THREE_D,
+    CallRecord,
     Controller,
-    Cut,
     GroupShape,
-    Production,
+    PartitionSpec,
     Protocol,
     Reference,
     ResourcePool,
@@ -29,12 +29,12 @@ from rlhf_spmd.controller import (
     register,
     source,
 )
-from rlhf_spmd.controller.protocols import Members
-from rlhf_spmd.controller.reference import COPY_STRIDE, Intake, Piece, Source
-from rlhf_spmd.controller.rows import Part, RowSet, place_rows
+from rlhf_spmd.controller.protocols import ProtocolRanks
+from rlhf_spmd.controller.reference import COPY_STRIDE, CallInput, FieldShard, ReplicatedBatch
+from rlhf_spmd.controller.rows import Part, RowIndex, place_rows
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker, Whole
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker, GlobalReduce
 from rlhf_spmd.workers.objective import Objective, Rows
 
 
@@ -59,10 +59,10 @@ def data(reference: Reference, name: str) -> list[Any]:
     return result
 
 
-def intake_of(reference: Reference, *names: str, parts: int = 1, tokens: str | None = None) -> Intake:
+def intake_of(reference: Reference, *names: str, parts: int = 1, tokens: str | None = None) -> CallInput:
     assert reference.rows is not None
     fields = {name: reference.fields[name] for name in names}
-    return Intake(reference.rows, fields, reference.fields[tokens] if tokens else (), Cut(parts))
+    return CallInput(reference.rows, fields, reference.fields[tokens] if tokens else (), PartitionSpec(parts))
 
 
 def ids(reference: Reference) -> list[int]:
@@ -210,7 +210,7 @@ def test_an_update_is_balanced_by_the_tokens_that_it_consumes() -> None:
     first, second, *updates = controller.trace(script).nodes
     first.counts, second.counts = lengths  # what the ranks would be told
 
-    def fullest(update: Production, of: np.ndarray) -> float:
+    def fullest(update: CallRecord, of: np.ndarray) -> float:
         sums = np.bincount(update.intakes[0].placement.parts[0], of, minlength=8)
         return float(sums.max() / sums.mean())
 
@@ -234,7 +234,7 @@ def apart(tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("num_chunks", [1, 3, 5])
 def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks: int) -> None:
     groups = np.repeat(np.arange(30), 4)
-    cut = Cut(num_parts, keep_groups=True, num_chunks=num_chunks, epochs=2, seed=7)
+    cut = PartitionSpec(num_parts, keep_groups=True, num_chunks=num_chunks, epochs=2, seed=7)
     parts, chunks = place_rows(cut, groups, apart(tokens_of(120)))
     assert parts.shape == chunks.shape == (2 if num_chunks > 1 else 1, 120)
     for epoch in range(len(parts)):
@@ -250,27 +250,31 @@ def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks
 def test_mini_batches_are_the_same_for_any_number_of_parts_and_any_tokens() -> None:
     groups = np.repeat(np.arange(13) * 5, 3)
     chunks = [
-        place_rows(Cut(parts, keep, 4, 3, seed=1), groups, apart(tokens_of(39, seed=parts)))[1]
+        place_rows(PartitionSpec(parts, keep, 4, 3, seed=1), groups, apart(tokens_of(39, seed=parts)))[1]
         for parts in (1, 2, 5, 8)
         for keep in (True, False)
     ]
     assert all(np.array_equal(chunks[0], other) for other in chunks)
     first, second, third = (tuple(epoch) for epoch in chunks[0])
     assert len({first, second, third}) == 3, "each epoch deals anew"
-    assert tuple(place_rows(Cut(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, "the seed decides"
+    assert tuple(place_rows(PartitionSpec(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, (
+        "the seed decides"
+    )
 
 
 def test_rows_whose_responses_are_unknown_are_dealt_one_by_one() -> None:
     """Prompts are then all that counts, and of a whole group they would count once: half of the parts would get no row."""
     index = torch.arange(2)
     prompts = source(Batch(index, index, {"prompt_ids": ragged([[5] * 90, [5] * 91], torch.int32)})).repeat(16)
-    intake = Intake(prompts.rows, {}, prompts.fields["prompt_ids"], Cut(8, keep_groups=False))
+    intake = CallInput(prompts.rows, {}, prompts.fields["prompt_ids"], PartitionSpec(8, keep_groups=False))
     assert np.bincount(intake.placement.parts[0], minlength=8).tolist() == [4] * 8
 
 
 def test_single_rows_balance_better_than_groups() -> None:
     groups, tokens = np.repeat(np.arange(16), 8), tokens_of(128)
-    fullest = [np.bincount(place_rows(Cut(8, keep), groups, apart(tokens))[0][0], tokens).max() for keep in (True, False)]
+    fullest = [
+        np.bincount(place_rows(PartitionSpec(8, keep), groups, apart(tokens))[0][0], tokens).max() for keep in (True, False)
+    ]
     assert fullest[1] < fullest[0] and fullest[1] < 1.02 * tokens.sum() / 8
 
 
@@ -278,7 +282,9 @@ def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
     reference = rows(5, 2)
     assert reference.rows is not None
     for num_parts in (1, 2, 4):
-        placement = reference.rows.place(Cut(num_parts, True, 2, 3, seed=3), "none", lambda: apart(np.ones(10, np.int64)))
+        placement = reference.rows.place(
+            PartitionSpec(num_parts, True, 2, 3, seed=3), "none", lambda: apart(np.ones(10, np.int64))
+        )
         parts = [placement.part(i) for i in range(num_parts)]
         updates = [sorted(row for part in parts for row in part.row_ids[part.updates[u]].tolist()) for u in range(6)]
         for epoch in range(3):
@@ -287,27 +293,33 @@ def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
         if num_parts == 1:
             alone = updates
         assert updates == alone
-    empty: Part = reference.rows.place(Cut(8), "none", lambda: apart(np.ones(10, np.int64))).part(7)
+    empty: Part = reference.rows.place(PartitionSpec(8), "none", lambda: apart(np.ones(10, np.int64))).part(7)
     assert not len(empty.positions) and [len(update) for update in empty.updates] == [0]
 
 
 def test_rows_keep_the_part_that_was_given_to_them() -> None:
     homes = np.array([1, 1, 0, 0])
     batch = Batch(torch.arange(4), torch.arange(4) // 2, {"x": torch.zeros(4)})
-    reference = source(batch, {Cut(2): homes})
+    reference = source(batch, {PartitionSpec(2): homes})
     whole = reference.take(np.ones(4, bool))
     for same in (reference, whole):
-        assert same.rows.place(Cut(2), "", lambda: apart(np.array([100, 1, 1, 1]))).parts.tolist() == [homes.tolist()]
+        assert same.rows.place(PartitionSpec(2), "", lambda: apart(np.array([100, 1, 1, 1]))).parts.tolist() == [homes.tolist()]
     assert len(reference.take([0, 1, 2]).rows.given) == 0
 
 
 def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> None:
     """PPO with 8,192 rows: generation and reward by groups, models and arithmetic by rows, updates in mini-batches."""
     tokens, groups = tokens_of(8192), np.arange(8192) // 8
-    cuts = [Cut(256), Cut(256, False), Cut(128, False), Cut(256, False, 4, seed=1), Cut(128, True, 4, seed=1)]
+    cuts = [
+        PartitionSpec(256),
+        PartitionSpec(256, False),
+        PartitionSpec(128, False),
+        PartitionSpec(256, False, 4, seed=1),
+        PartitionSpec(128, True, 4, seed=1),
+    ]
 
     def seconds() -> float:
-        of_step = RowSet(np.arange(8192), groups)
+        of_step = RowIndex(np.arange(8192), groups)
         start = time.process_time()
         for cut in cuts:
             of_step.place(cut, "tokens", lambda: apart(tokens)).part(3)
@@ -322,7 +334,7 @@ def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
     pool = ResourcePool("p", (1, 2, 4, 5))
 
     def speeds(protocol: Protocol, layout: Layout, *of_ranks: float) -> tuple[float, ...]:
-        return Members(protocol, GroupShape(layout), pool, of_ranks).speeds
+        return ProtocolRanks(protocol, GroupShape(layout), pool, of_ranks).speeds
 
     some = 9.0, 1.0, 0.5, 9.0, 0.7, 2.0  # of ranks 0 to 5
     assert speeds(THREE_D, Layout(dp=4), *some) == (1.0, 0.5, 0.7, 2.0)
@@ -335,9 +347,9 @@ def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
 
 def test_rows_go_to_parts_in_proportion_to_their_speeds() -> None:
     tokens, groups = tokens_of(240), np.arange(240) // 4
-    cut = Cut(3, True, 4, 2, 1, (1.0, 0.25, 0.5))
+    cut = PartitionSpec(3, True, 4, 2, 1, (1.0, 0.25, 0.5))
     parts, chunks = place_rows(cut, groups, apart(tokens))
-    assert (chunks == place_rows(Cut(1, True, 4, 2, 1), groups, apart(tokens))[1]).all(), (
+    assert (chunks == place_rows(PartitionSpec(1, True, 4, 2, 1), groups, apart(tokens))[1]).all(), (
         "a mini-batch has the same rows everywhere"
     )
     most = np.bincount(groups, tokens).max()
@@ -354,7 +366,7 @@ def test_sums_over_all_rows_are_in_float64() -> None:
     ids, lengths = torch.arange(3), torch.tensor([2, 1, 3])
     fields = {name: torch.linspace(low, 1, 6).double() for low, name in enumerate(("values", "old_log_probs"))}
     fields |= {"ref_log_prob": torch.arange(6).double() / 7, "scores": torch.tensor([0.1, 0.2, 0.7]).double()}
-    whole = Whole(lambda x: x, lambda x: x, {})
+    whole = GlobalReduce(lambda x: x, lambda x: x, {})
     _, metrics = gae_advantages(PPOConfig())(fields, Rows(ids, ids, lengths), whole)
     kl = fields["old_log_probs"] - fields["ref_log_prob"]
     assert metrics["actor/kl"] == pytest.approx(float(kl.mean()), rel=1e-14)
@@ -374,7 +386,7 @@ def test_what_a_loss_gives_is_checked() -> None:
 def test_arithmetic_gives_as_many_as_there_are_rows() -> None:
     """A field too short is blamed on the function that made it, not on the next call."""
 
-    def too_few(fields: dict[str, torch.Tensor], rows: Rows, whole: Whole) -> Any:
+    def too_few(fields: dict[str, torch.Tensor], rows: Rows, whole: GlobalReduce) -> Any:
         return {"spread": fields["scores"][1:]}, {}
 
     ids = torch.arange(4)
@@ -397,10 +409,13 @@ def test_rows_of_other_groups_are_other_rows() -> None:
 
 def test_a_cut_knows_which_rows_its_token_counts_are_of() -> None:
     """The same rows, balanced by the prompts of other rows: pieces of one source, as long."""
-    rows = RowSet(np.arange(4), np.zeros(4, dtype=np.int64))
-    made = Source(prompts(8, 1))
+    rows = RowIndex(np.arange(4), np.zeros(4, dtype=np.int64))
+    made = ReplicatedBatch(prompts(8, 1))
     ids = np.arange(4), np.arange(4)[::-1].copy(), np.arange(4, 8)
-    intakes = [Intake(rows, {}, (Piece(made, "prompt_ids", rows.everywhere, one),), Cut(2, keep_groups=False)) for one in ids]
+    intakes = [
+        CallInput(rows, {}, (FieldShard(made, "prompt_ids", rows.everywhere, one),), PartitionSpec(2, keep_groups=False))
+        for one in ids
+    ]
     assert len({intake.counted for intake in intakes}) == 3 and intakes[0].counted == intakes[0].counted
     assert len({id(intake.placement) for intake in intakes}) == 3
 

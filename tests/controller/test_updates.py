@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from overrides import layout
 from ranks import run_ranks
 from rlhf_spmd.algorithms.sft import likelihood
-from rlhf_spmd.controller.rows import Cut, RowSet
+from rlhf_spmd.controller.rows import PartitionSpec, RowIndex
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.runtime.streams import merge_values
+from rlhf_spmd.training.streams import merge_values
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import Objective, sequence_lengths
 from role_workers import batch_of, build
 
 
-def mini_batches(rows: RowSet, cut: Cut, tokens: np.ndarray) -> list[set[int]]:
+def mini_batches(rows: RowIndex, cut: PartitionSpec, tokens: np.ndarray) -> list[set[int]]:
     """Row ids of each mini-batch of each epoch, from what all parts have of it."""
     placement = rows.place(cut, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
     parts = [placement.part(index) for index in range(cut.num_parts)]
@@ -45,8 +45,8 @@ def test_mini_batches_have_the_same_rows_in_every_layout(
     row_ids = np.arange(groups * samples) + 7
     group_ids = 100 * (np.arange(groups * samples) // samples)
     tokens = np.random.default_rng(seed).integers(1, 100, len(row_ids))
-    cuts = [Cut(parts, keep_groups, chunks, epochs, seed) for parts in (1, 2, 3, 8)]
-    one, *others = (mini_batches(RowSet(row_ids, group_ids), cut, tokens) for cut in cuts)
+    cuts = [PartitionSpec(parts, keep_groups, chunks, epochs, seed) for parts in (1, 2, 3, 8)]
+    one, *others = (mini_batches(RowIndex(row_ids, group_ids), cut, tokens) for cut in cuts)
     assert all(other == one for other in others)
     for epoch in range(epochs):
         its = one[epoch * chunks : (epoch + 1) * chunks]
@@ -57,18 +57,18 @@ def test_mini_batches_have_the_same_rows_in_every_layout(
 
 
 def test_each_epoch_groups_anew_from_the_seed() -> None:
-    rows = RowSet(np.arange(32), np.arange(32) // 2)
+    rows = RowIndex(np.arange(32), np.arange(32) // 2)
 
     def epochs(seed: int) -> list[tuple[frozenset[int], ...]]:
-        found = mini_batches(rows, Cut(2, True, 4, 2, seed), np.ones(32, dtype=np.int64))
+        found = mini_batches(rows, PartitionSpec(2, True, 4, 2, seed), np.ones(32, dtype=np.int64))
         return [tuple(map(frozenset, found[at : at + 4])) for at in (0, 4)]
 
     first, second = epochs(0)
     assert set(first) != set(second), "another grouping, not only another order"
     assert epochs(0) == [first, second] and epochs(1)[0] != first
     assert first[0] != frozenset(range(8)), "not the order of the data"
-    later = RowSet(np.arange(32, 64), np.arange(32, 64) // 2)
-    moved = mini_batches(later, Cut(2, True, 4, 1, 0), np.ones(32, dtype=np.int64))
+    later = RowIndex(np.arange(32, 64), np.arange(32, 64) // 2)
+    moved = mini_batches(later, PartitionSpec(2, True, 4, 1, 0), np.ones(32, dtype=np.int64))
     assert [{row - 32 for row in its} for its in moved] != [set(its) for its in first], "nor the same places in every step"
 
 

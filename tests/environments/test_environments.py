@@ -25,7 +25,7 @@ from rlhf_spmd.environments.calculator import Calculator, calculate
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
-from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
@@ -321,15 +321,15 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.algorithms.values import clipped_value, gae_advantages
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
-    from rlhf_spmd.runtime.roles import build_models
-    from rlhf_spmd.runtime.streams import merge_values
+    from rlhf_spmd.training.roles import build_models
+    from rlhf_spmd.training.streams import merge_values
     from rlhf_spmd.workers.config import BatchLimits
-    from rlhf_spmd.workers.model_worker import Build
+    from rlhf_spmd.workers.model_worker import WorkerContext
 
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), 1)
     config = ready.config.algorithm
     controller = Controller(world.all)
-    build = Build(
+    build = WorkerContext(
         controller,
         world,
         BatchLimits(max_tokens=100),

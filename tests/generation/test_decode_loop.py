@@ -13,9 +13,9 @@ import torch
 import tasks
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
-from rlhf_spmd.generation import CallLimits, Completion, Generator, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.runner import Runner
-from rlhf_spmd.generation.sequence import Drawing
+from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -113,7 +113,7 @@ def test_rules_likeliest_tokens_and_rows_that_draw_by_themselves(path: str, samp
     """All that follows from the rows' own tokens is found on the device."""
     requests = ragged_requests()
     if own:
-        kinds = (None, Drawing(0.0), Drawing(1.4, top_p=0.7), Drawing(1.0, top_k=3))
+        kinds = (None, SamplingOverrides(0.0), SamplingOverrides(1.4, top_p=0.7), SamplingOverrides(1.0, top_k=3))
         requests = [replace(request, drawing=kinds[i % 4], min_new_tokens=3 * (i % 4)) for i, request in enumerate(requests)]
     made, steps = [], []
     for repeats in (1, 8):
@@ -133,7 +133,7 @@ def test_interrupted_rows_go_on(path: str) -> None:
     generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=6), STOPS)
     found, requests = [], ragged_requests()
     while generator.kept or requests:
-        found += generator.generate_until(requests, SAMPLED, 3, 5, CallLimits(steps=2), 0)
+        found += generator.generate_until(requests, SAMPLED, 3, 5, GenerationLimits(steps=2), 0)
         requests = []
     check_equal(sorted(found, key=lambda c: c.row_id), wanted)
 

@@ -22,7 +22,7 @@ from rlhf_spmd import generate as program
 from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.logit_rules import LogitRules
 from rlhf_spmd.generation.sampler import row_keys, sample, uniform
-from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import local_logits
@@ -81,7 +81,7 @@ def rules_in_loops(
     return out
 
 
-def grown(index: int, prompt: Sequence[int], drawn: Sequence[int], min_new: int = 0) -> Row:
+def grown(index: int, prompt: Sequence[int], drawn: Sequence[int], min_new: int = 0) -> SequenceState:
     return row_of(index, prompt, 1000, response=drawn, min_new=min_new)
 
 

@@ -11,14 +11,21 @@ import torch
 from generators import MODELS, SMALL, alone, load, ragged_requests
 from ranks import run_ranks
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.sequence import Drawing
+from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 
 COMMON = SamplingConfig(temperature=0.8, logprobs=2, repetition_penalty=1.2)
-OWN = (None, Drawing(0.0), Drawing(1.4, top_p=0.7), Drawing(1.0, top_k=3), Drawing(0.8, min_p=0.2), Drawing(0.8))
+OWN = (
+    None,
+    SamplingOverrides(0.0),
+    SamplingOverrides(1.4, top_p=0.7),
+    SamplingOverrides(1.0, top_k=3),
+    SamplingOverrides(0.8, min_p=0.2),
+    SamplingOverrides(0.8),
+)
 
 
 def mixed() -> list[Request]:
@@ -57,7 +64,7 @@ def test_a_mixed_batch_is_the_batches_of_each_kind(path: str, dtype: torch.dtype
     for row, (tokens, *log_probs) in together.items():  # products in float64 depend on the batch
         assert tokens == wanted[row][0]
         torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(wanted[row][1:]), atol=1e-12, rtol=0)
-    greedy = [request.row_id for request in mixed() if request.drawing == Drawing(0.0)]
+    greedy = [request.row_id for request in mixed() if request.drawing == SamplingOverrides(0.0)]
     assert all(together[row][1] == together[row][2] for row in greedy)  # log-probs at temperature 1
     others = [row for row in together if mixed()[row].drawing in (None, OWN[2]) and len(together[row][0]) > 2]
     assert others and all(together[row][1] != together[row][2] for row in others)
@@ -95,4 +102,4 @@ def test_in_every_layout_and_wherever_a_row_moves(path: str, layout: Layout, cha
 def test_settings_that_cannot_be_are_named(path: str) -> None:
     generator = Generator(load(path, alone()[1]), alone()[1], SMALL, {2})
     with pytest.raises(ValueError, match=r"sampling of row 5\.top_p=0.0: must be above 0 and at most 1"):
-        generator.generate([Request(4, 0, [3], 4), Request(5, 0, [3], 4, drawing=Drawing(top_p=0.0))], COMMON, 0, 0)
+        generator.generate([Request(4, 0, [3], 4), Request(5, 0, [3], 4, drawing=SamplingOverrides(top_p=0.0))], COMMON, 0, 0)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
-from rlhf_spmd.generation import CallLimits, Completion, GenerationStats, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.lanes import share_out
-from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation import Completion, GenerationLimits, GenerationStats, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.decode_micro_batches import share_out
+from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -54,7 +54,7 @@ def generate_cases(world: World, path: str, layout: Layout) -> Found:
             completions, waiting = [], [requests[:9], requests[9:]]
             while waiting or generator.kept:
                 new = waiting.pop(0) if waiting else []
-                completions += generator.generate_until(new, sampling, 3, 5, CallLimits(tokens=60), 1)
+                completions += generator.generate_until(new, sampling, 3, 5, GenerationLimits(tokens=60), 1)
             completions.sort(key=lambda completion: completion.row_id)
         else:
             completions = generator.generate(requests, sampling, 3, 5)
@@ -117,7 +117,7 @@ def test_stages_work_at_the_same_time(path: str) -> None:
 
 @given(groups=st.lists(st.integers(0, 9), max_size=40), number=st.integers(1, 4), data=st.data())
 def test_groups_stay_together_and_where_they_were(groups: list[int], number: int, data: st.DataObject) -> None:
-    rows = [Row(Request(i, group, [1] * (1 + group), 1 + i % 5), 0) for i, group in enumerate(groups)]
+    rows = [SequenceState(Request(i, group, [1] * (1 + group), 1 + i % 5), 0) for i, group in enumerate(groups)]
     first = share_out(rows, [()] * number)
     places = {row.request.row_id: lane for lane, share in enumerate(first) for row in share}
     assert len(places) == len(rows) and len({(row.request.group_id, places[row.request.row_id]) for row in rows}) == len(
@@ -127,6 +127,6 @@ def test_groups_stay_together_and_where_they_were(groups: list[int], number: int
         assert all(first)
     left = [row for row in rows if data.draw(st.booleans())]
     known = [[row.request.row_id for row in share if row in left] for share in first]
-    new = [Row(Request(100 + i, 7 * i, [1], 3), 0) for i in range(5)]
+    new = [SequenceState(Request(100 + i, 7 * i, [1], 3), 0) for i in range(5)]
     for lane, share in enumerate(share_out([*new, *left], known)):
         assert all(places.get(row.request.row_id, lane) == lane for row in share)

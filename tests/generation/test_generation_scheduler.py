@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from generators import row_of
 from places import ROOT
+from rlhf_spmd.generation.block_allocator import BlockAllocator
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.generation.page_pool import PagePool
 from rlhf_spmd.generation.scheduler import Scheduler, Step
-from rlhf_spmd.generation.sequence import Interner, Row
+from rlhf_spmd.generation.sequence import PrefixTable, SequenceState
 
 
 class FakeCache:
@@ -63,7 +63,9 @@ class Chaos:
         self.rng, self.often, self.most = rng, often, most
         self.done = Counter[str]()
 
-    def act(self, scheduler: Scheduler, rows: list[Row], texts: list[list[int]], lasts: list[int], cache: FakeCache) -> None:
+    def act(
+        self, scheduler: Scheduler, rows: list[SequenceState], texts: list[list[int]], lasts: list[int], cache: FakeCache
+    ) -> None:
         """``lasts``: length of each row at its end."""
         rng = self.rng
         if rng.random() < self.often:
@@ -88,7 +90,7 @@ class Chaos:
                     row.draft[rng.randrange(right)] = -1
                 self.done["draft"] += bool(row.draft)
 
-    def let_go(self, scheduler: Scheduler, row: Row, text: list[int], last: int) -> None:
+    def let_go(self, scheduler: Scheduler, row: SequenceState, text: list[int], last: int) -> None:
         self.done["pause"] += row in scheduler.paused
         more = self.rng.randint(0, max(min(3, last - 1 - row.length), 0))
         row.tokens += text[row.length : row.length + more]
@@ -110,7 +112,7 @@ class Chaos:
 QUIET = Chaos(random.Random(0), 0.0, 0)
 
 
-def draw(row: Row, text: list[int], last: int, stops: bool) -> None:
+def draw(row: SequenceState, text: list[int], last: int, stops: bool) -> None:
     """All tokens up to the first that the row's draft did not foresee, or the row's end."""
     for guess in (*row.draft, None):
         token = text[row.length]
@@ -130,7 +132,7 @@ def end_rows(scheduler: Scheduler, step: Step) -> None:
 def run_to_the_end(
     limits: GenerationConfig, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
 ) -> Scheduler:
-    interner = Interner(limits.page_size)
+    interner = PrefixTable(limits.page_size)
     responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     lasts = [len(text) - 3 for text in texts]
@@ -246,11 +248,11 @@ def run_ahead(rng: random.Random, most: int) -> Scheduler:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
     )
-    scheduler, interner, cache = Scheduler(limits), Interner(page_size), FakeCache(limits, texts)
+    scheduler, interner, cache = Scheduler(limits), PrefixTable(page_size), FakeCache(limits, texts)
     rows = [row_of(i, prompt, news[i], contents=interner.contents(prompt)) for i, prompt in enumerate(prompts)]
     for row in rows:
         scheduler.add(row)
-    launched: list[list[tuple[Row, int, int]]] = []
+    launched: list[list[tuple[SequenceState, int, int]]] = []
     while not scheduler.finished:
         here = set(scheduler.running)
         step = scheduler.schedule()
@@ -329,7 +331,7 @@ def test_rows_that_cannot_fit_are_refused() -> None:
 
 
 def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
-    manager = PagePool(2)
+    manager = BlockAllocator(2)
     a, b = manager.allocate(), manager.allocate()
     manager.register(a, 10)
     manager.register(b, 11)
@@ -354,7 +356,7 @@ def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> N
     """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
     scheduler, contents = (
         Scheduler(GenerationConfig(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)),
-        Interner(4),
+        PrefixTable(4),
     )
     prompt = [1, 2, 3, 4, 5, 6]
     first, second = (row_of(i, prompt, 14, contents=contents.contents(prompt)) for i in range(2))

@@ -10,8 +10,8 @@ import torch
 
 from generators import MODELS, SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
-from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig
-from rlhf_spmd.generation.sequence import Request, Row
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, SamplingConfig
+from rlhf_spmd.generation.sequence import Request, SequenceState
 from rlhf_spmd.generation.speculation import Speculation
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
@@ -82,20 +82,20 @@ def test_guesses_and_interruptions(path: str) -> None:
     generator = Generator(load(path, mesh), mesh, replace(SMALL, speculative_tokens=4), {2})
     requests, found = ragged_requests(samples=3, max_new_tokens=60), []
     while requests or generator.kept:
-        found += generator.generate_until(requests, REPEATING, 3, 5, CallLimits(tokens=50), 1)
+        found += generator.generate_until(requests, REPEATING, 3, 5, GenerationLimits(tokens=50), 1)
         requests = []
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)
 
 
 def test_a_guess_is_what_followed_last_time_in_the_group() -> None:
     row, other, alone = rows = [
-        Row(Request(0, 7, [1, 2, 3, 4, 5, 1], 9), index=0),
-        Row(Request(1, 7, [1, 2, 3, 4, 5, 1], 9), index=1),
-        Row(Request(2, 8, [9, 9, 9, 9], 9), index=2),
+        SequenceState(Request(0, 7, [1, 2, 3, 4, 5, 1], 9), index=0),
+        SequenceState(Request(1, 7, [1, 2, 3, 4, 5, 1], 9), index=1),
+        SequenceState(Request(2, 8, [9, 9, 9, 9], 9), index=2),
     ]
     speculation = Speculation(rows, 3)
 
-    def draw(of: Row, tokens: list[int]) -> None:
+    def draw(of: SequenceState, tokens: list[int]) -> None:
         of.tokens += tokens
         speculation.note(of, len(tokens))
 

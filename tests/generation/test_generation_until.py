@@ -16,9 +16,9 @@ import torch
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of, training_log_probs
 from generators import backend as backend  # a fixture
 from ranks import run_ranks
-from rlhf_spmd.generation import CallLimits, Completion, Generator, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.balancing import pack, unpack
-from rlhf_spmd.generation.portions import Portions
+from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -71,7 +71,7 @@ def test_whole_groups_leave_before_the_call_ends(path: str, changes: dict[str, A
     requests, number = ragged_requests(num_prompts=7, samples=3), 4
     sent: list[list[Completion]] = []
     wanted = {c.row_id: c for c in build(path, **changes).generate(requests, PENALISED, 1, 2)}
-    found = build(path, **changes).generate(requests, PENALISED, 1, 2, portions=Portions(requests, number, sent.append))
+    found = build(path, **changes).generate(requests, PENALISED, 1, 2, portions=FinishedGroups(requests, number, sent.append))
     assert_same(found, list(wanted.values()))
     assert 1 < len(sent) < number
     for portion in sent:
@@ -96,7 +96,7 @@ def test_a_group_of_eight_costs_the_prefill_of_one(path: str, page_size: int) ->
 
 
 def in_pieces(
-    generator: Generator, requests: list[Request], sampling: SamplingConfig, until: CallLimits, drop: bool
+    generator: Generator, requests: list[Request], sampling: SamplingConfig, until: GenerationLimits, drop: bool
 ) -> list[Completion]:
     """Half of the rows at first, the others with the second call; a piece at a time until all have ended."""
     found: list[Completion] = []
@@ -118,10 +118,12 @@ def in_pieces(
 
 
 @pytest.mark.parametrize("sampling", [S, PENALISED], ids=["plain", "penalised"])
-@pytest.mark.parametrize("until", [CallLimits(tokens=40), CallLimits(fraction=0.3), CallLimits(tokens=1)], ids=str)
+@pytest.mark.parametrize(
+    "until", [GenerationLimits(tokens=40), GenerationLimits(fraction=0.3), GenerationLimits(tokens=1)], ids=str
+)
 @pytest.mark.parametrize("num_pages", [None, 24])
 def test_interrupted_rows_come_out_as_if_never_interrupted(
-    path: str, sampling: SamplingConfig, until: CallLimits, num_pages: int | None
+    path: str, sampling: SamplingConfig, until: GenerationLimits, num_pages: int | None
 ) -> None:
     requests = ragged_requests(samples=2, max_new_tokens=14)
     generator = build(path, num_pages=num_pages)
@@ -143,19 +145,19 @@ def test_interrupted_rows_come_out_as_if_never_interrupted(
 def test_pages_are_kept_under_the_same_weights_only(path: str) -> None:
     generator = build(path)
     requests = ragged_requests(samples=1, max_new_tokens=20)
-    generator.generate_until(requests, S, 3, 5, CallLimits(tokens=30), version=1)
-    generator.generate_until([], S, 3, 5, CallLimits(tokens=30), version=1)
+    generator.generate_until(requests, S, 3, 5, GenerationLimits(tokens=30), version=1)
+    generator.generate_until([], S, 3, 5, GenerationLimits(tokens=30), version=1)
     assert generator.stats.prefill_tokens == 0
-    generator.generate_until([], S, 3, 5, CallLimits(tokens=30), version=2)
+    generator.generate_until([], S, 3, 5, GenerationLimits(tokens=30), version=2)
     assert generator.stats.prefill_tokens > 0
 
 
 def test_tokens_follow_the_weights_of_their_version(path: str, other: str) -> None:
     generator, second = build(path), build(other)
     requests = ragged_requests(samples=2, max_new_tokens=20)
-    ended = generator.generate_until(requests, S, 3, 5, CallLimits(tokens=100), version=1)
+    ended = generator.generate_until(requests, S, 3, 5, GenerationLimits(tokens=100), version=1)
     generator.decoder, first = second.decoder, generator.decoder
-    ended += generator.generate_until([], S, 3, 5, CallLimits(), version=2)
+    ended += generator.generate_until([], S, 3, 5, GenerationLimits(), version=2)
     assert {v for c in ended for v in c.versions.tolist()} == {1, 2}
     by_id = {r.row_id: r for r in requests}
     asked = [by_id[c.row_id] for c in ended]
@@ -171,21 +173,21 @@ def test_fractions_count_whole_groups(path: str) -> None:
     requests = [Request(i, i // 3, [3, 4, 5 + i // 3], 4 + 3 * (i // 3)) for i in range(12)]  # groups end in their order
     generator, s = build(path), replace(S, ignore_eos=True)
     for fraction, groups in ((0.25, [0]), (0.5, [1, 2]), (1.0, [3])):
-        ended = generator.generate_until(requests, s, 0, 0, CallLimits(fraction=fraction), 1)
+        ended = generator.generate_until(requests, s, 0, 0, GenerationLimits(fraction=fraction), 1)
         assert sorted({c.row_id // 3 for c in ended}) == groups and len(ended) == 3 * len(groups)
         requests = []
-    assert generator.generate_until([], s, 0, 0, CallLimits(), 1) == []
+    assert generator.generate_until([], s, 0, 0, GenerationLimits(), 1) == []
     for bad in ({"tokens": 0}, {"seconds": -1.0}, {"fraction": 1.5}):
         with pytest.raises(ValueError, match=r"limits\."):
-            CallLimits(**bad)
+            GenerationLimits(**bad)
 
 
 def test_continued_rows_keep_the_step_they_began_with(path: str) -> None:
     generator = build(path)
     early, late = ragged_requests(samples=1), [replace(r, row_id=r.row_id + 100) for r in ragged_requests(samples=1)]
     wanted = generator.generate(early, S, 3, 5) + generator.generate(late, S, 3, 6)
-    found = generator.generate_until(early, S, 3, 5, CallLimits(tokens=50), 1)
-    found += generator.generate_until(late, S, 3, 6, CallLimits(), 2)
+    found = generator.generate_until(early, S, 3, 5, GenerationLimits(tokens=50), 1)
+    found += generator.generate_until(late, S, 3, 6, GenerationLimits(), 2)
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)
 
 
@@ -196,7 +198,7 @@ def interrupt_by_the_clock(world: World, path: str, layout: Layout) -> list[Any]
     requests = ragged_requests(samples=2)
     pieces = []
     while requests or generator.kept:
-        until = CallLimits(seconds=0.05 * (1 + 3 * world.rank), fraction=0.9)
+        until = GenerationLimits(seconds=0.05 * (1 + 3 * world.rank), fraction=0.9)
         ended = generator.generate_until(requests, S, 3, 5, until, 1, lambda: time.sleep(0.01))
         pieces.append([(c.row_id, c.token_ids) for c in ended])
         requests = []
@@ -216,11 +218,11 @@ def test_rows_in_flight_survive_json(path: str, tmp_path: Path) -> None:
     generator = build(path)
     requests = ragged_requests(samples=2)
     wanted = generator.generate(requests, PENALISED, 3, 5)
-    ended = generator.generate_until(requests, PENALISED, 3, 5, CallLimits(tokens=200), 1)
+    ended = generator.generate_until(requests, PENALISED, 3, 5, GenerationLimits(tokens=200), 1)
     (tmp_path / "kept.json").write_text(json.dumps([pack(0, row) for row in generator.kept]))
     fresh, saved = build(path), json.loads((tmp_path / "kept.json").read_text())
     fresh.kept = [unpack(row, torch.float32)[1] for row in saved]
-    ended += fresh.generate_until([], PENALISED, 3, 5, CallLimits(), 1)
+    ended += fresh.generate_until([], PENALISED, 3, 5, GenerationLimits(), 1)
     assert_same(sorted(ended, key=lambda c: c.row_id), wanted)
 
 
@@ -242,7 +244,7 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
     found, computed, fresh = [], 0, requests
     before = live_bytes()
     while fresh or generator.kept:
-        found += generator.generate_until(fresh, PENALISED, 3, 5, CallLimits(steps=7), version=1)
+        found += generator.generate_until(fresh, PENALISED, 3, 5, GenerationLimits(steps=7), version=1)
         computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
         fresh = []
         pool = generator._lanes.lanes[0].cache if generator._lanes is not None else None
@@ -255,7 +257,7 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
             assert given_back == 0
         else:  # all of the pool but the pages of rows in flight, and what the torch attention gathers into
             assert size * (300 - used) // 300 - 8 * used <= given_back and used < 150
-        found += generator.generate_until([], PENALISED, 3, 5, CallLimits(steps=1), version=1)
+        found += generator.generate_until([], PENALISED, 3, 5, GenerationLimits(steps=1), version=1)
         computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)
     assert computed <= sum(len(r.prompt_ids) for r in requests) + sum(len(c.token_ids) for c in found)  # no token twice
@@ -271,10 +273,10 @@ def test_rows_go_on_from_what_older_weights_computed(path: str, other: str) -> N
     for kv_cache in ("free", "keep", "offload"):
         generator = build(path, kv_cache=kv_cache, num_pages=40)
         generator.decoder = first
-        assert generator.generate_until([row], S, 3, 5, CallLimits(steps=4), 1) == []
+        assert generator.generate_until([row], S, 3, 5, GenerationLimits(steps=4), 1) == []
         generator.before_training()
         generator.decoder = second
-        ended[kv_cache] = sorted(generator.generate_until(late, S, 3, 5, CallLimits(), 2), key=lambda c: c.row_id)
+        ended[kv_cache] = sorted(generator.generate_until(late, S, 3, 5, GenerationLimits(), 2), key=lambda c: c.row_id)
         counts = generator.stats.prefill_tokens, generator.stats.hit_tokens
         # the early row computes its 25 + 4 tokens again, for the others too; or one of the others computes the prompt
         assert counts == ((28, 48) if kv_cache == "free" else (24, 24))

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
-from rlhf_spmd.generation import CallLimits, Completion, Generator, SamplingConfig, config, runner
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, SamplingConfig, config, runner
 from rlhf_spmd.generation.backends import build_backend
+from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs, padded_size
-from rlhf_spmd.generation.portions import Portions
 from rlhf_spmd.generation.runner import Runner
-from rlhf_spmd.generation.sequence import Drawing
-from rlhf_spmd.kernels import can
+from rlhf_spmd.generation.sequence import SamplingOverrides
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
@@ -54,7 +54,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(Graphs, "_capture", capture)
     for module in (runner, config):
-        monkeypatch.setattr(module, "can", lambda device: replace(can(device), graphs=True, streams=True))
+        monkeypatch.setattr(module, "capabilities", lambda device: replace(capabilities(device), graphs=True, streams=True))
     return keys
 
 
@@ -111,7 +111,7 @@ def test_graphs_stay_while_nothing_moves(path: str, captured: list[Any]) -> None
     for seed in range(3):
         requests = [replace(request, row_id=request.row_id + 100 * seed) for request in ragged_requests()]
         while generator.kept or requests:
-            generator.generate_until(requests, SAMPLED, seed, 5, CallLimits(), 0)
+            generator.generate_until(requests, SAMPLED, seed, 5, GenerationLimits(), 0)
             requests = []
         counts.append(len(captured))
     assert counts[0] == counts[1] == counts[2] > 1
@@ -131,7 +131,7 @@ def test_all_that_a_gpu_runs_draws_the_same(
     if importlib.import_module("triton_device").DEVICE.type == "cuda":
         pytest.skip("compares with the CPU's numbers")
     requests = [
-        replace(request, drawing=Drawing(0.0) if request.row_id == 1 else None)
+        replace(request, drawing=SamplingOverrides(0.0) if request.row_id == 1 else None)
         for request in ragged_requests(num_prompts=3, samples=1, max_new_tokens=4)
     ]
     wanted = build(path, enforce_eager=True).generate(requests, sampling, 3, 5)
@@ -155,7 +155,7 @@ def test_all_that_a_gpu_runs_draws_the_same(
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_call_that_is_interrupted_leaves_no_window_under_way(path: str, eager: bool, captured: list[Any]) -> None:
-    def run(limits: CallLimits) -> list[Completion]:
+    def run(limits: GenerationLimits) -> list[Completion]:
         generator, found, requests = build(path, enforce_eager=eager), [], ragged_requests()
         generator.reserve_pages(64)
         while generator.kept or requests:
@@ -164,7 +164,7 @@ def test_a_call_that_is_interrupted_leaves_no_window_under_way(path: str, eager:
             assert all(token >= 0 for row in generator.kept for token in row.tokens), "a placeholder is left"
         return sorted(found, key=lambda completion: completion.row_id)
 
-    check_equal(run(CallLimits(steps=3)), run(CallLimits()))
+    check_equal(run(GenerationLimits(steps=3)), run(GenerationLimits()))
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -172,12 +172,12 @@ def test_a_row_ends_once(path: str, eager: bool, captured: list[Any]) -> None:
     """Though a window that was launched before its end was read has it, too: in portions, and for a limit of whole groups."""
     begun: list[list[Completion]] = []
     requests = ragged_requests()
-    portions = Portions(requests, 2, lambda completions: None, begun.append)
+    portions = FinishedGroups(requests, 2, lambda completions: None, begun.append)
     build(path, enforce_eager=eager).generate(requests, SAMPLED, 3, 5, portions=portions)
     assert sorted(each.row_id for part in begun for each in part) == sorted(request.row_id for request in requests)
     generator, requests = build(path, enforce_eager=eager), ragged_requests(samples=8, max_new_tokens=40)
     groups = len({request.group_id for request in requests})
-    generator.generate_until(requests, SAMPLED, 3, 5, CallLimits(fraction=0.5), 0)
+    generator.generate_until(requests, SAMPLED, 3, 5, GenerationLimits(fraction=0.5), 0)
     assert groups - len({row.request.group_id for row in generator.kept}) >= groups / 2
 
 

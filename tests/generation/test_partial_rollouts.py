@@ -20,10 +20,10 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import read_pieces
 from rlhf_spmd.checkpoint.manifest import PARAM
 from rlhf_spmd.data.batch import unpack
-from rlhf_spmd.generation.sequence import Completion, Request, Row
-from rlhf_spmd.runtime.restart import ROWS_IN_FLIGHT
+from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.train import prepare
-from rlhf_spmd.workers.rollouts import HeldRollouts
+from rlhf_spmd.training.resume import ROWS_IN_FLIGHT
+from rlhf_spmd.workers.rollouts import PartialRollouts
 
 STEPS = 6
 FP64 = ("models.actor.dtype=float64", "models.actor.optim.eps=1e-3")
@@ -146,11 +146,11 @@ def test_rows_in_flight_are_saved_by_those_who_hold_them(directory: Path, uninte
 
 def test_a_replica_goes_on_with_its_own_rows_only() -> None:
     """Of what all replicas had in flight."""
-    before = HeldRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
+    before = PartialRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
     requests = [Request(row, row // 2, [1, 2], 5) for row in range(8)]
-    before.generator.kept = [Row(request, 3) for request in requests[:6]]
+    before.generator.kept = [SequenceState(request, 3) for request in requests[:6]]
     before.ended = {row: Completion(row, [4, 0], *torch.zeros(2, 2), "stop", torch.tensor([2, 3])) for row in (6, 7)}
-    after = HeldRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
+    after = PartialRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
     after.saved = before.state()
     assert after.saved.row_ids.tolist() == list(range(8))
     mine = [*requests[2:4], *requests[6:], Request(8, 4, [1], 5)]
@@ -170,11 +170,11 @@ def test_rows_of_groups_of_another_size_are_refused(directory: Path, uninterrupt
 
 def test_rows_that_nobody_has_asked_for_yet_are_saved_again() -> None:
     """By each replica, which was given those of all; whoever takes them back gets each once."""
-    held, other = (HeldRollouts(SimpleNamespace(kept=[])) for _ in range(2))  # type: ignore[arg-type]
-    held.generator.kept = [Row(Request(row, row // 2, [1, 2], 5), 3) for row in range(6)]
+    held, other = (PartialRollouts(SimpleNamespace(kept=[])) for _ in range(2))  # type: ignore[arg-type]
+    held.generator.kept = [SequenceState(Request(row, row // 2, [1, 2], 5), 3) for row in range(6)]
     other.take_back([held.state().take(np.arange(0, 2)), held.state().take(np.arange(2, 6))])
     assert other.state().row_ids.tolist() == list(range(6))
-    again = HeldRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
+    again = PartialRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
     again.take_back([other.state(), other.state()])
     assert again.state().row_ids.tolist() == list(range(6)) and again.state()["step"].tolist() == [3] * 6
 

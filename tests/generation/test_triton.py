@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
 from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of
 from places import ROOT
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton_device import DEVICE
+
 from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
@@ -28,7 +29,6 @@ from rlhf_spmd.kernels import AttentionRule, paged_kernels, paged_tiles
 from rlhf_spmd.kernels.paged_tiles import TileShape
 from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
-from triton_device import DEVICE
 
 PLAIN = AttentionRule(0.25, None, None)
 WIDE = (64, 128) if DEVICE.type == "cpu" else (16, 32)  # rows of a chunk's tile; more of float32 would not fit into registers
@@ -296,7 +296,7 @@ def test_the_command_line_takes_it_and_names_it(model: str, tmp_path: Path) -> N
     }
     program = "import triton_device; from rlhf_spmd.generate import main; main()"
     command = [sys.executable, "-c", program, *(f"{key}={value}" for key, value in settings.items())]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("src", "tests"))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("src", "tests", "tests/helpers"))}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0 and "attention triton" in ended.stderr, ended.stderr
     assert len(json.loads((tmp_path / "out.jsonl").read_text())["response_ids"]) == 3

@@ -9,7 +9,7 @@ import torch
 
 from places import ROOT
 from rlhf_spmd import kernels
-from rlhf_spmd.kernels import Kernels, Ops, can, choose_ops, model_device
+from rlhf_spmd.kernels import Kernels, Ops, capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.exact import ExactOps
 
 KINDS = re.compile(r"device\.type|\.is_cuda|cuda\.is_available")
@@ -17,7 +17,7 @@ ALLOWED = {
     "parallel/world.py",  # sets the device of a rank up
     "parallel/mesh.py",  # names it to torch
     "checkpoint/files.py",  # asserts where bytes lie
-    "runtime/overview.py",  # prints it
+    "training/banner.py",  # prints it
 }
 
 
@@ -36,8 +36,8 @@ def test_models_name_no_device_and_no_kernel() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_arithmetic_follows_dtype_and_device(dtype: torch.dtype) -> None:
     cpu, gpu, meta = map(torch.device, ("cpu", "cuda", "meta"))
-    assert type(choose_ops(dtype, gpu)) is Ops and not can(gpu).exact
-    assert type(choose_ops(dtype, cpu, "torch")) is ExactOps and can(cpu).exact
+    assert type(choose_ops(dtype, gpu)) is Ops and not capabilities(gpu).exact
+    assert type(choose_ops(dtype, cpu, "torch")) is ExactOps and capabilities(cpu).exact
     assert choose_ops(dtype, meta) is choose_ops(dtype, model_device()), "memory still to come"
     with kernels.suspended():
         assert type(choose_ops(dtype, cpu)) is ExactOps

@@ -22,7 +22,7 @@ from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.sequence import Drawing
+from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, Packing, paged_tiles, triton_products
 from rlhf_spmd.kernels.drawings import Drawings
@@ -203,7 +203,7 @@ def test_rows_of_several_temperatures_have_the_log_probs_of_theirs() -> None:
     decoder = build("llama", torch.bfloat16)
     made = ragged_requests(num_prompts=3, samples=1, max_new_tokens=3, vocabulary=decoder.spec.vocab_size)
     temperatures = (0.0, 0.3, 1.7)
-    requests = [replace(request, drawing=Drawing(t)) for request, t in zip(made, temperatures, strict=True)]
+    requests = [replace(request, drawing=SamplingOverrides(t)) for request, t in zip(made, temperatures, strict=True)]
     done = generate(decoder, SMALL, requests, SamplingConfig())
     prompts = [list(request.prompt_ids) for request in requests]
     for i, temperature in enumerate(temperatures):

@@ -27,6 +27,7 @@ from engine_runs import (
 from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.generate import GenerateConfig
+from rlhf_spmd.inference.job import ModelConfig
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -35,7 +36,6 @@ from rlhf_spmd.models.weights import init_random, write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.runtime.inference import ModelConfig
 from small_models import CONFIGS as FAMILIES
 
 MODES: dict[str, dict[str, Any]] = {

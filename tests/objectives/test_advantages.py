@@ -17,7 +17,7 @@ from rlhf_spmd.algorithms.values import gae_advantages
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.arithmetic import Whole
+from rlhf_spmd.workers.arithmetic import GlobalReduce
 from rlhf_spmd.workers.objective import Rows
 
 GAMMA, LAM, COEF = 0.9, 0.8, 0.3
@@ -36,8 +36,8 @@ def rows_at(positions: list[int], mask: Ragged | None = None) -> Rows:
     return Rows(at, at // 2, torch.tensor([LENGTHS[i] for i in positions], dtype=torch.int64), mask)
 
 
-def alone(state: dict[str, Any]) -> Whole:
-    return Whole(lambda x: x, lambda x: x, state)
+def alone(state: dict[str, Any]) -> GlobalReduce:
+    return GlobalReduce(lambda x: x, lambda x: x, state)
 
 
 def expected(config: PPOConfig, coefficient: float) -> tuple[list[Tensor], dict[str, float]]:
@@ -132,7 +132,7 @@ def on_part(world: World, parts: list[list[int]]) -> tuple[list[int], list[Tenso
         fields = dict.fromkeys(fields, torch.empty(0))  # as arithmetic gives them to a rank without rows
     sums: Callable[[Tensor], Tensor] = lambda x: world.all.all_reduce(x, "control")  # noqa: E731
     largest: Callable[[Tensor], Tensor] = lambda x: world.all.all_reduce(x, "control", "max")  # noqa: E731
-    made, metrics = gae_advantages(ADAPTIVE)(fields, rows_at(mine), Whole(sums, largest, state))
+    made, metrics = gae_advantages(ADAPTIVE)(fields, rows_at(mine), GlobalReduce(sums, largest, state))
     return mine, [made[name].values for name in ("advantages", "returns")], metrics, state
 
 

@@ -18,7 +18,7 @@ from rlhf_spmd.objectives.advantages import gae
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.preferences import best_and_worst, pair_indices
 from rlhf_spmd.objectives.preferences import kto as kto_loss
-from rlhf_spmd.workers.arithmetic import Whole
+from rlhf_spmd.workers.arithmetic import GlobalReduce
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 DATA = SimpleNamespace(sampling=SimpleNamespace(log_prob_temperature=1.0))
@@ -257,8 +257,8 @@ def test_the_best_against_the_worst() -> None:
 # -- Safe-RLHF
 
 
-def ALONE() -> Whole:
-    return Whole(sum=lambda x: x, max=lambda x: x, state={})
+def ALONE() -> GlobalReduce:
+    return GlobalReduce(sum=lambda x: x, max=lambda x: x, state={})
 
 
 def test_lagrangian_advantages() -> None:

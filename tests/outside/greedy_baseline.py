@@ -16,7 +16,7 @@ from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Field
-from rlhf_spmd.workers.arithmetic import RoleClass, Whole
+from rlhf_spmd.workers.arithmetic import GlobalReduce, RoleClass
 from rlhf_spmd.workers.objective import Rows
 from rlhf_spmd.workers.reward import RewardWorker
 
@@ -49,7 +49,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return [rollout, *scored, old, relative, update]
 
 
-def minus_baseline(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+def minus_baseline(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, float]]:
     scores, greedy = fields["scores"].double(), rows.row_ids >= COPY_STRIDE
     at = torch.searchsorted(rows.group_ids[greedy], rows.group_ids)
     assert torch.equal(rows.group_ids[greedy][at], rows.group_ids), "every group has a greedy row here"

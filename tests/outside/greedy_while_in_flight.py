@@ -13,7 +13,7 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Field
 from rlhf_spmd.objectives.losses import aggregate
-from rlhf_spmd.workers.arithmetic import Whole
+from rlhf_spmd.workers.arithmetic import GlobalReduce
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 
@@ -35,7 +35,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return [rollout, *scored, advantages, update]
 
 
-def less_greedy(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Field], dict[str, float]]:
+def less_greedy(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, float]]:
     scores, is_greedy = fields["scores"].double(), rows.row_ids >= COPY_STRIDE
     same = rows.group_ids[:, None] == rows.group_ids[None, is_greedy]
     baseline = (same * scores[is_greedy]).sum(1)

@@ -17,7 +17,7 @@ from rlhf_spmd.algorithms.base import RolloutConfig, sample, validate
 from rlhf_spmd.controller import Reference, register
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.objectives.losses import aggregate
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker, RoleClass, Whole
+from rlhf_spmd.workers.arithmetic import ArithmeticWorker, GlobalReduce, RoleClass
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 __all__ = ["Config", "step", "validate"]
@@ -65,7 +65,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return [rollout, scored, baseline, best, update]
 
 
-def best_of_step(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> tuple[dict[str, Any], dict[str, float]]:
+def best_of_step(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Any], dict[str, float]]:
     """The largest score of the step and of all steps so far; a function needs no role of its own."""
     scores = fields["scores"]
     least = torch.tensor([-torch.inf], dtype=torch.float64)

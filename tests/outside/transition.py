@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.reshard import hybrid, start_transfer, transfer, transfer_steps
-from rlhf_spmd.workers import loan
+from rlhf_spmd.workers import weight_sync as loan
 
 PLACES: dict[str, tuple[Any, str]] = {
     "bucket": (transfer.Transfer, "_land"),

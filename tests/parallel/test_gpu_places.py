@@ -12,8 +12,8 @@ import torch
 from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.kernels.cuda_settings import usual_settings
-from rlhf_spmd.parallel.launcher import rank_environment
 from rlhf_spmd.parallel.world import Launch, World, choose_device, nccl_settings, refuse_shared_gpus
+from rlhf_spmd.process.launcher import rank_environment
 
 
 @pytest.mark.parametrize(("found", "local_rank", "taken"), [(4, 0, 0), (4, 3, 3), (1, 0, 0), (1, 3, 0)])
@@ -78,7 +78,7 @@ def test_programs_set_them_before_anything_asks_for_a_gpu() -> None:
     script = (
         "import os, torch; seen = []\n"
         "torch.cuda.is_available = lambda: seen.append(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')) and False\n"
-        "from rlhf_spmd.parallel.program import run_program\n"
+        "from rlhf_spmd.process.program import run_program\n"
         "run_program(lambda: 0, lambda context: None)\n"
         "assert seen and set(seen) == {'32'}, seen; assert os.environ['PYTORCH_ALLOC_CONF'] == 'expandable_segments:True'\n"
     )

@@ -19,8 +19,8 @@ from places import ROOT
 from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import build, choose_ops
-from rlhf_spmd.runtime.checks import exact_rollouts
 from rlhf_spmd.train import prepare
+from rlhf_spmd.training.checks import exact_rollouts
 from small_models import CONFIGS, make_model
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.scheduler import Scheduler
-from rlhf_spmd.generation.sequence import Interner
+from rlhf_spmd.generation.sequence import PrefixTable
 from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -204,7 +204,7 @@ def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: f
     row has by then; prompts are free. Lengths are dealt so that any few rows have all of them."""
     scheduler = Scheduler(GenerationConfig(num_pages=pages, max_num_seqs=flight, max_num_batched_tokens=1 << 20))
     order = np.random.default_rng(0).permutation(np.resize(work.responses, work.rows))
-    ends, interner = {}, Interner(PAGE)
+    ends, interner = {}, PrefixTable(PAGE)
     for index, length in enumerate(order):
         first = index // work.group * 1000
         row = row_of(index, range(first, first + int(work.prompt)), int(max(work.responses)))

@@ -220,7 +220,7 @@ def test_an_optimizer_holds_what_is_predicted(name: str, dtype: str, layout: Lay
 
 
 def test_activations_of_7b_by_hand() -> None:
-    """docs/training.md: 4 h + 3 q + 3 k + 3 f = 83,456 numbers a layer and token, in bf16, 28 layers, 16,384 tokens: 71.3 GiB; and 2 h
+    """docs/parallelism.md: 4 h + 3 q + 3 k + 3 f = 83,456 numbers a layer and token, in bf16, 28 layers, 16,384 tokens: 71.3 GiB; and 2 h
     behind the last layer. All that is divided by tp is the second to fourth term."""
     ways = choices([(1, 1, 1), (1, 4, 1)], checkpointing=(0, 2))
     kept = model.train(SEVEN, WORK, ways, model.RoleSettings(trained=True), 0)["activations"]

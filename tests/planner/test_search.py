@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Call, Choice, Mesh, Option, Plan, Problem
+from rlhf_spmd.planner.meshes import RankRanges
+from rlhf_spmd.planner.problem import Call, Choice, Option, Plan, Problem, RankRange
 from rlhf_spmd.planner.search import NoPlanError, exact
 from rlhf_spmd.planner.search import enumerate as enumerate_roles
 from rlhf_spmd.planner.search.loads import Loads
@@ -26,7 +26,7 @@ def random_problem(seed: int, ahead: int = 0) -> Problem:
     rng = random.Random(seed)
     while True:
         problem = draw_problem(rng, ahead)
-        meshes = Meshes(problem)
+        meshes = RankRanges(problem)
         counts = [sum(len(meshes.of.get(o.size, ())) for o in call.options) for call in problem.calls if not call.at_home]
         if math.prod(counts) <= 8000:
             return problem
@@ -69,7 +69,7 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
 
 
 def all_plans(problem: Problem) -> list[Plan]:
-    meshes, ways = Meshes(problem), []
+    meshes, ways = RankRanges(problem), []
     for node, call in enumerate(problem.calls):
         some = [Choice(mesh, o) for o, option in enumerate(call.options) for mesh in meshes.of.get(option.size, [])]
         ways.append([None] if call.at_home else some)
@@ -133,7 +133,7 @@ def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) 
 def test_bounds_are_bounds() -> None:
     for seed in range(40):
         problem = random_problem(seed)
-        meshes = Meshes(problem)
+        meshes = RankRanges(problem)
         for plan in all_plans(problem)[::97]:
             schedule = simulate(problem, plan)
             seconds = [end - start for start, end in schedule.spans]
@@ -153,11 +153,11 @@ def test_calls_that_wait_for_ranks_alone_are_packed_as_well_as_can_be(size: int,
         options = [tuple(one(n, rng.randint(1, 20)) for n in range(1, size + 1)) for _ in range(3)]
         calls = tuple(call(f"c{number}", set(), *its) for number, its in enumerate(options))
         problem = Problem(calls, local, (1e6,) * size, {c.role: 0.0 for c in calls}, 4.0, 1.0)
-        meshes = Meshes(problem)
+        meshes = RankRanges(problem)
         nodes = [mesh for its in meshes.of.values() for mesh in its if mesh not in meshes.left]
         tables = [{option.size: option.seconds for option in its} for its in options]
 
-        def end(places: Sequence[Mesh], problem: Problem = problem, tables: list[dict[int, float]] = tables) -> float:
+        def end(places: Sequence[RankRange], problem: Problem = problem, tables: list[dict[int, float]] = tables) -> float:
             seconds = [table[mesh.count] for table, mesh in zip(tables, places, strict=True)]
             return start_times(problem, range(3), places, seconds)[1]
 
@@ -189,11 +189,11 @@ def test_calls_wait_for_their_ranks_and_for_calls_before_them() -> None:
     ends = one(4, 1), one(1, 1)
     calls = (call("a", set(), one(2, 3)), call("b", set(), one(2, 5)), call("c", set(), one(1, 2)), call("d", {1}, *ends))
     problem = Problem(calls, 4, (10.0,) * 4, dict.fromkeys("abcd", 0.0), 1.0, 1.0)
-    left, right, every = Mesh(0, 2), Mesh(2, 2), Mesh(0, 4)
-    beside = simulate(problem, (Choice(left, 0), Choice(right, 0), Choice(Mesh(1, 1), 0), Choice(every, 0)))
+    left, right, every = RankRange(0, 2), RankRange(2, 2), RankRange(0, 4)
+    beside = simulate(problem, (Choice(left, 0), Choice(right, 0), Choice(RankRange(1, 1), 0), Choice(every, 0)))
     assert beside.spans == ((0, 3), (0, 5), (3, 5), (5, 6))  # c has one of a's ranks
     assert beside.seconds == 6
-    in_turns = simulate(problem, (Choice(left, 0), Choice(left, 0), Choice(Mesh(3, 1), 0), Choice(Mesh(2, 1), 1)))
+    in_turns = simulate(problem, (Choice(left, 0), Choice(left, 0), Choice(RankRange(3, 1), 0), Choice(RankRange(2, 1), 1)))
     assert in_turns.spans == ((0, 3), (3, 8), (0, 2), (8, 9))  # d, whose rank is free, waits for b
 
 
@@ -202,26 +202,28 @@ def test_weights_that_move_take_time_before_the_call_and_bytes_while_it_runs() -
     ways = one(2, 1, active=2, tp=2), one(2, 1, active=2), one(1, 1, active=2)
     generate = call("generate", set(), *ways, role="actor", home=False)
     problem = Problem((generate, train), 2, (20.0,) * 4, {"actor": 8.0}, 4.0, 1.0)
-    home = Choice(Mesh(0, 2), 0)
+    home = Choice(RankRange(0, 2), 0)
 
-    def of(mesh: Mesh, option: int) -> tuple[float, tuple[float, ...]]:
+    def of(mesh: RankRange, option: int) -> tuple[float, tuple[float, ...]]:
         schedule = simulate(problem, (Choice(mesh, option), home))
         return schedule.seconds, schedule.peaks
 
-    assert of(Mesh(0, 2), 0) == (5, (8, 8, 0, 0))  # nothing moves; 5 held + 3 of training is the most
-    assert of(Mesh(0, 2), 1) == (6, (11, 11, 0, 0))  # half of the weights from the other rank, 4 bytes at 4 per second
-    assert of(Mesh(2, 2), 0) == (9, (8, 8, 6, 6))  # to another host: shards of 4 bytes at 1 per second
-    assert of(Mesh(1, 1), 2) == (7, (8, 15, 0, 0))  # all weights inside the host
+    assert of(RankRange(0, 2), 0) == (5, (8, 8, 0, 0))  # nothing moves; 5 held + 3 of training is the most
+    assert of(RankRange(0, 2), 1) == (6, (11, 11, 0, 0))  # half of the weights from the other rank, 4 bytes at 4 per second
+    assert of(RankRange(2, 2), 0) == (9, (8, 8, 6, 6))  # to another host: shards of 4 bytes at 1 per second
+    assert of(RankRange(1, 1), 2) == (7, (8, 15, 0, 0))  # all weights inside the host
     narrow = replace(problem, memory=(20.0, 14.0, 20.0, 20.0))
-    assert simulate(narrow, (Choice(Mesh(1, 1), 2), home)).excess == pytest.approx(1 / 14)
+    assert simulate(narrow, (Choice(RankRange(1, 1), 2), home)).excess == pytest.approx(1 / 14)
 
 
 @pytest.mark.parametrize(("ahead", "seconds"), [(0, 9), (1, 5), (2, 5)])
 def test_generation_ahead_of_training_runs_beside_it(ahead: int, seconds: float) -> None:
     graph = call("generate", set(), one(1, 4), role="actor", home=False), call("train", {0}, one(1, 5), role="actor")
     problem = Problem(graph, 2, (10.0,) * 2, {"actor": 0.0}, 1.0, 1.0, ahead, frozenset({0}))
-    assert simulate(problem, (Choice(Mesh(0, 1), 0), Choice(Mesh(1, 1), 0))).seconds == seconds
-    assert simulate(problem, (Choice(Mesh(0, 1), 0), Choice(Mesh(0, 1), 0))).seconds == 9  # on the same rank they take turns
+    assert simulate(problem, (Choice(RankRange(0, 1), 0), Choice(RankRange(1, 1), 0))).seconds == seconds
+    assert (
+        simulate(problem, (Choice(RankRange(0, 1), 0), Choice(RankRange(0, 1), 0))).seconds == 9
+    )  # on the same rank they take turns
 
 
 def test_a_long_chain_is_spread_over_the_steps_that_generation_is_ahead() -> None:
@@ -230,7 +232,7 @@ def test_a_long_chain_is_spread_over_the_steps_that_generation_is_ahead() -> Non
         call("score", {0}, one(1, 3)),
         call("train", {1}, one(1, 5), role="actor"),
     )
-    plan = tuple(Choice(Mesh(rank, 1), 0) for rank in range(3))
+    plan = tuple(Choice(RankRange(rank, 1), 0) for rank in range(3))
     for ahead, seconds in ((0, 12), (1, 6), (2, 5)):  # the chain over ahead + 1, at least the busiest rank's
         problem = Problem(graph, 4, (9.0,) * 3, {"actor": 0.0, "score": 0.0}, 1.0, 1.0, ahead, frozenset({0}))
         assert simulate(problem, plan).seconds == pytest.approx(seconds)
@@ -239,7 +241,7 @@ def test_a_long_chain_is_spread_over_the_steps_that_generation_is_ahead() -> Non
 def test_meshes_are_halves_and_what_the_first_and_last_leave() -> None:
     def of(size: int, local: int, *counts: int) -> list[tuple[int, int]]:
         options = tuple(one(count, 1) for count in counts)
-        found = Meshes(Problem((call("a", set(), *options),), local, (1.0,) * size, {"a": 0.0}, 1.0, 1.0)).of
+        found = RankRanges(Problem((call("a", set(), *options),), local, (1.0,) * size, {"a": 0.0}, 1.0, 1.0)).of
         return sorted((mesh.count, mesh.first) for meshes in found.values() for mesh in meshes)
 
     assert of(4, 4, 1, 2, 3, 4) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 2), (3, 0), (3, 1), (4, 0)]

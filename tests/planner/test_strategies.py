@@ -15,8 +15,8 @@ from algorithm_cases import CASES, CONFIGS
 from outside.renamed import NAMES
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.runtime import placing
-from rlhf_spmd.train import Prepared, prepare, trace
+from rlhf_spmd.train import TrainJob, prepare, trace
+from rlhf_spmd.training import placing
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 63, 64, 1000, 1024)
 HOST = 8
@@ -24,7 +24,7 @@ Pools = dict[str, tuple[int, ...]]
 
 
 @functools.cache
-def ready(name: str, *more: str) -> Prepared:
+def ready(name: str, *more: str) -> TrainJob:
     """A run of 4 ranks; the strategies get its roles, and its step."""
     case = CASES[name]
     return prepare(str(CONFIGS / f"{case.config}.yaml"), tasks.settings(Path("unused"), 3, *case.overrides(), *more), 1)
@@ -198,7 +198,7 @@ def test_a_strategy_of_ones_own() -> None:
     assert found.plans["actor"].pool.ranks == (2, 3) and len(found.plans["reference"].pool.ranks) == 4
 
 
-def prepared_with(strategy: str, *more: str, size: int = 4) -> Prepared:
+def prepared_with(strategy: str, *more: str, size: int = 4) -> TrainJob:
     return prepare(
         str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, f"placement.strategy={strategy}", *more), size
     )

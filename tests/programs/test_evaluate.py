@@ -18,10 +18,10 @@ from rlhf_spmd import evaluate as program
 from rlhf_spmd import generate
 from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.inference import journal
+from rlhf_spmd.inference.journal import Journal
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.runtime import journal
-from rlhf_spmd.runtime.journal import Journal
 from rlhf_spmd.telemetry.summary import summarize
 from tasks import train_alone as train
 

@@ -26,12 +26,12 @@ from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.runner import Runner
+from rlhf_spmd.inference.journal import Journal
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.runner import RewardRunner
-from rlhf_spmd.runtime.journal import Journal
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 

@@ -83,7 +83,7 @@ def test_each_key_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setenv("COLUMNS", "120")
     lines = help_of(train, capsys).splitlines()
     at = lines.index("  models.<role>.layout.vpp = 1 (an integer)")
-    assert lines[at + 1] == "      chunks of layers per pipeline rank (interleaved 1F1B), see docs/training.md"
+    assert lines[at + 1] == "      chunks of layers per pipeline rank (interleaved 1F1B), see docs/parallelism.md"
     assert "| keys" not in lines and max(map(len, lines[at:])) < 200
 
 

@@ -20,12 +20,12 @@ from rlhf_spmd import plan
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu, Machine
+from rlhf_spmd.planner.plan_page import compare, measured_seconds, read_trace
 from rlhf_spmd.planner.profile import LayerTimes, Measured, Profile, read_profile, sizes_of, write_profile
 from rlhf_spmd.planner.shape import Workload, choices, shape_of
-from rlhf_spmd.runtime import checks
-from rlhf_spmd.runtime.checked_plan import planned_roles
-from rlhf_spmd.runtime.fitting import check_memory
-from rlhf_spmd.runtime.plan_page import compare, measured_seconds, read_trace
+from rlhf_spmd.training import checks
+from rlhf_spmd.training.checked_plan import planned_roles
+from rlhf_spmd.training.memory_check import check_memory
 
 STEPS = 2
 STRATEGIES = ("colocate", "split", "standalone", "interleave", "separate")
@@ -384,7 +384,7 @@ def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def measured_profile(world: Any, directory: str) -> float:
-    from rlhf_spmd.runtime.profiling import profile
+    from rlhf_spmd.training.profiling import profile
 
     spec = read_spec(tasks.task() / "actor")
     found = profile(world, {(spec, "lm"): GenerationConfig()}, Workload(4, 12, (12.0,), group=2), 64, torch.float32)

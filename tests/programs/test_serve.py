@@ -30,12 +30,12 @@ from generators import alone, transformers_greedy
 from rlhf_spmd import score, serve
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+from rlhf_spmd.inference import endpoint as endpoints
+from rlhf_spmd.inference import service as services
+from rlhf_spmd.inference.endpoint import Access, Endpoint
+from rlhf_spmd.inference.llm import Engine
+from rlhf_spmd.inference.openai_forms import refused
 from rlhf_spmd.parallel.world import Launch
-from rlhf_spmd.runtime import endpoint as endpoints
-from rlhf_spmd.runtime import service as services
-from rlhf_spmd.runtime.endpoint import Access, Endpoint
-from rlhf_spmd.runtime.llm import Engine
-from rlhf_spmd.runtime.openai_forms import refused
 
 KEY = "a secret of this test"
 TALK = [{"role": "user", "content": "abd"}]

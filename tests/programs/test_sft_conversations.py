@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
 import tasks
+import torch
 from places import ROOT
 from ranks import run_ranks
+
 from rlhf_spmd.data.conversation import ConversationEncoder
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
@@ -164,7 +164,7 @@ def test_no_message_of_a_completion_is_lost(tmp_path: Path, tokenizer: Any, comp
             encode_pairs([Row({"prompt": prompt, "completion": completion}, "row 1")], PairsConfig(), tokenizer, None)
 
 
-# -- in a run, with the one-character tokens of tests/tasks.py
+# -- in a run, with the one-character tokens of tests/helpers/tasks.py
 
 TEMPLATE = (
     "{% for m in messages %}{{ ('u' if m.role == 'user' else 'a') + m.content }}{% endfor %}"

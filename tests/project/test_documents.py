@@ -138,6 +138,20 @@ def test_links_lead_to_files_and_headings() -> None:
                 assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
 
 
+def test_tables_are_those_of_the_figures() -> None:
+    done = subprocess.run([sys.executable, "scripts/results/figures.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("source", [*PAGES, *sorted((ROOT / "docs" / "figures").glob("*.json"))], ids=lambda path: path.name)
+def test_programs_and_tests_that_are_named_exist(source: Path) -> None:
+    text = source.read_text()
+    if source.suffix == ".json":
+        text = json.loads(text)["command"]
+    for path in re.findall(r"\b(?:scripts|tests)/[\w/]+\.(?:py|sh)\b", text):
+        assert (ROOT / path).is_file(), path
+
+
 def test_the_algorithm_with_all_of_it_learns_on_two_ranks(tmp_path: Path) -> None:
     module, config = own_algorithm("python", "# my_project/mixed.py"), own_algorithm("yaml", "# my_project/mixed.yaml")
     (tmp_path / "my_project").mkdir()

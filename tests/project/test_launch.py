@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 import tasks
 from overrides import ACROSS_NODES
 from places import ROOT
@@ -272,7 +271,7 @@ def test_training_through_slurm_on_two_nodes_is_training_on_one(slurm, tmp_path)
     overrides = tasks.settings(run_dir, 2, *ACROSS_NODES)
     command = ["sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={run_dir}/out"]
     command += ["launch/slurm_multi_node.sbatch", str(tasks.task() / "ppo.json"), *overrides]
-    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests", ROOT / "tests" / "helpers")))
     variables = slurm | {"NPROC_PER_NODE": "1", "PROGRAM": "rlhf_spmd.train", "PYTHONPATH": paths}
     job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout.strip()
     together = tmp_path / "one"

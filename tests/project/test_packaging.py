@@ -46,16 +46,16 @@ def test_the_wheel_has_every_file_of_the_package_and_starts_outside_the_reposito
 
 def test_the_table_of_versions_has_the_bounds_of_pyproject() -> None:
     """Of torch only one build for CPUs could be had where the table was made."""
-    page = (ROOT / "docs" / "verification.md").read_text()
-    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in page.splitlines() if line.startswith("|")]
-    (names,) = (line for line in lines if "transformers" in line)
-    (oldest,) = (line for line in lines if line[0] == "oldest")
-    shown = dict(zip(names, oldest, strict=True))
+    table = json.loads((ROOT / "docs" / "figures" / "versions.json").read_text())
+    oldest, newest = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    assert (oldest["set"], newest["set"]) == ("oldest", "newest")
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
         name, bound = line.split(">=")
         if name != "torch":
-            assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", shown[name]), f"pyproject allows {line}, tested is {shown[name]}"
-    assert all("passed" in line[-1] and "failed" not in line[-1] for line in lines if line[0] in ("oldest", "newest"))
+            assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", oldest[name]), (
+                f"pyproject allows {line}, tested is {oldest[name]}"
+            )
+    assert all("passed" in row["tests"] and "failed" not in row["tests"] for row in (oldest, newest))
 
 
 def test_the_constraints_name_every_requirement_in_its_range() -> None:

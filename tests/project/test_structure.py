@@ -11,14 +11,15 @@ FLOORS = {
     "config": 0,
     **dict.fromkeys(("telemetry", "objectives", "rewards", "environments", "kernels"), 1),
     **dict.fromkeys(("parallel", "data"), 2),
-    "models": 3,
+    **dict.fromkeys(("models", "process"), 3),
     **dict.fromkeys(("controller", "reshard", "generation", "checkpoint"), 4),
     **dict.fromkeys(("workers", "planner"), 5),
     "algorithms": 6,
-    "runtime": 7,
+    **dict.fromkeys(("training", "inference"), 7),
 }
 TOP = 8  # modules of the root package: the programs
-COLLECTIVES = ("parallel/", "controller/transport.py", "reshard/hybrid.py")
+# ``process/`` uses torch's store and knows whether there is a process group; it communicates nothing else.
+COLLECTIVES = ("parallel/", "process/", "controller/transport.py", "reshard/hybrid.py")
 
 
 def modules() -> list[tuple[str, ast.Module]]:

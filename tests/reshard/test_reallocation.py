@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from ranks import run_ranks
+
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, whole_shard, zero_rows
@@ -24,7 +24,7 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Delta, Holding, Storages, Transfer, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import Ends, Step, cut_messages, plan_steps
+from rlhf_spmd.reshard.messages import Endpoints, Step, cut_messages, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
@@ -344,7 +344,9 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
 
 def exchanges(a: list[Holding], b: list[Holding], members: list[int], rank: int, limit: int) -> list[Step]:
     shapes = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in (a, b))
-    return plan_steps(plan_transfer(a, b, lambda rank: 0, rank), Ends(rank, members, *shapes, converted=False, limit=limit))
+    return plan_steps(
+        plan_transfer(a, b, lambda rank: 0, rank), Endpoints(rank, members, *shapes, converted=False, limit=limit)
+    )
 
 
 def rounds(a: list[Holding], b: list[Holding], limit: int) -> tuple[int, int]:
@@ -585,7 +587,7 @@ def test_what_stays_on_a_rank_holds_up_no_message(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Transfer, "_copy", copy)
     both = [Holding((rank,), {"a": whole_shard("a", (6, 1 << 16))}) for rank in range(2)]
     plan = plan_transfer(both[:1], both, lambda rank: 0, 0)
-    steps = plan_steps(plan, Ends(0, (0, 1), {"a": (6, 1 << 16)}, {"a": (6, 1 << 16)}, False, 1 << 17))
+    steps = plan_steps(plan, Endpoints(0, (0, 1), {"a": (6, 1 << 16)}, {"a": (6, 1 << 16)}, False, 1 << 17))
     assert [bool(step.copies) for step in steps] == [True, False, False, False]
     source, target = torch.randn(6, 1 << 16), torch.zeros(6, 1 << 16)
     group = SimpleNamespace(start_exchange=exchange)

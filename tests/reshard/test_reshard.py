@@ -32,7 +32,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, Holding, choose_method, missing_elements, plan_transfer
-from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_bucket
+from rlhf_spmd.reshard.messages import Endpoints, Message, Step, plan_bucket
 from rlhf_spmd.reshard.plan import Part, single_slice
 from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
 
@@ -235,7 +235,7 @@ def messages_of(run: Simulated, index: int, bucket: int, on_gpu: bool) -> Step:
     sizes = [sum(math.prod(plan.made[target].shape) for target in targets) for targets in plan.buckets]
     shapes = {name: shard.shape for name, shard in run.train[index].items()}
     made = {name: shard.shape for name, shard in plan.made.items()}
-    ends = Ends(index, run.method.gather_ranks(run.layout, index), shapes, made, False, max(sizes))
+    ends = Endpoints(index, run.method.gather_ranks(run.layout, index), shapes, made, False, max(sizes))
     tensors = plan.tensors(bucket)
     return plan_bucket(list(plan.transfer.moves(tensors)), list(plan.transfer.copies(tensors)), ends, on_gpu)
 

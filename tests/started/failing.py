@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.parallel.ending import Preempted
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.parallel.watch import Limits
+from rlhf_spmd.process.ending import Preempted
+from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.process.watch import Limits
 
 RUN_DIR, KIND = Path(sys.argv[1]), sys.argv[2]
 LOST_S = float(sys.argv[3]) if len(sys.argv) > 3 else 20.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from rlhf_spmd.parallel.ending import Preempted
-from rlhf_spmd.parallel.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.process.ending import Preempted
+from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--config", required=True)

@@ -22,11 +22,10 @@ from torch.distributed import HashStore
 from rlhf_spmd.checkpoint.files import write_safetensors
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.checkpoint.save import save_checkpoint
-from rlhf_spmd.parallel.board import Board, announce
 from rlhf_spmd.parallel.collectives import solo
-from rlhf_spmd.parallel.program import _fail, classify
 from rlhf_spmd.parallel.world import Launch
-from rlhf_spmd.runtime.recorder import Recorder
+from rlhf_spmd.process.board import Board, announce
+from rlhf_spmd.process.program import _fail, classify
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
 from rlhf_spmd.telemetry.logger import LoggerConfig
@@ -43,6 +42,7 @@ from rlhf_spmd.telemetry.run_dir import (
     write_exit_status,
 )
 from rlhf_spmd.telemetry.trace import write_trace
+from rlhf_spmd.training.recorder import Recorder
 
 
 def test_metrics_are_strict_json_one_object_per_step(tmp_path: Path) -> None:
@@ -241,11 +241,11 @@ import sys
 from rlhf_spmd.checkpoint.files import write_safetensors
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.checkpoint.save import save_checkpoint
-from rlhf_spmd.parallel.board import Board
+from rlhf_spmd.process.board import Board
 from rlhf_spmd.parallel.collectives import solo
-from rlhf_spmd.parallel.program import _fail, classify
+from rlhf_spmd.process.program import _fail, classify
 from rlhf_spmd.parallel.world import Launch
-from rlhf_spmd.runtime.recorder import Recorder
+from rlhf_spmd.training.recorder import Recorder
 from rlhf_spmd.telemetry import run_lock
 print("ready", flush=True), sys.stdin.readline()
 try:

@@ -19,10 +19,10 @@ import pytest
 
 from rlhf_spmd.config.load import check_tree, load, to_yaml
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.runtime.recorder import Recorder
-from rlhf_spmd.runtime.run_config import RunConfig
 from rlhf_spmd.telemetry.jsonl import read_jsonl
 from rlhf_spmd.telemetry.logger import LoggerConfig
+from rlhf_spmd.training.recorder import Recorder
+from rlhf_spmd.training.run_config import RunConfig
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +36,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalReduce:
     """What a recorder reads of a configuration."""
 
     run: RunConfig = field(default_factory=RunConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
-def settings(*overrides: str) -> Whole:
-    config = load(Whole, None, ["run.name=mine", "run.steps=4", *overrides])
+def settings(*overrides: str) -> GlobalReduce:
+    config = load(GlobalReduce, None, ["run.name=mine", "run.steps=4", *overrides])
     check_tree(config)
     return config
 
 
-def tracked_by(tracker: str, *overrides: str) -> Whole:
+def tracked_by(tracker: str, *overrides: str) -> GlobalReduce:
     pytest.importorskip(tracker)
     return settings("logger.wandb=online" if tracker == "wandb" else f"logger.trackers=[{tracker}]", *overrides)
 
 
-def run_steps(run_dir: Path, config: Whole, started_at: int = 0, steps: int = 3) -> tuple[float, float]:
+def run_steps(run_dir: Path, config: GlobalReduce, started_at: int = 0, steps: int = 3) -> tuple[float, float]:
     """Seconds that the run spent with its trackers until its last step, and at its end."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))

@@ -12,10 +12,10 @@ from ranks import run_ranks
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.runtime.roles import build_models
 from rlhf_spmd.train import prepare
+from rlhf_spmd.training.roles import build_models
 from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.model_worker import Build
+from rlhf_spmd.workers.model_worker import WorkerContext
 from rlhf_spmd.workers.objective import Objective, Rows, Totals, joint
 from role_workers import batch_of
 
@@ -42,7 +42,9 @@ def update(world: World, where: tuple[str, ...]) -> tuple[dict[str, float], list
     config = tasks.other_task({"name": "ppo", "share_actor_critic": True, "use_kl_in_reward": False}, "actor")
     ready = prepare(config, tasks.settings(Path("unused"), 1, "models.actor.dtype=float64", *where), world.size)
     controller = Controller(world.all)
-    settings = Build(controller, world, BatchLimits(), seed=0, rewards={"reward": RewardConfig()}, tokenizer=ready.tokenizer)
+    settings = WorkerContext(
+        controller, world, BatchLimits(), seed=0, rewards={"reward": RewardConfig()}, tokenizer=ready.tokenizer
+    )
     models = build_models(ready.plans, settings)
     for name, tensor in models.actor.engine.local_tensors().items():
         if name.endswith("value.weight"):

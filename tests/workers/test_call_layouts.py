@@ -16,7 +16,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import missing_elements
-from rlhf_spmd.workers import loan
+from rlhf_spmd.workers import weight_sync as loan
 from role_workers import build
 
 STEPS = 2

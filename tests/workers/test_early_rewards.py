@@ -38,11 +38,11 @@ REWARDS = {
 def train_and_look(world: World, config: str, overrides: Sequence[str], directory: str) -> list[str]:
     """Trains with ``reward_functions:noted`` and a generation that takes no more steps after its first whole group until a row is
     scored. Returns the rows that were when generation ended."""
-    from rlhf_spmd.controller.streaming import HandingOut
-    from rlhf_spmd.workers.generating import Generating
+    from rlhf_spmd.controller.streaming import RolloutStreamer
     from rlhf_spmd.workers.reward import RewardWorker
+    from rlhf_spmd.workers.rollout_engine import RolloutEngine
 
-    tick, begin, finish = Generating.tick, RewardWorker.begin, HandingOut.finish
+    tick, begin, finish = RolloutEngine.tick, RewardWorker.begin, RolloutStreamer.finish
     begun, seen = [], []
 
     def slow_tick(self):
@@ -63,11 +63,11 @@ def train_and_look(world: World, config: str, overrides: Sequence[str], director
         seen.extend(seen_now())
         finish(self, rows)
 
-    Generating.tick, RewardWorker.begin, HandingOut.finish = slow_tick, noted_begin, looked_finish
+    RolloutEngine.tick, RewardWorker.begin, RolloutStreamer.finish = slow_tick, noted_begin, looked_finish
     try:
         tasks.train_here(world, config, overrides)
     finally:
-        Generating.tick, RewardWorker.begin, HandingOut.finish = tick, begin, finish
+        RolloutEngine.tick, RewardWorker.begin, RolloutStreamer.finish = tick, begin, finish
     assert len(begun) == tasks.PROMPTS * tasks.SAMPLES // world.size, "all rows of the replica have begun"
     return seen
 

@@ -13,8 +13,8 @@ from rlhf_spmd.kernels import choice, devices
 from rlhf_spmd.kernels.exact_gpu import ExactGpuOps
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.runtime.checks import exact_rollouts
 from rlhf_spmd.train import prepare
+from rlhf_spmd.training.checks import exact_rollouts
 from rlhf_spmd.workers import engine
 from small_models import CONFIGS
 from triton_device import DEVICE

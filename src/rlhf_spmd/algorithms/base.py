@@ -16,7 +16,7 @@ from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, Function, RewardWorker, RoleClass, Rows, Whole
+from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, Function, GlobalReduce, RewardWorker, RoleClass, Rows
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class RolloutConfig(MovingReferenceConfig):
     """Of algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts.
 
     - ppo_mini_batch_size: prompts per optimizer step; must divide `data.train_batch_size`, or exceed it (then one mini-batch).
-      See [training.md](training.md#mini-batches)
+      See [parallelism.md](parallelism.md#mini-batches)
     - ppo_epochs: passes over the rollout, each with mini-batches of its own
     - use_dynamic_bsz: micro-batches by tokens; `false`: by rows
     - ppo_max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest prompt and response together
@@ -235,7 +235,7 @@ def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
     return total, [*calls, total]
 
 
-def add_scores(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
     """The sum of the fields ``*_scores``; nan for a row that none of them scores, and for one in a field ``*_failed``, whose sum would
     lack what that call would have said. Raises RewardError where no reward has scored any row of the run so far."""
     given, failed = (

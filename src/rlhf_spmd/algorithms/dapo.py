@@ -17,7 +17,7 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import group_advantages
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers import Computed, Function, Rows, Whole
+from rlhf_spmd.workers import Computed, Function, GlobalReduce, Rows
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def shaped(config: Config, limit: int) -> Function:
     """Scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13); and in each row of a group how
     far the group's metric spreads, 0 only where it is the same in all rows, below 0 where no row has a score."""
 
-    def judge(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+    def judge(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         scores, overlong = fields["scores"].double(), config.overlong_buffer
         lengths = (rows.lengths if rows.mask is None else rows.mask.lengths).double()
         room = overlong.len or max(limit // 5, 1)
@@ -143,7 +143,7 @@ def shaped(config: Config, limit: int) -> Function:
 def in_group(report: dict[str, float]) -> Function:
     """Advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all ranks know."""
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         advantages = group_advantages(fields["seq_rewards"], rows.group_ids, by_std=True)
         return {"advantages": rows.per_token(rows.spread(advantages))}, report
 

@@ -19,7 +19,7 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.advantages import gae
-from rlhf_spmd.workers import ActorWorker, Computed, Function, ReferenceWorker, RewardWorker, RoleClass, Rows, Whole
+from rlhf_spmd.workers import ActorWorker, Computed, Function, GlobalReduce, ReferenceWorker, RewardWorker, RoleClass, Rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def towards_teacher(gamma: float) -> Function:
     """A token's advantage: minus the sum over itself and the later tokens of its response of gamma^distance * (log p_student -
     log p_teacher), whose gradient with gamma 1 is in expectation that of KL(student || teacher) of responses."""
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()
         advantages, _ = gae(-kl, torch.zeros_like(kl), rows.lengths, gamma, 1.0)
         total, tokens, num_rows = whole.sum(torch.stack([kl.sum(), kl.new_tensor(len(kl)), kl.new_tensor(len(rows))])).tolist()

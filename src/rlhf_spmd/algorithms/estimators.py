@@ -23,7 +23,7 @@ from rlhf_spmd.objectives.advantages import (
     token_level_rewards,
     whiten,
 )
-from rlhf_spmd.workers import Computed, Function, ReferenceWorker, RoleClass, Rows, Whole
+from rlhf_spmd.workers import Computed, Function, GlobalReduce, ReferenceWorker, RoleClass, Rows
 
 ESTIMATORS: Mapping[str, Estimator] = {
     "grpo": lambda config, rewards, groups, lengths: group_advantages(rewards, groups, config.norm_adv_by_std_in_grpo),
@@ -106,7 +106,7 @@ def in_group(config: CriticFreeConfig, num_samples: int | None = None) -> Functi
     by_token, whitened = name == BY_TOKEN, name in WHITENED
     estimate = own_estimator("algorithm.adv_estimator", name) if is_own(name) else ESTIMATORS.get(name)
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         if not by_token:
             check_groups(rows.group_ids, num_samples)
         kl, scores = MeasuredKL(config, fields, rows, whole.state), fields["scores"]

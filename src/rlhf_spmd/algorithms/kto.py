@@ -17,7 +17,7 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import UnpairedConfig
 from rlhf_spmd.objectives.advantages import row_sums
 from rlhf_spmd.objectives.preferences import kto
-from rlhf_spmd.workers import Computed, Objective, ReferenceWorker, RoleClass, Rows, Totals, Whole
+from rlhf_spmd.workers import Computed, GlobalReduce, Objective, ReferenceWorker, RoleClass, Rows, Totals
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
     return call, max(values[0]["kto/kl"], 0.0), values[0]["kto/desirable_fraction"]
 
 
-def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
     ratios = row_sums(fields["old_log_probs"].double(), rows.lengths) - fields["ref_logps"]
     mine = [float(ratios.sum()), float(fields["desirable"].sum()), len(rows)]
     total, desirable, count = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()

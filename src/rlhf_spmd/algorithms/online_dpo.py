@@ -12,7 +12,7 @@ from rlhf_spmd.algorithms.base import RolloutConfig, sample, score, validate
 from rlhf_spmd.algorithms.preferences import DirectConfig, reference_log_probs
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import best_and_worst
-from rlhf_spmd.workers import Computed, Rows, Whole
+from rlhf_spmd.workers import Computed, GlobalReduce, Rows
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return [*calls, models.actor.update(pairs, objective, **config.schedule)]
 
 
-def decide(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+def decide(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
     chosen = best_and_worst(fields["scores"], rows.group_ids)
     groups = len(torch.unique(rows.group_ids))
     pairs, num_groups = whole.sum(torch.tensor([int((chosen == 1).sum()), groups])).tolist()

@@ -15,7 +15,17 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import PreferencesConfig
 from rlhf_spmd.objectives.advantages import row_sums
 from rlhf_spmd.objectives.preferences import LOSS_TYPES, pair_indices, preference_loss
-from rlhf_spmd.workers import ActorWorker, BatchLimits, Objective, ReferenceWorker, RoleClass, Rows, ScoreWorker, Totals, Whole
+from rlhf_spmd.workers import (
+    ActorWorker,
+    BatchLimits,
+    GlobalReduce,
+    Objective,
+    ReferenceWorker,
+    RoleClass,
+    Rows,
+    ScoreWorker,
+    Totals,
+)
 from rlhf_spmd.workers.arithmetic import Computed
 
 # (number of each of two rows by field, [pairs] each) -> losses [pairs], and what to report the mean of
@@ -138,7 +148,7 @@ def reference_log_probs(models: Any, rows: Reference) -> Reference:
     return rows.union(models.arithmetic.apply(rows.union(tokens), sum_log_probs, ("ref_log_prob",), gives=("ref_logps",)))
 
 
-def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
     return {"ref_logps": row_sums(fields["ref_log_prob"].double(), rows.lengths)}, {}
 
 

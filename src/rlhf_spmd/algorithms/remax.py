@@ -16,7 +16,7 @@ from rlhf_spmd.algorithms.base import score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.rewards.config import named_rewards, reward_key
-from rlhf_spmd.workers import Computed, ReferenceWorker, RoleClass, Rows, Whole
+from rlhf_spmd.workers import Computed, GlobalReduce, ReferenceWorker, RoleClass, Rows
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return [rollout, *scored, old, advantages, update]
 
 
-def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
     """A row's score minus that of its group's greedy row, which is the one with the highest id; on every token of the row
     (section 3.1, algorithm 1); 0 where one of the two has none (nan)."""
     scores = fields["scores"].double()

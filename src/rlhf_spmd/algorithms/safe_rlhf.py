@@ -21,7 +21,17 @@ from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.kl import kl_penalty
-from rlhf_spmd.workers import ArithmeticWorker, CriticWorker, Function, Objective, RewardWorker, RoleClass, Rows, Totals, Whole
+from rlhf_spmd.workers import (
+    ArithmeticWorker,
+    CriticWorker,
+    Function,
+    GlobalReduce,
+    Objective,
+    RewardWorker,
+    RoleClass,
+    Rows,
+    Totals,
+)
 from rlhf_spmd.workers.arithmetic import Computed
 
 LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: from far below it would not come back
@@ -113,7 +123,7 @@ def lagrangian(config: Config, number: int) -> Function:
     without a score on the other. In a step without any cost the multiplier stays.
     """
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
         costs, multiplier = fields["costs"][~fields["costs"].isnan()], whole.state.get("lambda", config.lambda_init)
         mine = [float(len(costs)), float(costs.double().sum()), float(len(kl)), float(kl.double().sum())]

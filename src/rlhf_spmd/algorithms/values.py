@@ -11,7 +11,7 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.losses import aggregate, explained_variance, explained_variance_sums, value_loss
 from rlhf_spmd.objectives.running import RunningMoments
-from rlhf_spmd.workers import Computed, Function, Objective, Rows, Totals, Whole
+from rlhf_spmd.workers import Computed, Function, GlobalReduce, Objective, Rows, Totals
 
 REWARD_NORMS = ("none", "mean_std", "std")
 
@@ -48,7 +48,7 @@ def gae_advantages(config: CriticConfig) -> Function:
     Rows without a score (nan) count nowhere: their advantages are 0, and their returns what the critic says already.
     """
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: Whole) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         kl, known = MeasuredKL(config, fields, rows, whole.state), RunningMoments("value_norm", whole.state)
         scores = normalised_scores(config, fields["scores"], whole)
         scored = ~scores.isnan()
@@ -85,7 +85,7 @@ def gae_advantages(config: CriticConfig) -> Function:
     return compute_advantage
 
 
-def normalised_scores(config: CriticConfig, scores: Tensor, whole: Whole) -> Tensor:
+def normalised_scores(config: CriticConfig, scores: Tensor, whole: GlobalReduce) -> Tensor:
     """``scores`` [rows] by ``config.norm_reward``; those of this step count, nan stays. Every rank must call."""
     if config.norm_reward == "none":
         return scores

@@ -44,7 +44,7 @@ LineKey = tuple[str, str, str]  # role, kind, file
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, and the piece where there is one."""
 
-    exit_class = "checkpoint"  # how the run ends: parallel/program.py
+    exit_class = "checkpoint"  # how the run ends: process/program.py
 
 
 class Piece(NamedTuple):

@@ -9,9 +9,9 @@ This package knows rows, ranks and layouts; it must not know models, losses or w
 """
 
 from rlhf_spmd.controller.controller import Controller, ordered_values
-from rlhf_spmd.controller.graph import Graph, Taken
+from rlhf_spmd.controller.graph import CallStats, Graph
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.controller.protocols import ALL_TO_ALL, DP, MICRO_DP, ONE_TO_ALL, PP_AS_DP, PP_ONLY, RANK_ZERO, THREE_D, Protocol
-from rlhf_spmd.controller.reference import Production, Reference, source
-from rlhf_spmd.controller.rows import Cut
+from rlhf_spmd.controller.reference import CallRecord, Reference, source
+from rlhf_spmd.controller.rows import PartitionSpec
 from rlhf_spmd.controller.worker import MethodSpec, Signature, Stream, Worker, register

@@ -11,7 +11,7 @@ What holds, and what the code below rests on:
    when the consumer is called, if it did not: rows that a decision took, calls that were not foreseen, results of earlier scripts.
    What was pushed and then not consumed as foreseen is received and dropped, on all ranks alike.
 5. Token counts that a call makes go in a small header to the ranks that need them to place rows: members of a consumer, and of
-   whoever sends to it. ``Production.told`` is the same on every rank.
+   whoever sends to it. ``CallRecord.told`` is the same on every rank.
 6. Data live as long as a reference to them. The end of a script only settles messages.
 7. A call that takes its rows in portions waits, and runs when a call comes that must come after it (``streaming.py``). Which call
    that is follows from the script, so every rank runs the same calls in the same order, those that waited among them.
@@ -30,17 +30,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller.delivery import Delivery, held_first
-from rlhf_spmd.controller.graph import Graph, Taken
-from rlhf_spmd.controller.reference import Intake, Production, Reference, Source, made_by, pick_rows, source
-from rlhf_spmd.controller.rows import Cut
-from rlhf_spmd.controller.streaming import HandingOut, Streaming, comes_in_portions, known_before, one_result, staying
+from rlhf_spmd.controller.data_router import DataRouter, held_first
+from rlhf_spmd.controller.graph import CallStats, Graph
+from rlhf_spmd.controller.reference import CallInput, CallRecord, Reference, ReplicatedBatch, made_by, pick_rows, source
+from rlhf_spmd.controller.rows import PartitionSpec
+from rlhf_spmd.controller.streaming import RolloutStreamer, Streaming, comes_in_portions, known_before, one_result, staying
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.controller.worker import MethodSpec, Signature, Worker
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.parallel.board import Board
 from rlhf_spmd.parallel.collectives import Group, wait_all
+from rlhf_spmd.process.board import Board
 from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.telemetry.trace import Argument, Timeline
 
@@ -68,9 +68,9 @@ class Controller:
         self.seed, self.speeds, self.num_portions, self.limits = seed, speeds, num_portions, limits
         self.span: dict[str, Argument] = {}  # arguments of the last call's span: a worker may add to them
         self.graph = Graph()  # of the last script
-        self.taken: list[Taken] = []  # the calls of the last script and since, foreseen or not
-        self.handing_out: HandingOut | None = None  # of the generate call under way, where rows go on as they end
-        self.delivery = Delivery(world, num_portions)
+        self.taken: list[CallStats] = []  # the calls of the last script and since, foreseen or not
+        self.handing_out: RolloutStreamer | None = None  # of the generate call under way, where rows go on as they end
+        self.delivery = DataRouter(world, num_portions)
         self._streaming = Streaming(self, self.delivery, num_portions)
         self._own_reports: deque[bytes] = deque()
         self._seq = 1  # for the board 0 is before the first call
@@ -78,7 +78,7 @@ class Controller:
         self._tracing = False
         self.versions = Versions(ahead)
         # by name and site: the calls still to come in this script
-        self._nodes: dict[tuple[str, str], deque[Production]] = defaultdict(deque)
+        self._nodes: dict[tuple[str, str], deque[CallRecord]] = defaultdict(deque)
         self._next: dict[int, Worker] = {}  # node -> whose call comes after it on this rank, and wants to know
 
     # The script's side
@@ -91,7 +91,7 @@ class Controller:
         self.graph = self.trace(script, *args)
         self.taken = []
         self.delivery.begin(self.graph)
-        own: list[Production] = []  # calls that this rank has a part in
+        own: list[CallRecord] = []  # calls that this rank has a part in
         for node in self.graph.nodes:
             self._nodes[node.name, node.site].append(node)
             if self.rank in node.members.part_of:
@@ -161,7 +161,7 @@ class Controller:
             if data is None or not len(at):
                 continue
             values = pick_rows(data, torch.from_numpy(piece.ids[at]))[piece.name].double()
-            if isinstance(piece.producer, Source):  # every rank has it
+            if isinstance(piece.producer, ReplicatedBatch):  # every rank has it
                 found[piece.at[at]] = values
             else:
                 mine.append([piece.at[at].tolist(), values.tolist()])
@@ -270,7 +270,7 @@ class Controller:
             return self._reference(production)
         production.seq = self._enter(production.name, site)
         coming = self._nodes.get((production.name, site))
-        self.taken.append(Taken(role.name, spec.kind, production.num_rows, production.epochs))
+        self.taken.append(CallStats(role.name, spec.kind, production.num_rows, production.epochs))
         if coming:
             production.node = coming.popleft().node
         takes_portions = self._streaming.enter(production)
@@ -282,7 +282,7 @@ class Controller:
         self._leave()
         return self._reference(production)
 
-    def _run(self, production: Production, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run(self, production: CallRecord, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         production.role.enter(production)
         self._streaming.expect(production)
         self.handing_out = self._streaming.hand_out(production)
@@ -300,21 +300,21 @@ class Controller:
             self.handing_out = None
         self.end(production)
 
-    def end(self, production: Production) -> None:
+    def end(self, production: CallRecord) -> None:
         """After the body, on every rank: what it made goes to its consumers."""
         production.role.leave(production)
         self.delivery.push(production)
         for intake in production.intakes:
             intake.forget()
 
-    def _plan(self, role: Worker, spec: MethodSpec, signature: Signature, batch: Any, args: tuple[Any, ...]) -> Production:
+    def _plan(self, role: Worker, spec: MethodSpec, signature: Signature, batch: Any, args: tuple[Any, ...]) -> CallRecord:
         name = f"{role.name}.{signature.name}"
         batches = _references(batch)
         assert len(batches) in (0, len(signature.streams)), (
             f"{name}: {len(batches)} references for {len(signature.streams)} streams"
         )
         version = (self.versions.generating if spec.kind == "generate" else self.versions.newest)(role.name)
-        production = Production(-1, UNTRACED, role, spec, name, signature.outputs, [], args, version)
+        production = CallRecord(-1, UNTRACED, role, spec, name, signature.outputs, [], args, version)
         num_chunks = 0
         for reference, stream in zip(batches, signature.streams, strict=False):
             rows = reference.rows
@@ -322,7 +322,9 @@ class Controller:
             wanted = stream.wanted(reference, name, role.unused)
             tokens = tuple([piece for token in spec.tokens for piece in reference.fields.get(token, ())])
             limits = (0, 0) if stream.keep_groups else self.limits  # of whole groups nothing hangs on them
-            cut = Cut(production.members.num_parts, stream.keep_groups, speeds=production.members.speeds, limits=limits)
+            cut = PartitionSpec(
+                production.members.num_parts, stream.keep_groups, speeds=production.members.speeds, limits=limits
+            )
             if spec.kind == "train":
                 if not (len(rows) or self._tracing):
                     raise ValueError(
@@ -333,19 +335,19 @@ class Controller:
                     raise ValueError(f"{name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
                 cut = cut._replace(num_chunks=num_chunks, epochs=signature.epochs, seed=self.seed)
             fields = {field: reference.fields[field] for field in wanted}
-            production.intakes.append(Intake(rows, fields, tokens, cut))
+            production.intakes.append(CallInput(rows, fields, tokens, cut))
         if len(production.intakes) == 1 and (stays := staying(production, production.intakes[0])) is not None:
             production.intakes = [stays]
         elif self.num_portions > 1 and len(production.intakes) == 1 and comes_in_portions(role, spec, production.intakes[0]):
             production.intakes, production.in_portions = [known_before(production.intakes[0])], True
         return production
 
-    def _reference(self, production: Production) -> Reference:
+    def _reference(self, production: CallRecord) -> Reference:
         if production.rows is None:
             return Reference(None, call=production)
         return made_by(production, production.rows, production.outputs, production)
 
-    def _inputs(self, production: Production, batch: Any, index: int) -> list[Any]:
+    def _inputs(self, production: CallRecord, batch: Any, index: int) -> list[Any]:
         """The body's first argument: this member's rows, in row order. ``index``: the part that it works on."""
         if batch is None:
             return []
@@ -360,7 +362,7 @@ class Controller:
         steps = zip(*([part.take(at) for at in its] for part, its in zip(batches, updates, strict=True)), strict=True)
         return [[list(step) for step in steps]]
 
-    def keep(self, production: Production, result: Any, index: int) -> None:
+    def keep(self, production: CallRecord, result: Any, index: int) -> None:
         """What the body returned for part ``index``."""
         data, production.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):

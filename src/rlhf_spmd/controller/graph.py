@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rlhf_spmd.controller.reference import Production
+from rlhf_spmd.controller.reference import CallRecord
 
 
-class Taken(NamedTuple):
+class CallStats(NamedTuple):
     """A call that a script has made, without what it made. ``num_rows``: of all its references together."""
 
     role: str
@@ -21,8 +21,8 @@ class Taken(NamedTuple):
 class Graph:
     """``nodes``: the calls as they were traced; a call's ``node`` is its place here. ``returned``: those that the script returned."""
 
-    nodes: list[Production] = field(default_factory=list)
-    returned: list[Production] = field(default_factory=list)
+    nodes: list[CallRecord] = field(default_factory=list)
+    returned: list[CallRecord] = field(default_factory=list)
 
     def edges(self) -> list[tuple[int, int, tuple[str, ...]]]:
         """(producer node, consumer node, fields), in program order. Sources and calls of earlier scripts are no producers."""
@@ -35,9 +35,9 @@ class Graph:
                             found.setdefault((made_by.node, call.node), {})[name] = None
         return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]
 
-    def consumers(self) -> dict[int, list[Production]]:
+    def consumers(self) -> dict[int, list[CallRecord]]:
         """The calls that read what each node makes, in program order."""
-        found: dict[int, list[Production]] = {}
+        found: dict[int, list[CallRecord]] = {}
         for producer, consumer, _ in self.edges():
             found.setdefault(producer, []).append(self.nodes[consumer])
         return found

@@ -34,7 +34,7 @@ class Protocol:
         return self.replicas(shape, part) if self.replicas else [self.collect(shape)[part]]
 
 
-class Members:
+class ProtocolRanks:
     """A protocol on a role's pool, in global ranks. Answers are kept: a script asks for the same ones in every step.
 
     ``part_of``: the part of each rank that runs. ``workers(part)``: the ranks that work on its rows. ``holders(part)``: those that
@@ -56,14 +56,14 @@ class Members:
         self.speeds = tuple(slowest) if len(set(slowest)) > 1 else ()
         self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, its in parts.items() if its == part])
         self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
-        self.are_holders: Callable[[Members], bool] = cache(self._are_holders)
+        self.are_holders: Callable[[ProtocolRanks], bool] = cache(self._are_holders)
 
     def answered(self, rank: int) -> int | None:
         """The part that others fetch from this rank, if there is one."""
         part = self.part_of.get(rank)
         return part if part is not None and self.holders(part)[0] == rank else None
 
-    def _are_holders(self, makers: Members) -> bool:
+    def _are_holders(self, makers: ProtocolRanks) -> bool:
         return self.num_parts == makers.num_parts and all(rank in makers.holders(part) for rank, part in self.part_of.items())
 
 

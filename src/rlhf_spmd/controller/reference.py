@@ -1,7 +1,7 @@
 """References: what a call returns at once, on every rank, before anything is computed.
 
 A reference is a set of row ids with fields; of each field it knows which call made which rows, and so on which ranks the data
-lie. It is bookkeeping only. The data stay with the :class:`Production`, on the ranks that made them, for as long as a reference
+lie. It is bookkeeping only. The data stay with the :class:`CallRecord`, on the ranks that made them, for as long as a reference
 to it lives: in a variable of the script until the step ends, or longer where the script keeps one (``data.kept``). A production
 also keeps alive the calls whose token counts placed its rows.
 """
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller.protocols import Members
-from rlhf_spmd.controller.rows import Cut, Part, Placement, RowSet
+from rlhf_spmd.controller.protocols import ProtocolRanks
+from rlhf_spmd.controller.rows import Part, Partition, PartitionSpec, RowIndex
 from rlhf_spmd.data.batch import Batch
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _serial = count()
 
 
 @dataclass(eq=False)
-class Source:
+class ReplicatedBatch:
     """Data that every rank holds whole, before all calls."""
 
     data: Batch
@@ -44,15 +44,15 @@ class Source:
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class FieldShard:
     """Rows of a field that one source or call made: ``at`` int64, their positions here; ``ids`` int64, their row ids there."""
 
-    producer: Source | Production
+    producer: ReplicatedBatch | CallRecord
     name: str
     at: np.ndarray
     ids: np.ndarray
 
-    def same(self, other: Piece) -> bool:
+    def same(self, other: FieldShard) -> bool:
         """Whether it is the same data, whatever it is called here."""
         pairs = (self.at, other.at), (self.ids, other.ids)
         is_one = self.producer is other.producer and self.name == other.name
@@ -60,7 +60,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Intake:
+class CallInput:
     """What a call takes of one reference: ``fields`` (name here -> pieces) of ``rows``, cut by ``cut`` and balanced by the lengths
     of the token fields ``tokens``.
 
@@ -69,12 +69,12 @@ class Intake:
     attributes: a script makes an intake for each call and looks at them several times.
     """
 
-    rows: RowSet
-    fields: Mapping[str, tuple[Piece, ...]]
-    tokens: tuple[Piece, ...]
-    cut: Cut
-    shares: list[tuple[Piece, dict[str, str]]] = field(default_factory=list)
-    _placement: Placement | None = None
+    rows: RowIndex
+    fields: Mapping[str, tuple[FieldShard, ...]]
+    tokens: tuple[FieldShard, ...]
+    cut: PartitionSpec
+    shares: list[tuple[FieldShard, dict[str, str]]] = field(default_factory=list)
+    _placement: Partition | None = None
 
     def __post_init__(self) -> None:
         if self.fields and not self.shares:
@@ -82,12 +82,12 @@ class Intake:
         self.counted: Hashable = tuple(
             [(piece.producer.serial, piece.name, _rows_of(piece, self.rows)) for piece in self.tokens]
         )
-        self.token_makers: list[Production] = []
+        self.token_makers: list[CallRecord] = []
         if self.cut.num_parts > 1 and self.cut not in self.rows.given:
-            self.token_makers = [piece.producer for piece in self.tokens if isinstance(piece.producer, Production)]
+            self.token_makers = [piece.producer for piece in self.tokens if isinstance(piece.producer, CallRecord)]
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Partition:
         """May wait for token counts that other ranks make."""
         if self._placement is None:
             self._placement = self.rows.place(self.cut, self.counted, self._count)
@@ -114,15 +114,15 @@ class Intake:
         self.fields, self.shares = {}, []
 
 
-def _rows_of(piece: Piece, rows: RowSet) -> int:
+def _rows_of(piece: FieldShard, rows: RowIndex) -> int:
     """In short, which rows of its maker a piece has at which of ``rows``; 0: just these rows."""
     if piece.ids is rows.row_ids or (len(piece.at) == len(rows) and np.array_equal(piece.ids, rows.row_ids)):
         return 0
     return hash((piece.at.tobytes(), piece.ids.tobytes()))
 
 
-def _shares(fields: Mapping[str, tuple[Piece, ...]]) -> list[tuple[Piece, dict[str, str]]]:
-    found: dict[tuple[int, int, int], tuple[Piece, dict[str, str]]] = {}
+def _shares(fields: Mapping[str, tuple[FieldShard, ...]]) -> list[tuple[FieldShard, dict[str, str]]]:
+    found: dict[tuple[int, int, int], tuple[FieldShard, dict[str, str]]] = {}
     for name, pieces in fields.items():
         for piece in pieces:
             its_rows = id(piece.producer), id(piece.at), id(piece.ids)
@@ -131,7 +131,7 @@ def _shares(fields: Mapping[str, tuple[Piece, ...]]) -> list[tuple[Piece, dict[s
 
 
 @dataclass(eq=False)
-class Production:
+class CallRecord:
     """One call: what it takes, its results, where they lie and, on the ranks that hold them, the data.
 
     ``seq`` is the call's number in the run, the same on every rank (-1: of a trace); ``node`` its place in the graph of its script.
@@ -145,7 +145,7 @@ class Production:
     spec: MethodSpec
     name: str
     outputs: tuple[str, ...]
-    intakes: list[Intake]
+    intakes: list[CallInput]
     args: tuple[Any, ...]
     version: int
     data: Batch | None = None
@@ -157,10 +157,10 @@ class Production:
     in_portions: bool = False
 
     def __post_init__(self) -> None:
-        self.members: Members = self.role.members(self.spec.protocol)
+        self.members: ProtocolRanks = self.role.members(self.spec.protocol)
 
     @property
-    def rows(self) -> RowSet | None:
+    def rows(self) -> RowIndex | None:
         return self.intakes[0].rows if self.intakes else None
 
     @property
@@ -203,9 +203,9 @@ def _at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
 class Reference:
     """A future: rows by id with fields. Operations cost nothing; none changes the reference that it is called on."""
 
-    rows: RowSet | None
-    fields: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
-    call: Production | None = None  # the call that returned this, for Controller.get
+    rows: RowIndex | None
+    fields: Mapping[str, tuple[FieldShard, ...]] = field(default_factory=dict)
+    call: CallRecord | None = None  # the call that returned this, for Controller.get
 
     def __contains__(self, name: str) -> bool:
         return name in self.fields
@@ -250,7 +250,7 @@ class Reference:
         assert self.rows is not None, "take() of a reference without rows"
         mine = self.rows
         if isinstance(which, Reference):
-            theirs = RowSet(mine.row_ids[:0], mine.group_ids[:0]) if which.rows is None else which.rows
+            theirs = RowIndex(mine.row_ids[:0], mine.group_ids[:0]) if which.rows is None else which.rows
             ids, groups, decided = theirs.row_ids, theirs.group_ids, theirs.decided
         else:
             given = np.asarray(which)
@@ -298,17 +298,17 @@ class Reference:
             raise ValueError(
                 "concat: a row is in two of the references; copy() makes other rows of the same, copy(2) others again"
             )
-        rows = RowSet(ids[order], groups[order], any(part.decided for part in sets))
+        rows = RowIndex(ids[order], groups[order], any(part.decided for part in sets))
         starts = np.cumsum([0, *(len(part) for part in parts)])
         where = np.empty_like(order)
         where[order] = np.arange(len(order))
-        fields: dict[str, list[Piece]] = {name: [] for name in self.fields if all(name in other for other in others)}
+        fields: dict[str, list[FieldShard]] = {name: [] for name in self.fields if all(name in other for other in others)}
         for part, start in zip(parts, starts, strict=False):
             moved: dict[int, np.ndarray] = {}  # pieces for the same rows stay pieces for the same rows
             for name, pieces in fields.items():
                 for piece in part.fields[name]:
                     at = moved.setdefault(id(piece.at), where[start + piece.at])
-                    pieces.append(Piece(piece.producer, piece.name, at, piece.ids))
+                    pieces.append(FieldShard(piece.producer, piece.name, at, piece.ids))
         return Reference(rows, {name: tuple(pieces) for name, pieces in fields.items()})
 
     @staticmethod
@@ -320,11 +320,11 @@ class Reference:
         """The rows at ``index``, which may repeat, as rows ``ids``."""
         assert self.rows is not None
         if len(index) == len(self) and np.array_equal(ids, self.rows.row_ids):
-            rows = self.rows if decided == self.rows.decided else RowSet(ids, self.rows.group_ids, decided, self.rows.given)
+            rows = self.rows if decided == self.rows.decided else RowIndex(ids, self.rows.group_ids, decided, self.rows.given)
             return Reference(rows, self.fields, self.call)
         moved: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
-        def move(piece: Piece) -> Piece:
+        def move(piece: FieldShard) -> FieldShard:
             key = id(piece.at), id(piece.ids)
             if key not in moved:
                 line = np.full(len(self), -1)
@@ -332,10 +332,10 @@ class Reference:
                 lines = line[index]
                 at = np.flatnonzero(lines >= 0)
                 moved[key] = at, piece.ids[lines[at]]
-            return Piece(piece.producer, piece.name, *moved[key])
+            return FieldShard(piece.producer, piece.name, *moved[key])
 
         fields = {name: tuple(piece for piece in map(move, pieces) if len(piece.at)) for name, pieces in self.fields.items()}
-        return Reference(RowSet(ids, self.rows.group_ids[index], decided), fields, self.call)
+        return Reference(RowIndex(ids, self.rows.group_ids[index], decided), fields, self.call)
 
     def _check(self, names: Iterable[str]) -> None:
         missing = [name for name in names if name not in self.fields]
@@ -343,22 +343,24 @@ class Reference:
             raise ValueError(f"reference has no field {missing[0]!r}; it has {', '.join(sorted(self.fields)) or 'none'}")
 
 
-def _same(one: tuple[Piece, ...], other: tuple[Piece, ...]) -> bool:
+def _same(one: tuple[FieldShard, ...], other: tuple[FieldShard, ...]) -> bool:
     return one is other or (len(one) == len(other) and all(a.same(b) for a, b in zip(one, other, strict=True)))
 
 
-def made_by(producer: Source | Production, rows: RowSet, names: Iterable[str], call: Production | None = None) -> Reference:
+def made_by(
+    producer: ReplicatedBatch | CallRecord, rows: RowIndex, names: Iterable[str], call: CallRecord | None = None
+) -> Reference:
     """Fields that one call, or source, made for all of ``rows``."""
-    return Reference(rows, {name: (Piece(producer, name, rows.everywhere, rows.row_ids),) for name in names}, call)
+    return Reference(rows, {name: (FieldShard(producer, name, rows.everywhere, rows.row_ids),) for name in names}, call)
 
 
-def source(batch: Batch, placements: Mapping[Cut, np.ndarray] | None = None) -> Reference:
+def source(batch: Batch, placements: Mapping[PartitionSpec, np.ndarray] | None = None) -> Reference:
     """A batch that every rank holds whole (what the loader gives), its rows with ascending ids.
 
     ``placements``: the part of each row for calls that cut the rows so; others are balanced by tokens.
     """
-    rows = RowSet(batch.row_ids.numpy(), batch.group_ids.numpy(), given=dict(placements or {}))
-    return made_by(Source(batch), rows, batch.fields)
+    rows = RowIndex(batch.row_ids.numpy(), batch.group_ids.numpy(), given=dict(placements or {}))
+    return made_by(ReplicatedBatch(batch), rows, batch.fields)
 
 
 def pick_rows(batch: Batch, row_ids: Tensor) -> Batch:

@@ -20,7 +20,7 @@ from rlhf_spmd.data.balance import partition_sharing
 KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows that outlive their step get new ones in each
 
 
-class Cut(NamedTuple):
+class PartitionSpec(NamedTuple):
     """Into ``num_parts``. ``keep_groups``: the rows of a group go to one part. Of training: into ``num_chunks`` mini-batches of
     about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id).
     ``speeds``: of each part, which gets tokens in proportion; empty: all alike. ``follows``: of rows that stay where a call made
@@ -49,11 +49,11 @@ class Part:
 
 
 @dataclass(eq=False)
-class Placement:
+class Partition:
     """Where the rows of a cut went: ``parts`` and ``chunks`` int64 [epochs, rows]; one epoch stands for all that are alike."""
 
-    rows: RowSet
-    cut: Cut
+    rows: RowIndex
+    cut: PartitionSpec
     parts: np.ndarray
     chunks: np.ndarray
     _parts: dict[int, Part] = field(default_factory=dict)
@@ -79,15 +79,15 @@ class Placement:
 
 
 @dataclass(eq=False)
-class RowSet:
+class RowIndex:
     """``row_ids`` int64 [rows], ascending, and ``group_ids``. ``decided``: which rows these are was decided by what ranks
     computed, so that a trace cannot know them. ``given``: the part of each row for calls that cut the rows so."""
 
     row_ids: np.ndarray
     group_ids: np.ndarray
     decided: bool = False
-    given: dict[Cut, np.ndarray] = field(default_factory=dict)
-    _placements: dict[Hashable, Placement] = field(default_factory=dict)
+    given: dict[PartitionSpec, np.ndarray] = field(default_factory=dict)
+    _placements: dict[Hashable, Partition] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert (np.diff(self.row_ids) > 0).all(), "row ids ascend without repeats"
@@ -104,12 +104,12 @@ class RowSet:
     def num_groups(self) -> int:
         return len(np.unique(self.group_ids))
 
-    def same(self, other: RowSet) -> bool:
+    def same(self, other: RowIndex) -> bool:
         """Whether these are the same rows: ids alone do not say that, since rows that are repeated get ids that others may have."""
         pairs = (self.row_ids, other.row_ids), (self.group_ids, other.group_ids)
         return self is other or all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
-    def place(self, cut: Cut, counted: Hashable, tokens: Callable[[], np.ndarray]) -> Placement:
+    def place(self, cut: PartitionSpec, counted: Hashable, tokens: Callable[[], np.ndarray]) -> Partition:
         """``tokens()`` int64 [2, rows]: what balances the parts, and how much of it a row has in common with those of its group;
         ``counted`` says in short which counts these are."""
         key = cut, counted
@@ -120,7 +120,7 @@ class RowSet:
                 parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.zeros((2, len(self))))
             if len(self._placements) == KEPT_PLACEMENTS:
                 del self._placements[next(iter(self._placements))]
-            self._placements[key] = Placement(self, cut, parts, chunks)
+            self._placements[key] = Partition(self, cut, parts, chunks)
         return self._placements[key]
 
 
@@ -130,9 +130,9 @@ def distinct(parts: np.ndarray) -> list[int]:
     return found
 
 
-def place_rows(cut: Cut, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def place_rows(cut: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Part and mini-batch of each row, int64 [epochs, rows] both; [1, rows] where all epochs are alike. ``tokens``: see
-    :meth:`RowSet.place`."""
+    :meth:`RowIndex.place`."""
     epochs = cut.epochs if cut.num_chunks > 1 else 1
     chunks = np.zeros((epochs, len(group_ids)), dtype=np.int64)
     if cut.num_chunks > 1:

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf_spmd.controller.reference import Intake, Production, Source
-from rlhf_spmd.controller.rows import Cut, Part, distinct
+from rlhf_spmd.controller.reference import CallInput, CallRecord, ReplicatedBatch
+from rlhf_spmd.controller.rows import Part, PartitionSpec, distinct
 from rlhf_spmd.controller.transport import Transport
 from rlhf_spmd.data.batch import Batch, concat, pack
 
 if TYPE_CHECKING:
     from rlhf_spmd.controller.controller import Controller
-    from rlhf_spmd.controller.delivery import Delivery
+    from rlhf_spmd.controller.data_router import DataRouter
     from rlhf_spmd.controller.worker import MethodSpec, Worker
     from rlhf_spmd.telemetry.trace import Argument
 
 
-def comes_in_portions(role: Worker, spec: MethodSpec, intake: Intake) -> bool:
+def comes_in_portions(role: Worker, spec: MethodSpec, intake: CallInput) -> bool:
     """Whether a call may take rows as they are generated, on ranks that it need not wait for, by one call; all else must be known."""
     made = made_pieces(intake)
     if not (spec.streams and spec.kind == "infer" and len(made) == 1) or intake.rows.decided:
@@ -43,7 +43,7 @@ def comes_in_portions(role: Worker, spec: MethodSpec, intake: Intake) -> bool:
     )
 
 
-def staying(call: Production, intake: Intake) -> Intake | None:
+def staying(call: CallRecord, intake: CallInput) -> CallInput | None:
     """The intake of a call that can begin on the ranks where one generate call makes just its rows: they stay there, by whatever
     that call's rows were dealt. None where that cannot be, or is not known before the script begins."""
     if not call.role.begins_early(call.spec.name) or intake.rows.decided:
@@ -60,20 +60,20 @@ def staying(call: Production, intake: Intake) -> Intake | None:
     parts = [call.members.answered(maker.members.holders(part)[0]) for part in range(maker.members.num_parts)]
     if None in parts:
         return None
-    cut = Cut(call.members.num_parts, follows=(its.cut, its.counted, tuple(parts)))
+    cut = PartitionSpec(call.members.num_parts, follows=(its.cut, its.counted, tuple(parts)))
     if cut not in rows.given:
         rows.given[cut] = np.array(parts)[its.placement.parts[0]]
     return replace(intake, tokens=(), cut=cut)
 
 
-def made_pieces(intake: Intake) -> list[tuple[Production, np.ndarray]]:
+def made_pieces(intake: CallInput) -> list[tuple[CallRecord, np.ndarray]]:
     """For each share that a call makes this call, and the ids of its rows there."""
-    return [(piece.producer, piece.ids) for piece, _ in intake.shares if isinstance(piece.producer, Production)]
+    return [(piece.producer, piece.ids) for piece, _ in intake.shares if isinstance(piece.producer, CallRecord)]
 
 
-def known_before(intake: Intake) -> Intake:
+def known_before(intake: CallInput) -> CallInput:
     """Its rows dealt by those token counts only that every rank has before the script begins."""
-    return replace(intake, tokens=tuple(piece for piece in intake.tokens if isinstance(piece.producer, Source)))
+    return replace(intake, tokens=tuple(piece for piece in intake.tokens if isinstance(piece.producer, ReplicatedBatch)))
 
 
 class Recipients(NamedTuple):
@@ -96,7 +96,7 @@ class EarlyCall(NamedTuple):
 
 
 @dataclass
-class HandingOut:
+class RolloutStreamer:
     """A generating rank's sends of its replica's rows, in ``num_portions`` to each recipient; empty ones too, so that nobody has to be
     told how many come. ``early``: the calls that begin on these rows here."""
 
@@ -134,7 +134,7 @@ class HandingOut:
 class WaitingCall:
     """A call whose rows come in portions; ``batches`` and ``results``: of its body's runs on this rank."""
 
-    production: Production
+    production: CallRecord
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batches: list[Batch] = field(default_factory=list)
@@ -144,12 +144,12 @@ class WaitingCall:
 class Streaming:
     """This rank's part of all that comes in portions. ``_waiting``: the calls, in the script's order, until somebody needs results."""
 
-    def __init__(self, controller: Controller, delivery: Delivery, num_portions: int) -> None:
+    def __init__(self, controller: Controller, delivery: DataRouter, num_portions: int) -> None:
         self.controller, self.delivery, self.num_portions = controller, delivery, num_portions
         self._waiting: list[WaitingCall] = []
-        self._begun: dict[Worker, Production] = {}  # role -> the generate call on whose rows its next call has begun here
+        self._begun: dict[Worker, CallRecord] = {}  # role -> the generate call on whose rows its next call has begun here
 
-    def hand_out(self, call: Production) -> HandingOut | None:
+    def hand_out(self, call: CallRecord) -> RolloutStreamer | None:
         """Before the body of a call, on every rank: where its rows go as they end, if it generates and this rank is to send any, or
         begins calls on them."""
         if call.spec.kind != "generate":
@@ -161,9 +161,11 @@ class Streaming:
         ]
         early = self._early(call)
         num_portions = self.num_portions if recipients else 1
-        return HandingOut(self.delivery.transport, call.seq, num_portions, recipients, early) if recipients or early else None
+        return (
+            RolloutStreamer(self.delivery.transport, call.seq, num_portions, recipients, early) if recipients or early else None
+        )
 
-    def _early(self, call: Production) -> list[EarlyCall]:
+    def _early(self, call: CallRecord) -> list[EarlyCall]:
         rank = self.controller.rank
         index = call.members.answered(rank)
         if index is None:
@@ -177,7 +179,7 @@ class Streaming:
                 found.append(EarlyCall(consumer.role, inputs, len(ranks)))
         return found
 
-    def expect(self, call: Production) -> None:
+    def expect(self, call: CallRecord) -> None:
         """Before a call, on every rank: what was begun for another call of its role is dropped."""
         maker = self._begun.pop(call.role, None)
         awaited = maker is not None and any(i.cut.follows and made_pieces(i)[0][0] is maker for i in call.intakes)
@@ -194,14 +196,14 @@ class Streaming:
         while self._begun:
             self._begun.popitem()[0].drop()
 
-    def enter(self, call: Production) -> bool:
+    def enter(self, call: CallRecord) -> bool:
         """Whether the rows of a call come in portions, so that it waits. Calls that wait and must come before it run first."""
         in_portions = self.delivery.sends_portions(call)
         if self._waiting and must_wait_for(call, [other.production for other in self._waiting], in_portions):
             self.run_waiting()
         return in_portions
 
-    def wait_for_rows(self, call: Production, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def wait_for_rows(self, call: CallRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._waiting.append(WaitingCall(call, args, kwargs))
 
     def run_waiting(self) -> None:
@@ -235,7 +237,7 @@ class Streaming:
             call.results.append(production.spec.body(production.role, batch, *call.args, **call.kwargs))
         call.batches.append(batch)
 
-    def _receive(self, call: Production, index: int) -> Batch:
+    def _receive(self, call: CallRecord, index: int) -> Batch:
         """The next portion of the rows of a part; waits for it."""
         (intake,) = call.intakes
         ((maker, _),) = made_pieces(intake)
@@ -243,7 +245,7 @@ class Streaming:
         arrived = [batch for batch in self.delivery.receive(maker, call, parts) if len(batch)]
         return self._gather(call, index, concat(arrived) if arrived else None)
 
-    def _gather(self, call: Production, index: int, arrived: Batch | None) -> Batch:
+    def _gather(self, call: CallRecord, index: int, arrived: Batch | None) -> Batch:
         """What a call takes of the rows ``arrived``, which lie in its part ``index``."""
         (intake,) = call.intakes
         rows = intake.rows
@@ -253,7 +255,7 @@ class Streaming:
         return self.delivery.gather(call, intake, index, part, arrived)
 
 
-def must_wait_for(call: Production, waiting: Sequence[Production], in_portions: bool) -> bool:
+def must_wait_for(call: CallRecord, waiting: Sequence[CallRecord], in_portions: bool) -> bool:
     """Whether ``call`` comes after calls that wait: it takes what one of them makes, works on ranks of theirs, or may change weights.
     One that gets its own rows ``in_portions`` waits with them if it takes those of the same generate call, for another role."""
     makers = [maker for intake in call.intakes for maker, _ in made_pieces(intake)]
@@ -264,7 +266,7 @@ def must_wait_for(call: Production, waiting: Sequence[Production], in_portions: 
     return changes or any(other in makers or not ranks.isdisjoint(other.role.pool.ranks) for other in waiting)
 
 
-def one_result(call: Production, batches: Sequence[Batch], results: Sequence[Any]) -> Any:
+def one_result(call: CallRecord, batches: Sequence[Batch], results: Sequence[Any]) -> Any:
     """What the runs of a body on ``batches`` returned, as of one run on all their rows; its value is what the method's ``report``
     says, if it has one."""
     report = call.spec.report

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.controller.pool import GroupShape, ResourcePool
-from rlhf_spmd.controller.protocols import Members, Protocol
-from rlhf_spmd.controller.reference import PROMPT, Production, Reference
+from rlhf_spmd.controller.protocols import Protocol, ProtocolRanks
+from rlhf_spmd.controller.reference import PROMPT, CallRecord, Reference
 from rlhf_spmd.data.batch import Batch
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ class Worker:
         self.pool = pool
         self.shape = shape
         self.twins: dict[str, Worker] = {}
-        self.members: Callable[[Protocol], Members] = functools.cache(lambda one: Members(one, shape, pool, controller.speeds))
+        self.members: Callable[[Protocol], ProtocolRanks] = functools.cache(
+            lambda one: ProtocolRanks(one, shape, pool, controller.speeds)
+        )
 
     @property
     def member(self) -> bool:
@@ -129,10 +131,10 @@ class Worker:
     def drop(self) -> None:
         """What was begun: its call does not come."""
 
-    def enter(self, call: Production) -> None:
+    def enter(self, call: CallRecord) -> None:
         """Before a call of this worker: called on every rank of the world, in program order."""
 
-    def leave(self, call: Production) -> None:
+    def leave(self, call: CallRecord) -> None:
         """After it, likewise."""
 
 

@@ -26,7 +26,7 @@ HUB_LIMIT_S = 5.0
 class DataError(ValueError):
     """Unreadable or unusable data; the message is one line for the user."""
 
-    exit_class = "data"  # how the run ends: parallel/program.py
+    exit_class = "data"  # how the run ends: process/program.py
 
 
 Paths = str | list[str] | dict[str, float]  # one source of rows, several, or several with weights

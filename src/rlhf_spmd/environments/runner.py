@@ -23,7 +23,7 @@ BEAT_S = 0.1  # between looks at the clock while nothing else is to be done
 class EnvironmentFailure(RuntimeError):
     """An environment raised, overran its time limit or returned nonsense. Ends the run with class ``reward``."""
 
-    exit_class = "reward"  # how the run ends: parallel/program.py
+    exit_class = "reward"  # how the run ends: process/program.py
 
 
 class Answer(NamedTuple):

@@ -1,7 +1,8 @@
 """How tokens come (floor F4): continuous batching over a paged KV cache, on the same modules that train.
 
 ``Generator.generate`` takes ``Request`` rows and returns ``Completion`` rows with log-probs; ``generate_until`` may return
-before all of them ended (``CallLimits``) and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the settings.
+before all of them ended (``GenerationLimits``) and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the
+settings.
 Inside: rows (``sequence``), pages (``page_pool``), what runs next (``scheduler``), without torch and equal on every rank of a
 replica; a row's way from its queue to its last token (``lanes``, ``stopping``); the cache (``kv_cache``) and what attends over it
 (``backends``); steps on the device (``runner``, ``logit_rules``, ``sampler``).
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.generation.config import GenerationConfig as GenerationConfig
     from rlhf_spmd.generation.config import SamplingConfig as SamplingConfig
     from rlhf_spmd.generation.generator import Generator as Generator
-    from rlhf_spmd.generation.interruption import CallLimits as CallLimits
+    from rlhf_spmd.generation.interruption import GenerationLimits as GenerationLimits
     from rlhf_spmd.generation.scheduler import GenerationStats as GenerationStats
     from rlhf_spmd.generation.sequence import Completion as Completion
     from rlhf_spmd.generation.sequence import NotFinite as NotFinite
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "config": ("GenerationConfig", "SamplingConfig"),
     "generator": ("Generator",),
-    "interruption": ("CallLimits",),
+    "interruption": ("GenerationLimits",),
     "scheduler": ("GenerationStats",),
     "sequence": ("Completion", "NotFinite", "Request"),
     "stopping": ("StopStrings",),

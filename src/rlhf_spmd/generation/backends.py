@@ -11,7 +11,7 @@ import torch
 
 from rlhf_spmd.generation.kv_cache import Backend
 from rlhf_spmd.generation.paged_attention import KernelAttention, PagedAttention, PagedDecoding
-from rlhf_spmd.kernels import ATTENTION, can, choose_ops
+from rlhf_spmd.kernels import ATTENTION, capabilities, choose_ops
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
 
 BACKENDS = (*ATTENTION, *EXTRAS)
@@ -30,7 +30,7 @@ def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.
     is triton where that can serve, else torch. Raises ValueError for a backend that cannot serve."""
     check_backend(wanted, device, where, dtype)
     if wanted == "auto":
-        ours = not can(device).exact and unavailable("triton", device, dtype) is None
+        ours = not capabilities(device).exact and unavailable("triton", device, dtype) is None
         return "triton" if ours else choose_ops(dtype, device, of_role, where).name
     return wanted if wanted in EXTRAS else choose_ops(dtype, device, wanted, where).name
 

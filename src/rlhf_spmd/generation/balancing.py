@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Drawing, Notes, Request, Row
+from rlhf_spmd.generation.sequence import Request, SamplingOverrides, SequenceState, TokenLogprobs
 from rlhf_spmd.parallel.collectives import Group, wait_all
 
 
@@ -33,7 +33,7 @@ def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
     return moves
 
 
-class RowCounts:
+class ReplicaBalancer:
     """How many rows each replica of ``group`` has left, asked every ``every`` steps; all of them get the same answers.
 
     A replica asks while it generates (:meth:`interrupts`, when rows are to move or none are left) and between calls (:meth:`take`).
@@ -93,17 +93,17 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
     return [thing for source in sorted(arrivals) for thing in json.loads(bytes(arrivals[source].numpy()))]
 
 
-def pack(home: int, row: Row) -> list[Any]:
+def pack(home: int, row: SequenceState) -> list[Any]:
     """All of a row but its pages, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
     asked = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
     notes = row.notes and [tensor.tolist() for tensor in row.notes]
     return [home, asked, row.step, row.token_ids, notes, row.stopped, row.ended]
 
 
-def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, Row]:
+def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, SequenceState]:
     """``dtype``: of the log-probs."""
     home, asked, step, token_ids, noted, stopped, ended = packed
     kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
-    notes = noted and Notes(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
-    request = Request(**asked | {"drawing": asked["drawing"] and Drawing(*asked["drawing"])})
-    return home, Row(request, step, token_ids, notes, stopped=stopped, ended=ended)
+    notes = noted and TokenLogprobs(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
+    request = Request(**asked | {"drawing": asked["drawing"] and SamplingOverrides(*asked["drawing"])})
+    return home, SequenceState(request, step, token_ids, notes, stopped=stopped, ended=ended)

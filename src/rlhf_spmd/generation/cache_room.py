@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
 from rlhf_spmd.models.decoder import Block, Decoder
 
@@ -13,7 +13,7 @@ from rlhf_spmd.models.decoder import Block, Decoder
 def cache_room(config: GenerationConfig, decoder: Decoder, device: torch.device, local_size: int, pending: float) -> float:
     """Bytes. ``local_size``: ranks of this host, which share its memory on CPUs. ``pending``: what else will be allocated before the
     first step has ended."""
-    on_host = not can(device).streams
+    on_host = not capabilities(device).streams
     share, free = config.memory_share(on_host), free_bytes(device, local_size)
     if on_host:
         return share * (free - pending)

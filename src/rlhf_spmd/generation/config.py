@@ -10,8 +10,8 @@ import torch
 
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
-from rlhf_spmd.generation.sequence import Drawing
-from rlhf_spmd.kernels import can, model_device
+from rlhf_spmd.generation.sequence import SamplingOverrides
+from rlhf_spmd.kernels import capabilities, model_device
 
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
 MAX_LOGPROBS = 100
@@ -27,7 +27,7 @@ class GenerationConfig:
     - pp: generation stages; divides `layout.pp`; with `layout.zero: 3` any number so that `pp * tp` divides the ranks
     - tp: generation slices; divides `layout.tp`; with `layout.zero: 3` as `pp`
     - engine: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
-      `naive_groups`; see [resharding.md](resharding.md)
+      `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
       shards that an engine holds beside the generation shard wait in host memory while generating)
     - overlap: the next layers' weights come while the first forward pass computes; only where `zero_redundancy` regroups ranks
@@ -54,7 +54,7 @@ class GenerationConfig:
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them (what is drawn after a stop is dropped), see
-      [generation.md](generation.md#several-tokens-between-looks-of-the-host); null: 8 where steps are captured as CUDA graphs,
+      [generation.md](generation.md#cuda-graphs); null: 8 where steps are captured as CUDA graphs,
       else 1. Always 1 with `pp` above 1 and with `speculative_tokens`
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
       are 1 and attention is `triton` or `flash_attn`
@@ -118,7 +118,7 @@ class GenerationConfig:
     def captures(self, device: torch.device, tp: int, pp: int) -> bool:
         """Whether steps of rows that decode become CUDA graphs on such a device, if attention and experts allow it. Not with
         collectives in them: that was never tried."""
-        return not self.enforce_eager and can(device).graphs and tp == pp == 1 and not self.speculative_tokens
+        return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1 and not self.speculative_tokens
 
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run; ``words`` say where it comes
@@ -191,10 +191,10 @@ class SamplingConfig:
         return self.temperature == 0.0
 
     @property
-    def drawing(self) -> Drawing:
-        return Drawing(self.temperature, self.top_p, self.top_k, self.min_p)
+    def drawing(self) -> SamplingOverrides:
+        return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
-    def drawn_by(self, drawing: Drawing) -> SamplingConfig:
+    def drawn_by(self, drawing: SamplingOverrides) -> SamplingConfig:
         """That of a row which is drawn so."""
         return replace(self, n=1, **drawing._asdict())
 

@@ -16,20 +16,20 @@ import torch
 
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
-from rlhf_spmd.generation.balancing import RowCounts, exchange, pack, plan_moves, unpack
+from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan_moves, unpack
 from rlhf_spmd.generation.cache_room import cache_room
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMicroBatches, share_out
+from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
-from rlhf_spmd.generation.interruption import CallLimits, Interrupts, LimitWatch
+from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache
-from rlhf_spmd.generation.lanes import Lane, Lanes, share_out
-from rlhf_spmd.generation.portions import Portions
+from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.runner import Call
 from rlhf_spmd.generation.scheduler import GenerationStats
-from rlhf_spmd.generation.sequence import Completion, Request, Row
-from rlhf_spmd.generation.stopping import Ends, build_ends
-from rlhf_spmd.kernels import can
+from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
+from rlhf_spmd.generation.stopping import StopCriteria, build_ends
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.packing import round_up
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.parallel.mesh import Mesh
@@ -57,8 +57,8 @@ class Generator:
         self.reserved = False
         self.reserved_bytes = 0  # free memory that others will take before the first step has ended
         self.local_size = local_size
-        self.kept: list[Row] = []
-        self._lanes: Lanes | None = None  # of the kept rows, if their pages are kept too
+        self.kept: list[SequenceState] = []
+        self._lanes: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
         self._graphs: list[Graphs] = []  # by lane; they outlive the calls
 
     def generate(
@@ -70,7 +70,7 @@ class Generator:
         tick: Callable[[], None] = lambda: None,
         environments: Environments | None = None,
         version: int | None = None,
-        portions: Portions | None = None,
+        portions: FinishedGroups | None = None,
     ) -> list[Completion]:
         """One completion per request, in their order; ``seed`` and ``step`` key the draws (``sampling.seed`` and ``.n`` are the
         caller's business). ``version``: of the weights, noted with each token; by default the step. ``tick`` is called after each
@@ -86,7 +86,7 @@ class Generator:
         version = step if version is None else version
         ends = self._check(requests, sampling)
         call = Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick, environments, portions)
-        rows = [Row(request, step) for request in requests]
+        rows = [SequenceState(request, step) for request in requests]
         if self.config.rebalance_steps and self.mesh.dp.size > 1:
             assert environments is portions is None, "the rows of environments, and of portions, do not move between replicas"
             rows = self._balance(rows, call)
@@ -101,7 +101,7 @@ class Generator:
         sampling: SamplingConfig,
         seed: int,
         step: int,
-        limits: CallLimits,
+        limits: GenerationLimits,
         version: int,
         tick: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
@@ -115,7 +115,7 @@ class Generator:
         """
         ends = self._check([*(row.request for row in self.kept), *requests], sampling)
         call = Call(self.decoder, self.mesh, self.config, sampling, ends, seed, version, tick)
-        self.kept += [Row(request, step) for request in requests]
+        self.kept += [SequenceState(request, step) for request in requests]
         self.stats = GenerationStats()
         if self.kept:
             lanes, self._lanes = self._usable(self._lanes, self.kept, version), None
@@ -153,7 +153,7 @@ class Generator:
         elif self.config.kv_cache == "offload" and self._lanes is not None:
             self._lanes.offload()
 
-    def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> Ends:
+    def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> StopCriteria:
         """Raises ValueError for rows that cannot be generated; returns what ends them."""
         vocabulary, ends = self.decoder.spec.vocab_size, build_ends(sampling, self.eos_ids, self.decoding, "sampling")
         for drawing, row_id in {r.drawing: r.row_id for r in requests if r.drawing}.items():
@@ -170,31 +170,35 @@ class Generator:
             raise ValueError("row ids must differ: they key the random draws")
         return ends
 
-    def _usable(self, lanes: Lanes | None, rows: Sequence[Row], version: int) -> Lanes | None:
+    def _usable(
+        self, lanes: DecodeMicroBatches | None, rows: Sequence[SequenceState], version: int
+    ) -> DecodeMicroBatches | None:
         """``lanes`` if these rows fit, and the same weights filled their pages or that does not matter."""
         known = lanes is not None and (lanes.version == version or self.config.kv_cache != "free")
         return lanes if lanes is not None and known and lanes.fits(rows) else None
 
-    def _advance(self, rows: Sequence[Row], lanes: Lanes | None, call: Call, interrupts: Interrupts | None) -> Lanes:
+    def _advance(
+        self, rows: Sequence[SequenceState], lanes: DecodeMicroBatches | None, call: Call, interrupts: Interrupts | None
+    ) -> DecodeMicroBatches:
         """Draw tokens for ``rows`` until they end, or ``interrupts`` says so; returns the lanes that they are in: ``lanes``, if they
         are :meth:`_usable`. Adds to ``stats``."""
         started = time.perf_counter()
         if lanes is None:
-            lanes = Lanes(self._build_lanes(rows), call.version)
+            lanes = DecodeMicroBatches(self._build_lanes(rows), call.version)
         with torch.no_grad():
             lanes.run(rows, call, self.stats, interrupts)
         self.stats.busy_seconds += time.perf_counter() - started
         return lanes
 
-    def _balance(self, rows: Sequence[Row], call: Call) -> list[Row]:
+    def _balance(self, rows: Sequence[SequenceState], call: Call) -> list[SequenceState]:
         """``rows`` at their end. They may end on another replica, and this one helps with those of others.
 
         Collective over all replicas: every rank of them must call, in program order.
         """
-        group, counts = self.mesh.dp, RowCounts(self.mesh.dp, self.config.rebalance_steps)
+        group, counts = self.mesh.dp, ReplicaBalancer(self.mesh.dp, self.config.rebalance_steps)
         dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
         going, ended = [(group.rank, row) for row in rows], []  # (where it belongs, row)
-        lanes: Lanes | None = None
+        lanes: DecodeMicroBatches | None = None
         while any(left := counts.take(len(going))):
             if moves := plan_moves(left):
                 going.sort(key=lambda item: item[1].num_computed)  # pages stay behind
@@ -226,7 +230,7 @@ class Generator:
         order = {row.request.row_id: i for i, row in enumerate(rows)}
         return sorted(mine, key=lambda row: order[row.request.row_id])
 
-    def _build_lanes(self, rows: Sequence[Row]) -> list[Lane]:
+    def _build_lanes(self, rows: Sequence[SequenceState]) -> list[DecodeMicroBatch]:
         """As many as ``micro_batches`` says, but none without a group, without a row in flight, or with fewer pages than the
         longest row needs. Together they have the pages that the rows which can run at once may need, and that memory has.
 
@@ -242,13 +246,13 @@ class Generator:
         self._graphs += [Graphs() for _ in range(number - len(self._graphs))]
         for its, graphs in zip(share_out(rows, [()] * number), self._graphs, strict=False):
             most = sum(sorted((needs[row] for row in its), reverse=True)[:num_seqs])
-            if can(
+            if capabilities(
                 self._device
             ).graphs:  # few sizes, so that the next call's cache may lie where this one's lay, with its graphs
                 most = round_up(most, 1 << max(most.bit_length() - 4, 0))
             num_pages = share if config.num_pages else max(min(most, share), 1)
             cache = KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend)
-            lanes.append(Lane(replace(config, num_pages=num_pages, max_num_seqs=num_seqs), cache, graphs))
+            lanes.append(DecodeMicroBatch(replace(config, num_pages=num_pages, max_num_seqs=num_seqs), cache, graphs))
         return lanes
 
     @property

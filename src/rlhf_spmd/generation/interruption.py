@@ -12,7 +12,7 @@ import torch
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.parallel.collectives import Group
 
 # whether a call ends after this completed step, having drawn so many tokens so far; asked on every rank, after each step
@@ -20,7 +20,7 @@ Interrupts = Callable[[Step, int], bool]
 
 
 @dataclass(frozen=True)
-class CallLimits:
+class GenerationLimits:
     """What ends a call, whichever comes first; all null: the end of every row.
 
     - steps: of this replica's scheduler. tokens: drawn by this replica in this call.
@@ -42,7 +42,7 @@ class CallLimits:
 class LimitWatch:
     """How far one call on ``rows`` has come towards ``limits``; all ranks of ``replica`` get the same answers."""
 
-    def __init__(self, limits: CallLimits, rows: Sequence[Row], replica: Group) -> None:
+    def __init__(self, limits: GenerationLimits, rows: Sequence[SequenceState], replica: Group) -> None:
         self.limits, self.replica = limits, replica
         self.started = time.perf_counter()
         self.num_steps = 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.kernels import Kernels, Ops, can, on_device
+from rlhf_spmd.kernels import Kernels, Ops, capabilities, on_device
 from rlhf_spmd.kernels.pinned import host_empty
 from rlhf_spmd.models.attention import Attention
 
@@ -73,7 +73,7 @@ class KVCache:
     def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """On CPUs in large pages, where the system has them: a page of the cache is but a few of the small ones, far from the next
         one, and decoding reads all of them once per token."""
-        if can(device).streams or not hasattr(mmap, "MADV_HUGEPAGE"):
+        if capabilities(device).streams or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.zeros(self._shape, dtype=dtype, device=device)
         memory = mmap.mmap(-1, math.prod(self._shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
         with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ class KVCache:
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """(source, destination) pages, in all layers. No page is both."""
         pairs = on_device(np.array(copies, dtype=np.int64), self.pages.device)
-        limit = QUEUED_BYTES if can(self.pages.device).streams else COPIED_BYTES
+        limit = QUEUED_BYTES if capabilities(self.pages.device).streams else COPIED_BYTES
         for some in pairs.split(max(limit * self.num_pages // self.pages.nbytes, 1)):
             source, destination = some.unbind(1)
             self.pages[:, :, :, destination] = self.pages[:, :, :, source]

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation.sequence import SequenceState
 
 
 class LogitRules:
     """The rules of one call for ``rows``, by their index; ``stop_ids``: the tokens that end a response."""
 
     def __init__(
-        self, sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[Row], vocab_size: int, device: torch.device
+        self,
+        sampling: SamplingConfig,
+        stop_ids: Collection[int],
+        rows: Sequence[SequenceState],
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         self.repetition = sampling.repetition_penalty
         self.frequency, self.presence = sampling.frequency_penalty, sampling.presence_penalty
@@ -85,7 +90,7 @@ def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor:
 
 
 def build_rules(
-    sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[Row], vocab_size: int, device: torch.device
+    sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[SequenceState], vocab_size: int, device: torch.device
 ) -> LogitRules | None:
     """None where neither ``sampling`` nor a row asks for any."""
     rules = LogitRules(sampling, stop_ids, rows, vocab_size, device)

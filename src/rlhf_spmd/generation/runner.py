@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.episodes import Environments
+from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.logit_rules import build_rules
-from rlhf_spmd.generation.portions import Portions
+from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.generation.pipeline_channels import PipelineChannels
 from rlhf_spmd.generation.sampler import Alike, Drawings, alike_rows, build_drawings, draw_rows, row_keys
 from rlhf_spmd.generation.scheduler import Step, Work
-from rlhf_spmd.generation.sequence import Row
-from rlhf_spmd.generation.stages import Stages
+from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.generation.step_pages import fill_lines
-from rlhf_spmd.generation.stopping import Ends
-from rlhf_spmd.kernels import can, on_device
+from rlhf_spmd.generation.stopping import StopCriteria
+from rlhf_spmd.kernels import capabilities, on_device
 from rlhf_spmd.kernels.devices import HostCopy
 from rlhf_spmd.kernels.drawings import DrawsRows
 from rlhf_spmd.models.decoder import Decoder
@@ -63,12 +63,12 @@ class Call:
     mesh: Mesh
     config: GenerationConfig
     sampling: SamplingConfig
-    ends: Ends
+    ends: StopCriteria
     seed: int
     version: int
     tick: Callable[[], None]
     environments: Environments | None = None
-    portions: Portions | None = None
+    portions: FinishedGroups | None = None
 
 
 class Runner:
@@ -79,7 +79,9 @@ class Runner:
     - runs_ahead: a step may be launched before the tokens of the last one are read.
     """
 
-    def __init__(self, call: Call, rows: Sequence[Row], cache: KVCache, stages: Stages, graphs: Graphs) -> None:
+    def __init__(
+        self, call: Call, rows: Sequence[SequenceState], cache: KVCache, stages: PipelineChannels, graphs: Graphs
+    ) -> None:
         self.decoder, self.mesh, self.cache, self.stages, self.graphs = call.decoder, call.mesh, cache, stages, graphs
         decoder, sampling, config, self.device = call.decoder, call.sampling, call.config, cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
@@ -96,7 +98,7 @@ class Runner:
         each = config.steps_per_sync or (DECODED_PER_LOOK if self.captures else 1)
         self.max_repeats = each if repeatable and (each > 1 or self.captures) else 0
         self._most_rows = padded_size(config.max_num_seqs)
-        self.runs_ahead = repeatable and can(self.device).streams
+        self.runs_ahead = repeatable and capabilities(self.device).streams
         self._allocate(rows, sampling.logprobs)
         self.row_ids = [row.request.row_id for row in rows]
         seeds, numbers = zip(*(row.request.drawn_as or (call.seed, row.request.row_id) for row in rows), strict=True)
@@ -105,7 +107,7 @@ class Runner:
         firsts = [(i * self.width, i * self.most - length) for i, length in enumerate(prompts)]
         self._constants = np.array([*zip(*firsts, strict=True), prompts, limits, keys], dtype=np.int64)  # by line, see _state
 
-    def _allocate(self, rows: Sequence[Row], num_top: int) -> None:
+    def _allocate(self, rows: Sequence[SequenceState], num_top: int) -> None:
         """The buffers of the call, with a line for each row and more for padding: new ones, or for graphs those of earlier calls."""
         lines, width, most = len(rows) + 1, max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
         notes = 1 + any(each.log_prob_temperature != 1.0 for each in self.samplings)
@@ -183,7 +185,7 @@ class Runner:
         ends = [row.length + number for row, count in zip(rows, counts, strict=True) for number in range(count)]
         return lines, np.array(ends, dtype=np.int64)
 
-    def extend(self, row: Row, token_ids: Sequence[int]) -> None:
+    def extend(self, row: SequenceState, token_ids: Sequence[int]) -> None:
         """Tokens that were not drawn follow those of ``row``; their log-probs are 0, whatever was drawn there after a stop."""
         at = row.index * self.width + row.length
         self.tokens[at : at + len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
@@ -208,7 +210,7 @@ class Runner:
         top_ids, top_log_probs = (top[:used].cpu().view(*shape, top.shape[1]) for top in tops)
         return log_probs[0].view(shape), log_probs[-1].view(shape), top_ids, top_log_probs
 
-    def noted(self, row: Row) -> list[Tensor]:
+    def noted(self, row: SequenceState) -> list[Tensor]:
         """On a last stage, between two steps: what :meth:`results` will have of a row."""
         first = row.index * self.most
         parts = self.log_probs[0], self.log_probs[-1], self.top_ids, self.top_log_probs
@@ -284,7 +286,7 @@ class Runner:
         alike = [] if self._in_one_pass else alike_rows(self.samplings, kinds, self.device)
         return build_drawings(self.samplings, kinds, self.device), alike
 
-    def _decode(self, rows: Sequence[Row], repeats: int) -> None:
+    def _decode(self, rows: Sequence[SequenceState], repeats: int) -> None:
         """``repeats`` steps of one token of each row."""
         num_padding = padded_size(len(rows)) - len(rows) if self.captures else 0
         padded = [*rows, *[rows[0]] * num_padding]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.kernels import Ops, can, choose_ops, on_device
+from rlhf_spmd.kernels import Ops, capabilities, choose_ops, on_device
 from rlhf_spmd.kernels.drawings import Drawings, Drawn, DrawsRows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, log_probs_of
@@ -208,7 +208,9 @@ def _draw_alike(
             some, some_draws = logits[chosen], draws[chosen]
             some_scores = some if scores is logits else scores[chosen]
         drawn = sample(some_scores, sampling, some_draws)
-        if not can(drawn.device).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
+        if not capabilities(
+            drawn.device
+        ).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
         at_one = log_probs_of(decoder, some, drawn)
         tempered = sampling.log_prob_temperature

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlhf_spmd.generation.page_pool import PagePool
-from rlhf_spmd.generation.sequence import Row
+from rlhf_spmd.generation.block_allocator import BlockAllocator
+from rlhf_spmd.generation.sequence import SequenceState
 
 if TYPE_CHECKING:
     from rlhf_spmd.generation.config import GenerationConfig
@@ -35,7 +35,7 @@ class Work(NamedTuple):
     """Compute ``num_tokens`` tokens of ``row`` from ``start`` on, the last of them its draft; sample the next one (and one after
     each token of the draft) if ``samples``."""
 
-    row: Row
+    row: SequenceState
     start: int
     num_tokens: int
     samples: bool
@@ -84,19 +84,20 @@ class Scheduler:
     A row that has not ended is in exactly one of ``waiting`` (no pages, in the order of admission), ``running`` (it may have pages,
     oldest admission first) and ``paused`` (held for its environment's answer, no pages).
 
-    A step may be planned before the tokens of earlier ones are known: these then count as placeholders at the end of ``Row.tokens``.
+    A step may be planned before the tokens of earlier ones are known: these then count as placeholders at the end of
+    ``SequenceState.tokens``.
     A row that has placeholders up to its limit stays in ``running``, without work, until :meth:`end` is told of it."""
 
     def __init__(self, config: GenerationConfig) -> None:
         assert config.num_pages is not None, "pages are counted by the generator"
         self.config, self.stats = config, GenerationStats()
-        self.pages = PagePool(config.num_pages)
-        self.waiting: deque[Row] = deque()
-        self.running: list[Row] = []
-        self.paused: set[Row] = set()
+        self.pages = BlockAllocator(config.num_pages)
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
+        self.paused: set[SequenceState] = set()
         self._claimed: set[int] = set()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: SequenceState) -> None:
         """Raises ValueError if the row could never run, even alone."""
         self.config.check_row("generation", row.limit, f"a row may have up to {row.limit} tokens")
         self.waiting.append(row)
@@ -105,14 +106,14 @@ class Scheduler:
     def finished(self) -> bool:
         return not self.waiting and not self.running and not self.paused
 
-    def hold(self, row: Row) -> None:
+    def hold(self, row: SequenceState) -> None:
         """Leave ``row`` out until :meth:`resume`. It keeps its pages unless others need them."""
         row.held = True
         if not row.pages:
             self.waiting.remove(row)
             self.paused.add(row)
 
-    def resume(self, row: Row) -> None:
+    def resume(self, row: SequenceState) -> None:
         row.held = False
         if row in self.paused:
             self.paused.remove(row)
@@ -135,7 +136,7 @@ class Scheduler:
             return 0
         tokens = min(most, max(row.limit - row.length for row in rows))
 
-        def missing(row: Row) -> int:
+        def missing(row: SequenceState) -> int:
             return max(self._pages_for(min(row.length + tokens, row.limit) - 1) - len(row.pages), 0)
 
         while sum(map(missing, rows)) > self.pages.num_free:
@@ -152,7 +153,7 @@ class Scheduler:
             if row.claims:
                 self._fulfil_claims(row)
 
-    def end(self, row: Row) -> None:
+    def end(self, row: SequenceState) -> None:
         """``row`` has stopped or come to its limit: free its pages. It may have been preempted meanwhile."""
         if row in self.running:
             self.running.remove(row)
@@ -181,12 +182,12 @@ class Scheduler:
             position += 1
         return budget
 
-    def _shorten_draft(self, row: Row, spare: int) -> None:
+    def _shorten_draft(self, row: SequenceState, spare: int) -> None:
         """To ``spare`` tokens, and to its own and free pages. A draft follows one last token."""
         room = (len(row.pages) + self.pages.num_free) * self.config.page_size - row.length
         row.draft = row.draft[: max(min(spare, room), 0)] if row.num_computed == row.length - 1 else []
 
-    def _grow(self, row: Row, count: int) -> bool:
+    def _grow(self, row: SequenceState, count: int) -> bool:
         """Pages for ``count`` more tokens, taken from younger rows if need be; False if the row itself had to be preempted."""
         missing = self._pages_for(row.num_computed + count) - len(row.pages)
         while missing > self.pages.num_free:
@@ -209,17 +210,17 @@ class Scheduler:
         for row in self.running:
             row.claims = []
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: SequenceState) -> None:
         """Forget a row that has not ended."""
         next(rows for rows in (self.paused, self.running, self.waiting) if row in rows).remove(row)
         self._release(row)
 
-    def _release(self, row: Row) -> None:
+    def _release(self, row: SequenceState) -> None:
         self._claimed.difference_update(row.claims)
         self.pages.release(reversed(row.pages))
         row.leave_pages()
 
-    def _plan(self, step: Step, row: Row, count: int) -> None:
+    def _plan(self, step: Step, row: SequenceState, count: int) -> None:
         step.work.append(Work(row, row.num_computed, count, row.num_computed + count == row.length + len(row.draft)))
 
     def _admit(self, step: Step, budget: int) -> None:
@@ -258,7 +259,9 @@ class Scheduler:
             budget -= count
             growing += 1
 
-    def _start(self, step: Step, row: Row, shared: list[int], tail: int | None, take_over: bool, num_new: int) -> None:
+    def _start(
+        self, step: Step, row: SequenceState, shared: list[int], tail: int | None, take_over: bool, num_new: int
+    ) -> None:
         for page in shared:
             self.pages.share(page)
         if take_over and tail is not None:
@@ -269,7 +272,7 @@ class Scheduler:
             step.copies.append((tail, new[0]))
         row.pages = shared + new
 
-    def _lookup(self, row: Row) -> tuple[list[int], int | None, list[int]] | None:
+    def _lookup(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
         """(full pages to share, tail page to copy, contents that this row will compute); None: it waits for another's claim."""
         if not self.config.enable_prefix_caching:
             return [], None, []
@@ -286,7 +289,7 @@ class Scheduler:
             return shared, tail, []
         return shared, None, list(missing)
 
-    def _fulfil_claims(self, row: Row) -> None:
+    def _fulfil_claims(self, row: SequenceState) -> None:
         """Register the prompt pages that are computed by now."""
         whole = row.num_computed >= row.prompt_length
         num_done = len(row.contents) if whole else row.num_computed // self.config.page_size

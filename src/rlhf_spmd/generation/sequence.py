@@ -1,4 +1,4 @@
-"""A row's three stations: what is asked for (:class:`Request`), the row in flight (:class:`Row`), what came of it
+"""A row's three stations: what is asked for (:class:`Request`), the row in flight (:class:`SequenceState`), what came of it
 (:class:`Completion`).
 
 Without torch, as are ``scheduler`` and ``page_pool``.
@@ -28,7 +28,7 @@ class NotFinite(FloatingPointError):
         self.row_id = row_id
 
 
-class Drawing(NamedTuple):
+class SamplingOverrides(NamedTuple):
     """What of ``SamplingConfig`` the rows of one call may differ in: how a token is drawn from its logits."""
 
     temperature: float = 1.0
@@ -51,12 +51,12 @@ class Request:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     min_new_tokens: int = 0
-    drawing: Drawing | None = None
+    drawing: SamplingOverrides | None = None
     drawn_as: tuple[int, int] | None = None
     processors: tuple[LogitsProcessor, ...] = ()
 
 
-class Notes(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """What is noted of a response's tokens beside their ids, one of each per token; fields as in ``Completion``."""
 
     log_probs: Tensor
@@ -91,7 +91,7 @@ class Completion:
 
 
 @dataclass(eq=False)
-class Row:
+class SequenceState:
     """A request on its way, through one call or several; all counters are in tokens.
 
     ``step`` keys its draws in all calls. ``tokens``: prompt and response so far (``response``: what it begins with), at most
@@ -101,14 +101,14 @@ class Row:
     In a lane: ``index``: its line in the runner's token buffer. ``min_new``: tokens to draw before it may stop.
     ``num_computed``: tokens whose keys and values lie in ``pages``. The last token is not computed until the next step needs it,
     so a running row has num_computed < length. ``contents``: interned ids of the prompt's pages, the last one for the tail (see
-    ``Interner``); ``claims``: those of them that this row is computing for all. ``held``: not to be scheduled, since its
+    ``PrefixTable``); ``claims``: those of them that this row is computing for all. ``held``: not to be scheduled, since its
     environment has yet to answer. ``draft``: guesses of its next tokens, computed together with its last one.
     """
 
     request: Request
     step: int = 0
     response: InitVar[Sequence[int]] = ()
-    notes: Notes | None = None
+    notes: TokenLogprobs | None = None
     mask: list[bool] | None = None
     reward: float = 0.0
     num_turns: int = 0
@@ -150,7 +150,7 @@ class Row:
         """As it stands where nothing of it is computed yet."""
         self.num_computed, self.pages, self.claims, self.draft = 0, [], [], []
 
-    def completion(self, notes: Notes | None = None) -> Completion:
+    def completion(self, notes: TokenLogprobs | None = None) -> Completion:
         """``notes``: of the whole response, where the row's own are not made yet."""
         notes = notes or self.notes
         reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
@@ -160,7 +160,7 @@ class Row:
         return Completion(row_id, self.token_ids, *notes[:2], reason, notes.versions, top, mask, self.reward, self.num_turns)
 
 
-class Interner:
+class PrefixTable:
     """Gives equal prompt prefixes equal integers, one per page: exact content addressing without hashes.
 
     A prompt of n tokens is cut into (n - 1) // page_size full pages and a tail of 1 .. page_size tokens. The tail holds the

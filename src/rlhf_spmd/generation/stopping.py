@@ -59,25 +59,25 @@ class StopStrings:
 
 
 @dataclass(frozen=True)
-class Ends:
+class StopCriteria:
     """What ends a response before its limit."""
 
     token_ids: frozenset[int]
     strings: StopStrings | None
 
 
-def build_ends(sampling: SamplingConfig, eos_ids: Collection[int], decoding: Decoding | None, where: str) -> Ends:
+def build_ends(sampling: SamplingConfig, eos_ids: Collection[int], decoding: Decoding | None, where: str) -> StopCriteria:
     """What ``sampling`` says, beside ``eos_ids``; a stop string that is a special token counts as that token.
 
     Raises ValueError for stop strings that nothing could complete.
     """
     token_ids = {*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids}
     if not sampling.stop:
-        return Ends(frozenset(token_ids), None)
+        return StopCriteria(frozenset(token_ids), None)
     if decoding is None:
         raise ValueError(f"{where}.stop={sampling.stop}: stop strings need a tokenizer, and this model has none")
     token_ids.update(special_stops(sampling.stop, decoding.special_ids, where).values())
-    return Ends(frozenset(token_ids), StopStrings(sampling.stop, decoding))
+    return StopCriteria(frozenset(token_ids), StopStrings(sampling.stop, decoding))
 
 
 def special_stops(stops: Sequence[str], special_ids: Mapping[str, int], where: str) -> dict[str, int]:

@@ -4,13 +4,13 @@ A model is built over an :class:`Ops`, chosen once by :func:`choose_ops` from dt
 attention and products (``exact``, CPUs), or kernels in C++ (``library``, CPUs): products, attention and small operations whose
 bits do not depend on the batch. The library is compiled at first use (a C++ compiler, some seconds), kept in the user's cache
 directory and loaded with ctypes. Everything about a result's bits is in the headers of the sources.
-:func:`can` says what a device can, by the ability's name; nobody else asks which kind a device is.
+:func:`capabilities` says what a device can, by the ability's name; nobody else asks which kind a device is.
 
 Must not know: modules, models, ranks.
 """
 
 from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, processor_kind, suspended
-from rlhf_spmd.kernels.devices import can, has_amx, model_device, on_device, wait
+from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
@@ -25,7 +25,7 @@ __all__ = [
     "Ops",
     "Packing",
     "PageTarget",
-    "can",
+    "capabilities",
     "choose_ops",
     "differentiable",
     "has_amx",

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from rlhf_spmd.kernels.build import build
-from rlhf_spmd.kernels.devices import can, model_device, unavailable
+from rlhf_spmd.kernels.devices import capabilities, model_device, unavailable
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.flash import DTYPES, TorchFlash, choose_packed
 from rlhf_spmd.kernels.library import Kernels
@@ -63,7 +63,7 @@ def choose_ops(
     """
     if wanted not in ATTENTION:
         raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")
-    exact = can(model_device() if device.type == "meta" else device).exact
+    exact = capabilities(model_device() if device.type == "meta" else device).exact
     fits = exact and not _suspended and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
     found = _load() if fits else None
     if wanted == "cpp" and found is None:
@@ -81,7 +81,7 @@ def choose_ops(
 
 def processor_kind() -> int:
     """A number that hosts share where their GPUs, or without these their vectors, are alike. Others differ in the last bits."""
-    if can(model_device()).streams:
+    if capabilities(model_device()).streams:
         return zlib.crc32(torch.cuda.get_device_name().encode())
     return zlib.crc32(f"{torch.backends.cpu.get_cpu_capability()} {os.environ.get(TARGET, '')}".encode())
 

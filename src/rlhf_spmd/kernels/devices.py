@@ -21,7 +21,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
-class Abilities:
+class DeviceCapabilities:
     """What code may rest on, of one kind of device.
 
     - exact: a row's bits do not depend on what is computed beside it, nor on its place in a tensor that ranks add up, nor on the rank,
@@ -41,11 +41,11 @@ class Abilities:
     dtype: torch.dtype
 
 
-_CPU = Abilities(exact=True, streams=False, pinned=False, graphs=False, nccl=False, dtype=torch.float32)
-_CUDA = Abilities(exact=False, streams=True, pinned=True, graphs=True, nccl=True, dtype=torch.bfloat16)
+_CPU = DeviceCapabilities(exact=True, streams=False, pinned=False, graphs=False, nccl=False, dtype=torch.float32)
+_CUDA = DeviceCapabilities(exact=False, streams=True, pinned=True, graphs=True, nccl=True, dtype=torch.bfloat16)
 
 
-def can(device: torch.device) -> Abilities:
+def capabilities(device: torch.device) -> DeviceCapabilities:
     return _CUDA if device.type == "cuda" else _CPU
 
 
@@ -63,7 +63,7 @@ def has_amx() -> bool:
 def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """On a GPU by way of pinned memory: from other memory the host would wait for all work that was started before."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    if tensor.numel() and tensor.device != device and not can(tensor.device).pinned and can(device).pinned:
+    if tensor.numel() and tensor.device != device and not capabilities(tensor.device).pinned and capabilities(device).pinned:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -74,7 +74,7 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._values = values
-        if can(values.device).streams:
+        if capabilities(values.device).streams:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
@@ -89,7 +89,7 @@ class HostCopy:
 
 def wait(device: torch.device | None = None) -> None:
     """Let the host wait for the work of the present stream, of ``model_device`` if no device is given."""
-    if can(device or model_device()).streams:
+    if capabilities(device or model_device()).streams:
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.devices import can, wait
+from rlhf_spmd.kernels.devices import capabilities, wait
 
 ALIGNMENT = 512  # bytes: of every tensor in a slab
 ARENA_SLAB = 256 << 20  # the least that an arena asks the driver for: registering takes a second for a few GB
@@ -68,7 +68,7 @@ class PinnedSlab(mmap.mmap):
 def host_zeros(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
     """Zeros in host memory of these shapes and dtypes, each with a storage of its own: in one pinned slab where copies to and from
     ``device`` want that. They stay until all of them are gone."""
-    if not can(device).pinned:
+    if not capabilities(device).pinned:
         return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in forms]
     sizes = [_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms]
     slab, offset, made = (PinnedSlab(sum(sizes)) if any(sizes) else None), 0, list[Tensor]()
@@ -149,7 +149,7 @@ def _arena(device: torch.device) -> PinnedArena:
 
 def host_like(tensor: Tensor) -> Tensor:
     """As :func:`host_empty`, of a tensor's shape, dtype and strides."""
-    if not can(tensor.device).pinned:
+    if not capabilities(tensor.device).pinned:
         return torch.empty_like(tensor, device="cpu")
     stride = torch.empty_like(tensor, device="meta").stride()
     return _arena(tensor.device).empty((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, stride)
@@ -158,7 +158,7 @@ def host_like(tensor: Tensor) -> Tensor:
 def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Not filled, in host memory, for a while: from the arena of ``device`` where copies want pinned memory. Only that device's current
     stream may copy to and from it."""
-    if not can(device).pinned:
+    if not capabilities(device).pinned:
         return torch.empty(tuple(shape), dtype=dtype)
     return _arena(device).empty(shape, dtype)
 

@@ -25,7 +25,7 @@ _BY_COLUMNS, _BY_ROWS = ("qkv", "gate_up"), ("out", "down")  # of which a rank h
 class LoraConfig:
     """``models.<role>.lora``: low-rank adapters are trained, and heads of values, in place of the model's weights; PEFT's names.
 
-    - rank: of the adapters, see [training.md](training.md#adapters-lora); 0: all weights are trained
+    - rank: of the adapters, see [parallelism.md](parallelism.md#adapters-lora); 0: all weights are trained
     - alpha: adapters are scaled by alpha / rank
     - use_rslora: by alpha / sqrt(rank) instead
     - dropout: of what adapters read in updates; what is drawn differs between layouts
@@ -33,7 +33,7 @@ class LoraConfig:
       a mixture have none
     - path: PEFT's directory of an adapter that training begins with; null: B is zero
     - bits: of an element of the matrices that have adapters, 4 (NF4) or 8, by bitsandbytes (needs `rlhf_spmd[optim]`); null: the
-      role's dtype; see [training.md](training.md#four-or-eight-bits)
+      role's dtype; see [parallelism.md](parallelism.md#four-or-eight-bits)
     """
 
     rank: int = 0

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import capabilities
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Group:
 
         Collective over the group: every rank of it must call, in program order.
         """
-        if self.size > 1 and can(device).nccl:
+        if self.size > 1 and capabilities(device).nccl:
             self.all_reduce(torch.zeros(1, device=device), "meet")
 
     @property
@@ -176,7 +176,7 @@ class Group:
         if not sends and not receives:
             return []
         pg = self._connected()
-        if not can((receives or sends)[0][1].device).nccl:  # all are on one device; gloo does not batch them
+        if not capabilities((receives or sends)[0][1].device).nccl:  # all are on one device; gloo does not batch them
             works = [pg.recv([tensor], member, 0) for member, tensor in receives]
             return works + [pg.send([tensor], member, 0) for member, tensor in sends]
         every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]

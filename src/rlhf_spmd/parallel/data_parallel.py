@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 
@@ -103,7 +103,9 @@ def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -
         boxes = owned[name].boxes
         whole = sum(box.numel for box in boxes) == grad.numel()
         parts = [grad] if whole else [grad[box.local_slices] for box in boxes]
-        size = BUCKET_ELEMENTS if can(grad.device).streams else 1 << 16  # by way of a copy, which on CPUs stays in the cache
+        size = (
+            BUCKET_ELEMENTS if capabilities(grad.device).streams else 1 << 16
+        )  # by way of a copy, which on CPUs stays in the cache
         pieces = [piece for part in parts for piece in part.reshape(-1).split(size) if piece.numel()]
         norms += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     device = next(iter(grads.values())).device

@@ -21,13 +21,13 @@ class LayoutConfig:
     """``models.<role>.layout``. For ``vpp`` see ``parallel.pipeline``, for ``sequence_parallel`` ``models.tensor_parallel``.
 
     - pp: pipeline stages
-    - vpp: chunks of layers per pipeline rank (interleaved 1F1B), see [training.md](training.md)
+    - vpp: chunks of layers per pipeline rank (interleaved 1F1B), see [parallelism.md](parallelism.md)
     - tp: tensor slices
     - dp: replicas; null: what the ranks of the pool leave
     - zero: ZeRO stage over the replicas, 0 to 3
     - zero_size: neighbouring replicas that share one copy of what `zero` shards, say those of a host (HSDP); divides `dp`; null: all,
       see [placement.md](placement.md#zero-inside-hosts)
-    - sequence_parallel: outside attention and MLP each tp rank holds 1 / tp of the tokens, see [training.md](training.md);
+    - sequence_parallel: outside attention and MLP each tp rank holds 1 / tp of the tokens, see [parallelism.md](parallelism.md);
       without effect at tp 1
     """
 

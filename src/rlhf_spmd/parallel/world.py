@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rlhf_spmd.kernels import can, has_amx, model_device
+from rlhf_spmd.kernels import capabilities, has_amx, model_device
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.kernels.devices import gpu_identity
 from rlhf_spmd.parallel.collectives import Group
@@ -261,7 +261,7 @@ def choose_cpu_matmul() -> str:
 def choose_matmul() -> None:
     """:func:`choose_cpu_matmul`, unless this process's models are on GPUs, where "medium" would let TF32 in: for before there is a
     world, since the check of the input asks whether products are exact."""
-    if can(model_device()).exact:
+    if capabilities(model_device()).exact:
         choose_cpu_matmul()
 
 

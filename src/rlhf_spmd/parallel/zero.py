@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
@@ -43,7 +43,7 @@ class _Collective:
     def pieces(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Cuts of each rank's part of [size, n] that travel together, and those columns in one piece of memory."""
         size, width = rows.shape
-        if can(rows.device).nccl or width <= STAGED:
+        if capabilities(rows.device).nccl or width <= STAGED:
             yield slice(0, width), rows
             return
         staging = rows.new_empty(size * STAGED)  # one for all pieces: gloo's threads let go of a tensor late
@@ -74,7 +74,7 @@ class _ReduceScatter(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         for columns, piece in self.pieces(input_tensor.view(self.group.size, -1)):
             self.group.reduce_scatter_into(output_tensor[columns], piece.view(-1), "zero_gradients")
-        if not can(input_tensor.device).streams:
+        if not capabilities(input_tensor.device).streams:
             input_tensor.untyped_storage().resize_(0)  # FSDP2 lets go of it in the last backward pass, for the streams of GPUs
         self.reduced, self.unread = (output_tensor if self.readers else None), self.readers
 
@@ -86,7 +86,7 @@ class _ReduceScatter(_Collective):
         return reduced
 
 
-class Zero:
+class FSDPModel:
     """FSDP2 applied to a module over ``mesh.dp_shard``: every one of ``blocks`` by itself, the rest at the root. Gradients are sums.
 
     stage: 1 or 2 hold the gathered parameters from the first micro-batch to the last one; 3 gathers them in every pass. 1

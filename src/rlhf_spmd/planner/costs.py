@@ -52,7 +52,7 @@ class Calibration:
     kernels: float = 40e-6
 
 
-class _Stages(NamedTuple):
+class _StageLinks(NamedTuple):
     """Seconds of one micro-batch: ``whole``: through all stages, ``slowest``: of one of them."""
 
     whole: Numbers
@@ -130,24 +130,24 @@ class _Rates:
         product = np.maximum(2 * matrix * tokens / self.flops, matrix * self.itemsize / self.reads)
         return products * product + tokens * self.shape.outputs / self.choices.tp * reads / self.bytes
 
-    def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _Stages:
+    def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _StageLinks:
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
-        return _Stages(self.shape.layers * layer + head + (self.choices.pp - 1) * hand_over, slowest)
+        return _StageLinks(self.shape.layers * layer + head + (self.choices.pp - 1) * hand_over, slowest)
 
-    def passes(self, work: Workload, rows: float, one: Callable[..., _Stages]) -> tuple[Numbers, Numbers]:
+    def passes(self, work: Workload, rows: float, one: Callable[..., _StageLinks]) -> tuple[Numbers, Numbers]:
         """Micro-batches of so many rows, and seconds of ``one`` pass, :meth:`forward` or :meth:`train`, over each of them."""
         number, tokens = work.micro_batches(rows, self.choices)
         own = work.computed(tokens)  # of which each is seen from all its rows
         seen = _age(work.prompt + np.array(work.responses)) * tokens / own
         return number, one(own, seen, tokens * work.response / work.length).times(number)
 
-    def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _Stages:
+    def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _StageLinks:
         """A forward pass over a micro-batch of ``tokens``, of which ``drawn`` have their log-probs taken."""
         layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
         layer = np.maximum(layer, self.calibration.launch)
         return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
 
-    def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _Stages:
+    def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _StageLinks:
         """Forward and backward pass, with what is computed again, and the sum of gradients.
 
         Of tp's sums there are two in each pass; what is computed again stops before the last one, and with sequence parallelism what

@@ -98,7 +98,7 @@ class _Slice:
         self.largest = np.maximum(table / tp, self.widest)
 
     def whole_layer(self) -> Any:
-        """Numbers of a token that the operations of a layer keep for their backward passes, see ``docs/training.md``."""
+        """Numbers of a token that the operations of a layer keep for their backward passes, see ``docs/parallelism.md``."""
         gathered = np.where(self.rows > 1, 0, 2 * self.hidden)  # results of norms, made again from slices
         return 2 * self.hidden / self.rows + gathered + 3 * (self.queries + self.keys + self.columns)
 

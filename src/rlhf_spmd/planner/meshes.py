@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from functools import cache
 
-from rlhf_spmd.planner.problem import Mesh, Problem
+from rlhf_spmd.planner.problem import Problem, RankRange
 
 
-def halves(mesh: Mesh, local_size: int) -> tuple[Mesh, Mesh]:
+def halves(mesh: RankRange, local_size: int) -> tuple[RankRange, RankRange]:
     """Whole hosts where there are several, the larger half first. Halves of equal size have the same halves again."""
     hosts = -(-mesh.end // local_size) - mesh.first // local_size
     cut = (mesh.first // local_size + -(-hosts // 2)) * local_size if hosts > 1 else mesh.first + -(-mesh.count // 2)
-    return Mesh(mesh.first, cut - mesh.first), Mesh(cut, mesh.end - cut)
+    return RankRange(mesh.first, cut - mesh.first), RankRange(cut, mesh.end - cut)
 
 
-class Meshes:
+class RankRanges:
     """Of the sizes for which some call has an option. ``of``: size -> meshes, from the first rank on."""
 
     def __init__(self, problem: Problem) -> None:
-        self.whole, self.local_size = Mesh(0, problem.size), problem.local_size
+        self.whole, self.local_size = RankRange(0, problem.size), problem.local_size
         sizes = {option.size for call in problem.calls for option in call.options}
         nodes, todo = set(), [self.whole]
         while todo:
             node = todo.pop()
             nodes.add(node)
             todo += halves(node, self.local_size) if node.count > 1 else ()
-        left = {Mesh(node.end, problem.size - node.count) for node in nodes if node.first == 0 and node != self.whole}
-        left |= {Mesh(0, node.first) for node in nodes if node.end == problem.size and node.first > 0}
+        left = {RankRange(node.end, problem.size - node.count) for node in nodes if node.first == 0 and node != self.whole}
+        left |= {RankRange(0, node.first) for node in nodes if node.end == problem.size and node.first > 0}
         self.left = sorted(mesh for mesh in left - nodes if mesh.count in sizes)
-        self.of: dict[int, list[Mesh]] = {}
+        self.of: dict[int, list[RankRange]] = {}
         for mesh in sorted({*nodes, *self.left}):
             if mesh.count in sizes:
                 self.of.setdefault(mesh.count, []).append(mesh)
         self._memory = problem.memory_runs
         self.places = cache(self._places)
 
-    def _places(self, size: int, taken: frozenset[Mesh]) -> tuple[Mesh, ...]:
+    def _places(self, size: int, taken: frozenset[RankRange]) -> tuple[RankRange, ...]:
         """One of all meshes of this size that differ only by a symmetry of what is ``taken``.
 
         Two halves that are equal in size, memory and what of each taken mesh lies in them can be exchanged, with all that any later
@@ -56,12 +56,12 @@ class Meshes:
                     todo.append(second)
         return tuple(sorted(found))
 
-    def _inside(self, node: Mesh, taken: frozenset[Mesh]) -> tuple[object, ...]:
+    def _inside(self, node: RankRange, taken: frozenset[RankRange]) -> tuple[object, ...]:
         edges = (node.first == 0, node.end == self.whole.end) if self.left else ()
         clips = {(mesh, *_clip(mesh, node)) for mesh in taken if mesh.overlaps(node)}
         memory = [(*_clip(mesh, node), amount) for mesh, amount in self._memory if mesh.overlaps(node)]
         return node.count, edges, frozenset(clips), tuple(memory)
 
 
-def _clip(mesh: Mesh, node: Mesh) -> tuple[int, int]:
+def _clip(mesh: RankRange, node: RankRange) -> tuple[int, int]:
     return max(mesh.first - node.first, 0), min(mesh.end - node.first, node.count)

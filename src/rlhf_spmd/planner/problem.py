@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, order=True)
-class Mesh:
+class RankRange:
     """``count`` ranks from ``first`` on."""
 
     first: int
@@ -30,7 +30,7 @@ class Mesh:
     def end(self) -> int:
         return self.first + self.count
 
-    def overlaps(self, other: Mesh) -> bool:
+    def overlaps(self, other: RankRange) -> bool:
         return self.first < other.first + other.count and other.first < self.first + self.count
 
 
@@ -84,7 +84,7 @@ class Call:
 class Choice:
     """Of one call: where it runs and how; ``option`` is a number among the call's."""
 
-    mesh: Mesh
+    mesh: RankRange
     option: int
 
 
@@ -125,11 +125,11 @@ class Problem:
         return len(self.memory)
 
     @cached_property
-    def memory_runs(self) -> list[tuple[Mesh, float]]:
+    def memory_runs(self) -> list[tuple[RankRange, float]]:
         """Ranks in succession that have equal memory, and how much."""
         memory = self.memory
         starts = [rank for rank in range(self.size) if rank == 0 or memory[rank] != memory[rank - 1]]
-        return [(Mesh(a, b - a), memory[a]) for a, b in pairwise([*starts, self.size])]
+        return [(RankRange(a, b - a), memory[a]) for a, b in pairwise([*starts, self.size])]
 
     @cached_property
     def options_by_size(self) -> list[dict[int, list[int]]]:
@@ -164,7 +164,7 @@ class Problem:
         """The nodes that may run elsewhere than their role's home."""
         return tuple(node for node, call in enumerate(self.calls) if not call.home and not call.at_home)
 
-    def on_one_host(self, *meshes: Mesh) -> bool:
+    def on_one_host(self, *meshes: RankRange) -> bool:
         hosts = {rank // self.local_size for mesh in meshes for rank in (mesh.first, mesh.first + mesh.count - 1)}
         return len(hosts) == 1
 

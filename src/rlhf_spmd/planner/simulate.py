@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlhf_spmd.planner.problem import Mesh, Plan, Problem
+from rlhf_spmd.planner.problem import Plan, Problem, RankRange
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
     return Schedule(tuple((starts[i], starts[i] + seconds[i]) for i in nodes), period, peaks, max(excess, 0.0))
 
 
-def rank_peaks(size: int, held: Sequence[tuple[Mesh, float]], needs: Sequence[tuple[Mesh, float]]) -> tuple[float, ...]:
+def rank_peaks(
+    size: int, held: Sequence[tuple[RankRange, float]], needs: Sequence[tuple[RankRange, float]]
+) -> tuple[float, ...]:
     """Bytes on each rank: all that is held on it and the largest need."""
     cuts = sorted({0, size, *(edge for mesh, _ in (*held, *needs) for edge in (mesh.first, mesh.end))})
     peaks: list[float] = []
@@ -58,7 +60,7 @@ def rank_peaks(size: int, held: Sequence[tuple[Mesh, float]], needs: Sequence[tu
 
 
 def start_times(
-    problem: Problem, nodes: Sequence[int], meshes: Sequence[Mesh | None], seconds: Sequence[float]
+    problem: Problem, nodes: Sequence[int], meshes: Sequence[RankRange | None], seconds: Sequence[float]
 ) -> tuple[list[float], float]:
     """Starts of all nodes (0 for those that are not among ``nodes``), and seconds of a step.
 
@@ -82,7 +84,7 @@ def start_times(
     return starts, last
 
 
-def _steady_state(problem: Problem, meshes: Sequence[Mesh | None], seconds: Sequence[float]) -> tuple[list[float], float]:
+def _steady_state(problem: Problem, meshes: Sequence[RankRange | None], seconds: Sequence[float]) -> tuple[list[float], float]:
     """Steps without end, every rank in program order from one to the next: seconds per step are the largest ratio of seconds to steps
     among the cycles of what waits for what (max-plus algebra), found by Newton's way: a cycle that is slower than the period is the
     next period."""
@@ -113,7 +115,7 @@ def _steady_state(problem: Problem, meshes: Sequence[Mesh | None], seconds: Sequ
         period = slower
 
 
-def _waits(problem: Problem, meshes: Sequence[Mesh | None]) -> list[tuple[int, int, int]]:
+def _waits(problem: Problem, meshes: Sequence[RankRange | None]) -> list[tuple[int, int, int]]:
     """(before, after, n): ``after`` of a step waits for ``before`` of the step n earlier.
 
     A call needs the weights that the step before left, one of ``generating`` those of the step ``ahead`` + 1 before.

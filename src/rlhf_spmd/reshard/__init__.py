@@ -13,6 +13,6 @@ from rlhf_spmd.reshard.methods import METHODS, choose_method
 from rlhf_spmd.reshard.plan import Holding, holdings, missing_elements, plan_transfer
 from rlhf_spmd.reshard.storages import Storages
 from rlhf_spmd.reshard.transfer import LABEL as LOAN_LABEL
-from rlhf_spmd.reshard.transfer import RaisingThread, Transfer, start_transfer, transfer_steps
+from rlhf_spmd.reshard.transfer import BackgroundTask, Transfer, start_transfer, transfer_steps
 
 LABELS = (LABEL, LOAN_LABEL)  # under which weights that move are counted

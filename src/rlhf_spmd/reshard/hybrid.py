@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.zero import is_sharded, local_part
-from rlhf_spmd.reshard.messages import Ends, Step, plan_bucket, plan_steps
+from rlhf_spmd.reshard.messages import Endpoints, Step, plan_bucket, plan_steps
 from rlhf_spmd.reshard.methods import ONE_HOST, Method
 from rlhf_spmd.reshard.plan import HostOf, ShardsAt, held_by, single_slice
 from rlhf_spmd.reshard.storages import Storages, held_bytes, materialise
@@ -164,7 +164,7 @@ class HybridWeights:
             moves, copies = list(self.plan.transfer.moves(tensors)), list(self.plan.transfer.copies(tensors))
             ends = self._ends(self.bucket_bytes // self.dtype.itemsize)
             replaced = sum(math.prod(self.shards[name].shape) for name in self.finished[bucket] if self.replaced(name))
-            self._steps[bucket] = replace(plan_bucket(moves, copies, ends, can(self.device).streams), held=replaced)
+            self._steps[bucket] = replace(plan_bucket(moves, copies, ends, capabilities(self.device).streams), held=replaced)
         return self._steps[bucket]
 
     @cached_property
@@ -172,10 +172,10 @@ class HybridWeights:
         """The steps where each rank needs its own part and there are no buckets."""
         return plan_steps(self.plan.transfer, self._ends(self.bucket_bytes // 2 // self.dtype.itemsize))
 
-    def _ends(self, limit: int) -> Ends:
+    def _ends(self, limit: int) -> Endpoints:
         converted = any(dtype != self.dtype for dtype in self._dtypes.values())
         sources = {name: shard.shape for name, shard in self.shards.items()}
-        return Ends(self.index, self.members, sources, self.made, converted, max(limit, 1))
+        return Endpoints(self.index, self.members, sources, self.made, converted, max(limit, 1))
 
     def replaced(self, name: str) -> bool:
         """Whether a training parameter's values are in the generation parameters meanwhile. With another dtype it is no copy."""

@@ -63,7 +63,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ends:
+class Endpoints:
     """What a rank must know of itself and of its group. ``rank``: as plans call it; ``members``: the group, in its order, by the same
     names. ``sources``, ``targets``: shapes of its parameters, which are contiguous. ``converted``: what is sent has another dtype than
     what travels. ``limit``: elements that a step's buffer and a message at most have."""
@@ -76,7 +76,7 @@ class Ends:
     limit: int
 
 
-def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
+def plan_steps(plan: Plan, ends: Endpoints) -> list[Step]:
     """Exchanges in one order on all ranks: by the distance of giver and taker, each counted on its own side (pools that lie apart
     have as many distances as the larger one has ranks), then by the number of the message between the two. So a rank sends one message
     in each and receives one, and the first exchange that is not done is always started by all that have a part in it: no order of
@@ -89,7 +89,7 @@ def plan_steps(plan: Plan, ends: Ends) -> list[Step]:
     return [*[Step(copies=copies)] * bool(copies), *steps]
 
 
-def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_gpu: bool) -> Step:
+def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Endpoints, on_gpu: bool) -> Step:
     """All messages of parameters that every member of the group makes; on GPUs one all-gather if all give equal parts."""
     if on_gpu and moves and (step := _all_gather(moves, copies, ends)):
         return step
@@ -97,7 +97,7 @@ def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends, on_
     return _exchange(pairs, copies, ends)
 
 
-def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Ends) -> Step | None:
+def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Endpoints) -> Step | None:
     """None where members' parts differ in size, some but not all hold a part, or a buffer has no room. Every member sees all parts of
     the bucket, as it needs them all, so that all members decide alike."""
     if any(1 < piece.holders < len(ends.members) for piece in (*moves, *copies)):
@@ -140,7 +140,7 @@ def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:
 Pair = tuple[tuple[int, int, int], bool, int, tuple[Part, ...]]  # place in the global order, whether it sends, peer, parts
 
 
-def _in_order(moves: Iterable[Piece], sides: tuple[Sequence[int], Sequence[int]], ends: Ends, alone: int) -> list[Pair]:
+def _in_order(moves: Iterable[Piece], sides: tuple[Sequence[int], Sequence[int]], ends: Endpoints, alone: int) -> list[Pair]:
     """The messages between this rank and each other one. ``sides``: the ranks that give and that take, whether this one knows of it
     or not."""
     among, to = ({rank: i for i, rank in enumerate(side)} for side in sides)
@@ -156,7 +156,7 @@ def _in_order(moves: Iterable[Piece], sides: tuple[Sequence[int], Sequence[int]]
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def _exchange(pairs: Sequence[Pair], copies: Sequence[Piece], ends: Ends) -> Step:
+def _exchange(pairs: Sequence[Pair], copies: Sequence[Piece], ends: Endpoints) -> Step:
     """One step of these messages; equal parts that go to several are one."""
     numbers: dict[tuple[bool, tuple[Part, ...]], int] = {}
     messages, transfers, used = list[Message](), list[tuple[int, int]](), 0
@@ -212,7 +212,7 @@ def _follows(a: Part, b: Part) -> bool:
     return below and a.parameter == b.parameter and a.size[1:] == b.size[1:]
 
 
-def _in_memory(sends: bool, parts: Sequence[Part], ends: Ends) -> bool:
+def _in_memory(sends: bool, parts: Sequence[Part], ends: Endpoints) -> bool:
     """Whether a message lies in one piece in this rank's memory, as it travels."""
     if len(parts) > 1 or (sends and ends.converted):
         return False

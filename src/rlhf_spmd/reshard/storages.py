@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import can, wait
+from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.kernels.pinned import host_zeros
 
@@ -83,7 +83,7 @@ class Storages:
         if self._coming:
             return
         self._coming = True
-        if not any(can(storage.device).streams for storage in self._storages):
+        if not any(capabilities(storage.device).streams for storage in self._storages):
             self._copy_back()
             return
         for storage, size in zip(self._storages, self._sizes, strict=True):

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import can
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.reshard.delta import Changes, Delta
-from rlhf_spmd.reshard.messages import Ends, Message, Step, plan_steps
+from rlhf_spmd.reshard.messages import Endpoints, Message, Step, plan_steps
 from rlhf_spmd.reshard.plan import Part, Piece, Plan
 
 LABEL = "loan"  # weights on loan, which may move beside a transition
@@ -34,7 +34,7 @@ class _Flight(NamedTuple):
     travels: list[Tensor]
 
 
-class RaisingThread(threading.Thread):
+class BackgroundTask(threading.Thread):
     """``work`` in a thread beside the main one. ``on_error`` is told of a failure at once, there; :meth:`wait` raises it."""
 
     def __init__(self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None) -> None:
@@ -89,11 +89,11 @@ class Transfer:
         self._group, self._dtype, self._limit, self._label = group, dtype, limit, label
         self._opens, self._closes, self._measure = opens, closes, measure
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
-        self._stream = (stream or side_stream()) if beside and can(self._device).streams else None
+        self._stream = (stream or side_stream()) if beside and capabilities(self._device).streams else None
         self._flights: deque[_Flight] = deque()
         self._held = self._exchanged = self._buffer_bytes = 0  # of the steps under way; the first two are elements
         self.landed = self.peak_bytes = 0
-        self._thread: RaisingThread | None = None
+        self._thread: BackgroundTask | None = None
         self._arrived: torch.cuda.Event | None = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -120,7 +120,7 @@ class Transfer:
             self.advance(self._number)  # only the stream waits
             self._arrived = self._stream.record_event()
         elif self.landed < self._number and self._thread is None:
-            self._thread = RaisingThread(lambda: self.advance(self._number), "reshard", on_error)
+            self._thread = BackgroundTask(lambda: self.advance(self._number), "reshard", on_error)
 
     @torch.no_grad()
     def advance(self, upto: int) -> None:
@@ -222,7 +222,7 @@ def transfer_steps(
     """
     here, there = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
     converted = any(tensor.dtype != dtype for tensor in sources.values())
-    return plan_steps(plan, Ends(rank, members, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
+    return plan_steps(plan, Endpoints(rank, members, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
 
 
 def start_transfer(

@@ -12,7 +12,7 @@ from rlhf_spmd.rewards.config import RewardConfig
 class RewardError(RuntimeError):
     """The reward cannot go on: a worker does not start, or too many calls fail. Ends the run with class ``reward``."""
 
-    exit_class = "reward"  # how the run ends: parallel/program.py
+    exit_class = "reward"  # how the run ends: process/program.py
 
 
 def check_failures(

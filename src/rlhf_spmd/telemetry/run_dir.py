@@ -53,7 +53,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 class WriteError(OSError):
     """A file cannot be written; the message names it."""
 
-    exit_class = "checkpoint"  # how the run ends: parallel/program.py
+    exit_class = "checkpoint"  # how the run ends: process/program.py
 
     def __str__(self) -> str:
         return f"cannot write {self.filename}: {self.strerror}; what was saved before is intact"

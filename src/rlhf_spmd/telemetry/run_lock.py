@@ -31,7 +31,7 @@ STALE_S = 300.0
 class LockLost(RuntimeError):
     """The run directory is no longer this job's."""
 
-    exit_class = "checkpoint"  # how the run ends: parallel/program.py
+    exit_class = "checkpoint"  # how the run ends: process/program.py
 
 
 _held: dict[Path, threading.Event] = {}  # lock files of this process, each with what ends its touching

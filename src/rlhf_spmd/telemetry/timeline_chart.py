@@ -20,7 +20,7 @@ LABEL_LENGTH = 21  # characters that fit into LABEL_WIDTH
 
 
 @dataclass(frozen=True)
-class Box:
+class ChartBox:
     """A span: seconds from the start of the drawing. ``key`` chooses the colour, ``title`` is shown while hovering."""
 
     key: str
@@ -30,18 +30,18 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     """A rank. ``tracks``: the first is drawn high, the others as thin strips below. Boxes may be nested, outer first."""
 
     label: str
-    tracks: Sequence[Sequence[Box]]
+    tracks: Sequence[Sequence[ChartBox]]
 
 
 @dataclass(frozen=True)
 class TimelineChart:
     """What :func:`draw` takes. ``marks``: (time, text) of vertical lines, for example the starts of steps."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ChartRow]
     marks: Sequence[tuple[float, str]] = ()
     note: str = ""
 
@@ -123,9 +123,9 @@ def _key(span: Mapping[str, Any]) -> str:
     return WAITING if span.get("cat") == "wait" else phase_key(str(span["name"]))
 
 
-def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: float) -> list[Row]:
+def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: float) -> list[ChartRow]:
     busy: dict[str, float] = defaultdict(float)
-    tracks: dict[int, dict[tuple[str, int], list[Box]]] = defaultdict(lambda: defaultdict(list))
+    tracks: dict[int, dict[tuple[str, int], list[ChartBox]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         category = str(span.get("cat", ""))
         busy[category] += span["dur"]
@@ -133,22 +133,22 @@ def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: 
     rows = []
     for pid, found in sorted(tracks.items()):
         keys = sorted(found, key=lambda key: (key[0] != MAIN, -busy[key[0]], *key))
-        empty: list[list[Box]] = [] if keys[0][0] == MAIN else [[]]  # a rank that computed nothing has its main track too
-        rows.append(Row(names.get(pid, f"rank {pid}"), empty + [found[key] for key in keys]))
+        empty: list[list[ChartBox]] = [] if keys[0][0] == MAIN else [[]]  # a rank that computed nothing has its main track too
+        rows.append(ChartRow(names.get(pid, f"rank {pid}"), empty + [found[key] for key in keys]))
     return rows
 
 
-def _box(span: Mapping[str, Any], origin: float) -> Box:
+def _box(span: Mapping[str, Any], origin: float) -> ChartBox:
     start = (span["ts"] - origin) / 1e6
     seconds = span["dur"] / 1e6
     lines = [str(span["name"]), f"{_seconds(seconds)}, from {start:.3f} s", f"{span.get('cat', '')}"]
     lines += [f"{key} {value}" for key, value in (span.get("args") or {}).items()]
-    return Box(_key(span), start, start + seconds, "\n".join(lines))
+    return ChartBox(_key(span), start, start + seconds, "\n".join(lines))
 
 
-def _track(track: Sequence[Box], x: Scale, top: float, height: float, colors: Mapping[str, str]) -> list[str]:
+def _track(track: Sequence[ChartBox], x: Scale, top: float, height: float, colors: Mapping[str, str]) -> list[str]:
     parts = []
-    enclosing: list[Box] = []
+    enclosing: list[ChartBox] = []
     for box in track:
         while enclosing and enclosing[-1].end <= box.start:
             enclosing.pop()

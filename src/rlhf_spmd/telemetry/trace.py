@@ -171,7 +171,7 @@ def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": label}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
     ]
-    lanes = _Lanes()
+    lanes = _DecodeMicroBatches()
     for name, category, step, start_ns, end_ns, args in sorted(rank["events"], key=lambda e: (e[3], -(e[4] or e[3]))):
         event = {
             "ph": "i" if end_ns is None else "X",
@@ -189,7 +189,7 @@ def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
     return events
 
 
-class _Lanes:
+class _DecodeMicroBatches:
     """Rows of one rank: a category has as many as it needs for spans on one row to be nested or apart (as viewers require)."""
 
     def __init__(self) -> None:

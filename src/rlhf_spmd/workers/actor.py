@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import MICRO_DP, THREE_D, Production, Reference, register
-from rlhf_spmd.controller.reference import Piece
+from rlhf_spmd.controller import MICRO_DP, THREE_D, CallRecord, Reference, register
+from rlhf_spmd.controller.reference import FieldShard
 from rlhf_spmd.data.batch import Batch, Field, decode_json, pack, ragged, unpack
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.episodes import Environments
-from rlhf_spmd.generation.portions import Portions
+from rlhf_spmd.generation.finished_groups import FinishedGroups
+from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
-from rlhf_spmd.workers.generating import build_generating
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.reference import ReferenceWorker
-from rlhf_spmd.workers.rollouts import HeldRollouts
+from rlhf_spmd.workers.rollout_engine import build_generating
+from rlhf_spmd.workers.rollouts import PartialRollouts
 
 
 class ActorWorker(ModelWorker):
@@ -40,19 +40,19 @@ class ActorWorker(ModelWorker):
         self.generating = build_generating(self, build.tokenizer)
         if self.generating is not None:
             self.generator = self.generating.generator
-            self.held = HeldRollouts(self.generator)
+            self.held = PartialRollouts(self.generator)
 
-    def enter(self, call: Production) -> None:
+    def enter(self, call: CallRecord) -> None:
         super().enter(call)
         old = call.intakes[0].fields.get("old_log_probs", ()) if call.intakes else ()
         self.checks_rollouts = (
             bool(old) and not self.config.lora.dropout and all(self._is_exact(piece, call.version) for piece in old)
         )
 
-    def _is_exact(self, piece: Piece, version: int) -> bool:
+    def _is_exact(self, piece: FieldShard, version: int) -> bool:
         """Whether the log-probs of a generation are what a training forward of these weights gives, bit for bit."""
         maker = piece.producer
-        if not (self.build.exact_rollouts and isinstance(maker, Production) and maker.spec.kind == "generate"):
+        if not (self.build.exact_rollouts and isinstance(maker, CallRecord) and maker.spec.kind == "generate"):
             return False
         common = next(value for value in maker.args if isinstance(value, SamplingConfig))
         own = next((value for value in maker.args if isinstance(value, (list, tuple))), ())
@@ -133,12 +133,14 @@ class ActorWorker(ModelWorker):
         made = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
         return made.with_fields(**fields)
 
-    def _portions(self, batch: Batch, requests: Sequence[Request]) -> Portions | None:
+    def _portions(self, batch: Batch, requests: Sequence[Request]) -> FinishedGroups | None:
         handing_out = self.controller.handing_out
         if handing_out is None or not self.hands_out:
             return None
         begin = (lambda ended: handing_out.begin(self._made(batch, ended))) if handing_out.early else None
-        return Portions(requests, handing_out.num_portions, lambda ended: handing_out.send(self._made(batch, ended)), begin)
+        return FinishedGroups(
+            requests, handing_out.num_portions, lambda ended: handing_out.send(self._made(batch, ended)), begin
+        )
 
     def _environments(self, batch: Batch) -> Environments | None:
         if not self.build.environments or not len(batch):

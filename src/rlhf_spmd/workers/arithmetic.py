@@ -14,12 +14,12 @@ from rlhf_spmd.controller import DP, RANK_ZERO, GroupShape, ResourcePool, Signat
 from rlhf_spmd.data.batch import Batch, Field
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.workers.model_worker import Build, ModelWorker
+from rlhf_spmd.workers.model_worker import ModelWorker, WorkerContext
 from rlhf_spmd.workers.objective import MASK, Rows, take_field
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalReduce:
     """What arithmetic knows beyond its own rows. ``sum`` and ``max``: of a tensor over all ranks, every one of which must call.
     ``state``: JSON, of the role; the same on every rank, and part of checkpoints."""
 
@@ -43,7 +43,7 @@ class Whole:
 # (fields by name, [tokens] or [rows] each; rows; the whole batch) -> fields that it makes, and metrics that are the same on every rank.
 # A rank without rows is called too, with empty tensors. ``Rows.per_token`` makes a field per token, a tensor [rows] is one per row.
 Computed = tuple[dict[str, Field], dict[str, float]]
-Function = Callable[[dict[str, Tensor], Rows, Whole], Computed]
+Function = Callable[[dict[str, Tensor], Rows, GlobalReduce], Computed]
 
 
 class ArithmeticWorker(Worker):
@@ -52,7 +52,7 @@ class ArithmeticWorker(Worker):
 
     home: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, build: Build, name: str, pool: ResourcePool) -> None:
+    def __init__(self, build: WorkerContext, name: str, pool: ResourcePool) -> None:
         layout = Layout(dp=len(pool.ranks))
         super().__init__(build.controller, name, pool, GroupShape(layout))
         self.mesh = build_mesh(build.world, pool.ranks, layout)
@@ -80,7 +80,7 @@ class ArithmeticWorker(Worker):
         # copies: what a function writes to must not be another call's result
         fields = {name: take_field(batch, name, torch.device("cpu")).clone() for name in reads}
         pool = self.mesh.pool
-        whole = Whole(
+        whole = GlobalReduce(
             lambda x: pool.all_reduce(x.clone(), "control"), lambda x: pool.all_reduce(x.clone(), "control", "max"), self.state
         )
         made, metrics = function(fields, Rows.of(batch), whole)

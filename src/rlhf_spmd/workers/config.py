@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.kernels import ATTENTION, can
+from rlhf_spmd.kernels import ATTENTION, capabilities
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.parallel.layout import LayoutConfig
@@ -52,7 +52,7 @@ class ComputeConfig:
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
         if self.dtype == "auto":
-            return can(device).dtype
+            return capabilities(device).dtype
         return DTYPES[self.dtype]
 
 
@@ -66,7 +66,7 @@ class RoleConfig(ComputeConfig):
     - random_init: read configuration and tokenizer from `path` and draw the weights from `run.seed`
     - pool: a name in `placement.pools`; null: `placement.strategy` decides
     - activation_checkpointing: `none`, `selective` or `full`: what of a layer the backward pass computes again, see
-      [training.md](training.md); `auto`: the first of them with which the run should fit into memory, the results have the same
+      [parallelism.md](parallelism.md); `auto`: the first of them with which the run should fit into memory, the results have the same
       bits
     - activation_offload: keep what the backward pass needs in host memory
     - calls: method: ranks and layout of its calls, where they are not the role's

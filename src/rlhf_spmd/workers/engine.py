@@ -38,7 +38,7 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import Zero, allocate, local_part, stage_of_zero
+from rlhf_spmd.parallel.zero import FSDPModel, allocate, local_part, stage_of_zero
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import Muon
 from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dtype
@@ -118,7 +118,7 @@ class TrainEngine:
             for name, param in chunk.named_parameters():
                 param.requires_grad_(optim is not None and (self.lora is None or is_trained(name, head)))
         wide = accumulation_dtype(dtype)
-        self.zeros = [Zero(chunk, chunk.layers, mesh, self.zero, wide) for chunk in self.chunks if self.zero]
+        self.zeros = [FSDPModel(chunk, chunk.layers, mesh, self.zero, wide) for chunk in self.chunks if self.zero]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
@@ -182,13 +182,13 @@ class TrainEngine:
         """Sum gradients of half-precision parameters over micro-batches in fp32."""
         for zero in self.zeros:
             zero.keep_reduced()
-        by_chunk: Sequence[Zero | None] = self.zeros or [None] * len(self.chunks)
+        by_chunk: Sequence[FSDPModel | None] = self.zeros or [None] * len(self.chunks)
         parts = zip(self.chunks, by_chunk, strict=True)
         zeros = named_by_chunk([dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in parts])
         for name in self.trained:
             self._params[name].register_post_accumulate_grad_hook(partial(self._keep_wide, name, zeros[name]))
 
-    def _keep_wide(self, name: str, zero: Zero | None, param: Tensor) -> None:
+    def _keep_wide(self, name: str, zero: FSDPModel | None, param: Tensor) -> None:
         if zero is not None:
             grad = zero.take_gradient(param)
         else:

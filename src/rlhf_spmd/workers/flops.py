@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from rlhf_spmd.kernels import can, wait
+from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.models.spec import ModelSpec
 
 # TFLOP/s of dense matrix products in bf16 and fp16, and in fp32 without TF32, as NVIDIA's data sheets have them at the end of 2025.
@@ -57,7 +57,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -
     ``local_size`` ranks): what other processes compute meanwhile does not make the peak lower. Measured once in a process: it takes a
     quarter of a second on CPUs, and a notebook trains more than once.
     """
-    on_gpu = can(device).streams
+    on_gpu = capabilities(device).streams
     size, clock = (8192, time.perf_counter) if on_gpu else (768, time.process_time)
     cores = 1.0 if on_gpu else min(torch.get_num_threads(), len(os.sched_getaffinity(0)) / local_size)
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -73,7 +73,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -
 def rated_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of a GPU by its data sheet (RATED). None: on CPUs, on cards that are not in the table, on parts of one (MIG), and in fp32
     where products are allowed to be in TF32."""
-    return rating_of(torch.cuda.get_device_name(device), dtype) if can(device).streams else None
+    return rating_of(torch.cuda.get_device_name(device), dtype) if capabilities(device).streams else None
 
 
 def rating_of(name: str, dtype: torch.dtype) -> float | None:

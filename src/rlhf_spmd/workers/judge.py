@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import Production
+from rlhf_spmd.controller import CallRecord
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.rewards.binding import Row
-from rlhf_spmd.workers.generating import build_generating
 from rlhf_spmd.workers.reward import RewardWorker
+from rlhf_spmd.workers.rollout_engine import build_generating
 
 
 class JudgeWorker(RewardWorker):
@@ -29,7 +29,7 @@ class JudgeWorker(RewardWorker):
         if self.serves("compute_reward"):
             self.generating = build_generating(self, None)
 
-    def enter(self, call: Production) -> None:
+    def enter(self, call: CallRecord) -> None:
         super().enter(call)
         self.verdicts = {}
 

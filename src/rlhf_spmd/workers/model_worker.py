@@ -14,9 +14,9 @@ from torch import Tensor
 from rlhf_spmd.controller import (
     RANK_ZERO,
     THREE_D,
+    CallRecord,
     Controller,
     GroupShape,
-    Production,
     ResourcePool,
     Signature,
     Stream,
@@ -38,7 +38,6 @@ from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.adapters import held_tensors
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
-from rlhf_spmd.workers.loan import Loan, LoanAhead
 from rlhf_spmd.workers.objective import (
     MASK,
     Objective,
@@ -54,10 +53,11 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
+from rlhf_spmd.workers.weight_sync import AsyncWeightSync, WeightSync
 
 
 @dataclass(frozen=True)
-class Build:
+class WorkerContext:
     """What every role is built from, besides its own configuration.
 
     ``temperature``: of sampling, and so of log-probs. ``num_samples``: scored rows that come back as text, for people to read.
@@ -102,11 +102,11 @@ class ModelWorker(Worker):
     checks_rollouts = False  # whether the next update is to compare the rollout's log-probs with its own
 
     def __init__(
-        self, build: Build, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec | None
+        self, build: WorkerContext, name: str, pool: ResourcePool, shape: GroupShape, config: RoleConfig, spec: ModelSpec | None
     ) -> None:
         super().__init__(build.controller, name, pool, shape)
         self.build, self.config, self.spec = build, config, spec
-        self.loan: Loan | None = None  # of a twin
+        self.loan: WeightSync | None = None  # of a twin
         self.version = 0  # of the role's weights that are here: calls of this run that had trained them
         self.resting: Storages | None = None  # of weights that are in host memory between calls, on members
         self.mesh = build_mesh(build.world, pool.ranks, shape.layout)
@@ -167,13 +167,13 @@ class ModelWorker(Worker):
         """Let ``twin`` serve a method. Collective over the world: every rank of it must call, in program order."""
         self.twins[method], twin.lenders = twin, self.pool.ranks
         is_ahead = self.controller.versions.ahead > 0 and self.trained and getattr(type(self), method).spec.kind == "generate"
-        twin.loan = (LoanAhead if is_ahead else Loan)(self, twin, method)
+        twin.loan = (AsyncWeightSync if is_ahead else WeightSync)(self, twin, method)
 
     def prefetch(self) -> None:
         assert self.resting is not None, "nothing rests in host memory"
         self.resting.prefetch()
 
-    def enter(self, call: Production) -> None:
+    def enter(self, call: CallRecord) -> None:
         """A twin takes the weights for calls that need them; a home may go on when its weights have left."""
         for twin in self.twins.values():
             assert isinstance(twin, ModelWorker) and twin.loan is not None
@@ -188,7 +188,7 @@ class ModelWorker(Worker):
                 self.resting.reload()
             self.resting.let_go()  # generation gives the weights other storages, and the former ones must not stay beside them
 
-    def leave(self, call: Production) -> None:
+    def leave(self, call: CallRecord) -> None:
         if call.spec.kind == "train":
             self.version = call.version + 1
         if self.loan is not None and self._holds:

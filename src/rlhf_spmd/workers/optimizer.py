@@ -33,7 +33,7 @@ class OptimConfig:
 
     - name: `adamw`; `adamw_8bit`: bitsandbytes' AdamW, moments in 8 bits but those of biases and norms (needs `rlhf_spmd[optim]`);
       `muon`: torch's Muon for the matrices of the layers, in steps of the size of AdamW's, so that `lr` and `weight_decay` mean the
-      same, and AdamW for all else; see [training.md](training.md#optimizers)
+      same, and AdamW for all else; see [parallelism.md](parallelism.md#optimizers)
     - lr: learning rate; a critic, whose value head starts at zero, wants more, say `1e-5`
     - head_lr: learning rate of the value head, in a model without one of the output matrix, by the same schedule; null: `lr`
     - momentum: Muon's
@@ -46,7 +46,7 @@ class OptimConfig:
     - eps: of AdamW
     - clip_grad: largest global gradient norm; null or 0: no clipping
     - master_weights: fp32 copies of half-precision parameters (no effect in fp32 and fp64)
-    - offload: optimizer states and those copies rest in host memory, pinned on GPUs, see [training.md](training.md)
+    - offload: optimizer states and those copies rest in host memory, pinned on GPUs, see [parallelism.md](parallelism.md)
     """
 
     name: str = "adamw"

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, Production, register
+from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.workers.adapters import without_adapters
-from rlhf_spmd.workers.loan import Loan
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS
+from rlhf_spmd.workers.weight_sync import WeightSync
 
 
 class ReferenceWorker(ModelWorker):
-    _from_actor: Loan | None = None  # made when it is first needed
+    _from_actor: WeightSync | None = None  # made when it is first needed
     _arrived: dict[str, Tensor]  # the actor's weights as this rank's shards
 
-    def enter(self, call: Production) -> None:
+    def enter(self, call: CallRecord) -> None:
         super().enter(call)
         if call.spec.name != "follow":
             return
         if self._from_actor is None:
-            self._from_actor = Loan(call.args[0], self, "follow")
+            self._from_actor = WeightSync(call.args[0], self, "follow")
         self._arrived = {}
         if self.member:
             self._arrived = {name: torch.empty_like(shard) for name, shard in self.engine.local_tensors().items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import THREE_D, Production, register
+from rlhf_spmd.controller import THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.tokenizer import decode
@@ -78,7 +78,7 @@ class RewardWorker(ModelWorker):
         assert self.runner is not None
         self.runner.drop()
 
-    def enter(self, call: Production) -> None:
+    def enter(self, call: CallRecord) -> None:
         super().enter(call)
         rows = call.rows if self.first else None
         self.shown: frozenset[int] = frozenset()

@@ -12,15 +12,15 @@ from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data.batch import Batch, Field, concat, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.interruption import CallLimits
+from rlhf_spmd.generation.interruption import GenerationLimits
 from rlhf_spmd.generation.scheduler import GenerationStats
-from rlhf_spmd.generation.sequence import Completion, Notes, Request, Row
+from rlhf_spmd.generation.sequence import Completion, Request, SequenceState, TokenLogprobs
 
 REASONS: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
 NOTED = ("log_probs", "log_probs_t1", "versions")
 
 
-class HeldRollouts:
+class PartialRollouts:
     """The same on every rank of the replica.
 
     ``groups``: row ids of each group in flight; ``ended``: the completions among them; the others are the generator's ``kept``.
@@ -56,10 +56,10 @@ class HeldRollouts:
         num_whole = len(self._whole())
         fraction = (num_groups - num_whole) / max(len(self.groups) - num_whole, 1)
         if fraction <= 0:  # what ended together with the last step's rows is enough
-            self.generator.kept += [Row(request, number) for request in fresh]
+            self.generator.kept += [SequenceState(request, number) for request in fresh]
             self.generator.stats = GenerationStats()
         else:
-            limits = CallLimits(fraction=fraction)
+            limits = GenerationLimits(fraction=fraction)
             ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, limits, weights, tick)
             self.generator.before_training()  # the weights change before the next call
             self.ended |= {completion.row_id: completion for completion in ended}
@@ -118,6 +118,6 @@ class HeldRollouts:
                 self.ended[request.row_id] = Completion(request.row_id, tokens, log_probs, log_probs_t1, reason, versions)
             else:
                 top = log_probs.new_zeros(len(tokens), num_top)  # nothing in training reads them
-                notes = Notes(log_probs, log_probs_t1, versions, top.long(), top) if tokens else None
-                self.generator.kept.append(Row(request, int(saved["step"][i]), tokens, notes))
+                notes = TokenLogprobs(log_probs, log_probs_t1, versions, top.long(), top) if tokens else None
+                self.generator.kept.append(SequenceState(request, int(saved["step"][i]), tokens, notes))
         return [request for request in requests if request.row_id not in at]

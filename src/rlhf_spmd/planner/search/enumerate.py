@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Choice, Mesh, Problem
+from rlhf_spmd.planner.meshes import RankRanges
+from rlhf_spmd.planner.problem import Choice, Problem, RankRange
 from rlhf_spmd.planner.search import Found, no_plan
+from rlhf_spmd.planner.search.candidates import Candidates
 from rlhf_spmd.planner.search.filling import fill, whole_plan
 from rlhf_spmd.planner.search.packing import phases
-from rlhf_spmd.planner.search.ways import Ways
 from rlhf_spmd.planner.simulate import simulate
 
 Group = tuple[str, ...]  # roles that share ranks
@@ -22,7 +22,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
     so that none could grow; layouts come from a cache by (set, ranks), the latency from stages (phases of the step): the slowest
     set of each, in which calls take turns. The best by that is simulated. Stops after ``limit`` seconds; ``seed`` is not read.
     Raises NoPlanError where nothing fits."""
-    started, meshes, ways = time.perf_counter(), Meshes(problem), Ways(problem)
+    started, meshes, ways = time.perf_counter(), RankRanges(problem), Candidates(problem)
     stages, roles = phases(problem), list(problem.homes)
 
     @cache
@@ -93,9 +93,9 @@ def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[i
     return grow((), ranks)
 
 
-def _disjoint(meshes: Meshes, allocation: tuple[int, ...]) -> list[Mesh]:
+def _disjoint(meshes: RankRanges, allocation: tuple[int, ...]) -> list[RankRange]:
     """Meshes of these sizes without a common rank, the largest placed first; none where that fails."""
-    found: dict[int, Mesh] = {}
+    found: dict[int, RankRange] = {}
     for at in sorted(range(len(allocation)), key=lambda at: -allocation[at]):
         free = (mesh for mesh in meshes.of[allocation[at]] if not any(mesh.overlaps(other) for other in found.values()))
         mesh = next(free, None)

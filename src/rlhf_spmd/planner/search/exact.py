@@ -15,12 +15,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 
-from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Choice, Mesh, Plan, Problem
+from rlhf_spmd.planner.meshes import RankRanges
+from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange
 from rlhf_spmd.planner.search import Found, no_plan
+from rlhf_spmd.planner.search.candidates import Candidates, Held
 from rlhf_spmd.planner.search.filling import fill
 from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
-from rlhf_spmd.planner.search.ways import Held, Ways
 from rlhf_spmd.planner.simulate import simulate
 
 Homes = tuple[Choice, ...]  # of the first roles, in the order of the search
@@ -37,7 +37,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
 class _Exact:
     def __init__(self, problem: Problem, limit: float) -> None:
         self.problem, self.started, self.limit = problem, time.perf_counter(), limit
-        self.meshes, self.ways = Meshes(problem), Ways(problem)
+        self.meshes, self.ways = RankRanges(problem), Candidates(problem)
         self.effort = Effort(INFINITE)
         self.phases = [Phase(problem, nodes, self.meshes, self.effort) for nodes in phases(problem)]
         self.best = INFINITE
@@ -45,7 +45,7 @@ class _Exact:
         self.roles = sorted(problem.homes, key=lambda role: -problem.least_held[role])
         self.numbers = count()
         self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
-        self.open: list[tuple[tuple[float, float, int], Parts, Homes, Mesh | None]] = []
+        self.open: list[tuple[tuple[float, float, int], Parts, Homes, RankRange | None]] = []
 
     def run(self) -> Found:
         """Deepest first until there is a plan, then best first."""
@@ -82,13 +82,13 @@ class _Exact:
         seconds = time.perf_counter() - self.started
         return Found(self.plan, self.best, bound, bound == self.best, self.effort.evaluations, seconds)
 
-    def push(self, parts: Parts, homes: Homes, mesh: Mesh | None) -> None:
+    def push(self, parts: Parts, homes: Homes, mesh: RankRange | None) -> None:
         bound, depth = sum(parts), -2 * len(homes) - (mesh is not None)
         if bound < self.best:
             first = (bound, depth) if self.plan else (depth, bound)
             heapq.heappush(self.open, ((*first, next(self.numbers)), parts, homes, mesh))
 
-    def expand(self, parts: Parts, homes: Homes, mesh: Mesh | None) -> None:
+    def expand(self, parts: Parts, homes: Homes, mesh: RankRange | None) -> None:
         if len(homes) == len(self.roles):
             self.finish(parts, homes)
             return
@@ -134,7 +134,7 @@ class _Exact:
         held, needs, decided = self.held(homes), self.ways.needs, self.decided(homes)
         return all(needs(role, home.option)[1] <= self.ways.room(held, home.mesh) for role, home in decided.items())
 
-    def fixed(self, homes: Homes) -> dict[int, tuple[Mesh, float]]:
+    def fixed(self, homes: Homes) -> dict[int, tuple[RankRange, float]]:
         calls, tied = self.problem.calls, self.problem.tied
         at = self.decided(homes).items()
         return {node: (home.mesh, calls[node].options[home.option].seconds) for role, home in at for node in tied[role]}
@@ -160,7 +160,7 @@ class _Exact:
 
     def complete(self, parts: Parts, homes: Homes) -> None:
         """A plan with these homes soon: the others where the packing behind the bound has them, if options fit there."""
-        free, fixed, decided, meshes = self.free(homes), self.fixed(homes), self.decided(homes), dict[int, Mesh]()
+        free, fixed, decided, meshes = self.free(homes), self.fixed(homes), self.decided(homes), dict[int, RankRange]()
         for phase in self.phases:
             meshes |= phase.packed(fixed, free)
         where = {role: decided[role].mesh if role in decided else meshes.get(self.problem.homes[role]) for role in self.roles}
@@ -175,10 +175,10 @@ class _Exact:
         free, fixed, taken = self.free(homes), self.fixed(homes), frozenset(home.mesh for home in homes)
 
         @cache
-        def way(node: int, mesh: Mesh) -> tuple[float, int]:
+        def way(node: int, mesh: RankRange) -> tuple[float, int]:
             return self.ways.lent(node, decided[calls[node].role], mesh).within(self.ways.room(held, mesh))
 
-        found, lent = list(parts), dict[int, Mesh]()
+        found, lent = list(parts), dict[int, RankRange]()
         for number, phase in enumerate(self.phases):
             budget = self.best - (sum(found) - found[number])
             found[number], meshes = phase.pack(fixed, free, budget, lambda node, mesh: way(node, mesh)[0], taken)

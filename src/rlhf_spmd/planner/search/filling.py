@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from rlhf_spmd.planner.problem import Choice, Mesh, Plan
-from rlhf_spmd.planner.search.ways import Ways
+from rlhf_spmd.planner.problem import Choice, Plan, RankRange
+from rlhf_spmd.planner.search.candidates import Candidates
 
 
 def fill(
-    ways: Ways, homes: Mapping[str, Mesh], lent: Mapping[int, Mesh], given: Mapping[str, int] = MappingProxyType({})
+    ways: Candidates,
+    homes: Mapping[str, RankRange],
+    lent: Mapping[int, RankRange],
+    given: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[int, Choice] | None:
     """The calls of these roles, None where they do not fit in this way. ``lent``: where calls run that may run elsewhere.
 
@@ -28,7 +31,7 @@ def fill(
             min(ways.needs(role, o)[0] for o in options),
         )
     order = sorted(homes, key=lambda role: (role not in given, work[role]))
-    held: list[tuple[Mesh, float]] = []
+    held: list[tuple[RankRange, float]] = []
     active: dict[str, float] = {}
     found: dict[int, Choice] = {}
     for at, role in enumerate(order):
@@ -55,6 +58,6 @@ def whole_plan(choices: Mapping[int, Choice]) -> Plan:
     return tuple(choices[node] for node in sorted(choices))
 
 
-def next_to(meshes: Sequence[Mesh], first: int) -> Mesh:
+def next_to(meshes: Sequence[RankRange], first: int) -> RankRange:
     """The mesh that begins at this rank or soonest after it, else the first one."""
     return next((mesh for mesh in meshes if mesh.first >= first), meshes[0])

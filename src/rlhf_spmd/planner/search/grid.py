@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from itertools import product
 
-from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Mesh, Plan, Problem
+from rlhf_spmd.planner.meshes import RankRanges
+from rlhf_spmd.planner.problem import Plan, Problem, RankRange
 from rlhf_spmd.planner.search import Found, no_plan
+from rlhf_spmd.planner.search.candidates import Candidates
 from rlhf_spmd.planner.search.filling import fill, next_to, whole_plan
-from rlhf_spmd.planner.search.ways import Ways
 from rlhf_spmd.planner.simulate import simulate
 
 RATIOS = (1.0, 0.5, 0.25, 0.125)
@@ -20,7 +20,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
     Actor), or the role's own ranks. The first stands on the first ranks, the others behind one another, from the first rank again where
     these end. Ratios with which a role by itself does not fit are left out (APP's MinResourceChecker). Stops after ``limit`` seconds;
     ``seed`` is not read. Raises NoPlanError where nothing fits."""
-    started, meshes, ways = time.perf_counter(), Meshes(problem), Ways(problem)
+    started, meshes, ways = time.perf_counter(), RankRanges(problem), Candidates(problem)
     roles = list(problem.homes)
     copies = sorted({problem.calls[node].role for node in problem.lent}, key=roles.index)
     sizes = {size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in meshes.of}
@@ -31,7 +31,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
     for chosen in product(*(reversed(those) for those in candidates)):
         if found and time.perf_counter() - started > limit:
             break
-        at, placed = 0, list[Mesh | None]()
+        at, placed = 0, list[RankRange | None]()
         for size in chosen:
             mesh = next_to(meshes.of[size], at % problem.size) if size else None
             placed.append(mesh)

@@ -9,8 +9,8 @@ from functools import cache
 
 import numpy as np
 
-from rlhf_spmd.planner.meshes import Meshes, halves
-from rlhf_spmd.planner.problem import Mesh
+from rlhf_spmd.planner.meshes import RankRanges, halves
+from rlhf_spmd.planner.problem import RankRange
 
 NEVER = 1e300  # seconds where a call has no option: adds up without becoming not a number
 
@@ -26,21 +26,23 @@ class Loads:
     counts as a call on that half, unless ``nodes_only``.
     """
 
-    def __init__(self, meshes: Meshes, free: Sequence[Mapping[int, float]], ordered: bool, nodes_only: bool = False) -> None:
+    def __init__(
+        self, meshes: RankRanges, free: Sequence[Mapping[int, float]], ordered: bool, nodes_only: bool = False
+    ) -> None:
         self.meshes, self.free, self.ordered = meshes, free, ordered
         self.subsets, self.rests, self.starts = _splits(len(free))
         self.inside = {half.count for half in halves(meshes.whole, meshes.local_size)} if meshes.whole.count > 1 else set()
         self.left = {mesh.count for mesh in meshes.left if not nodes_only}
         self.times, self.ways = cache(self._times), cache(self._ways)
 
-    def least(self, fixed: Sequence[tuple[Mesh, float]] = ()) -> float:
+    def least(self, fixed: Sequence[tuple[RankRange, float]] = ()) -> float:
         """Seconds beside the ``fixed`` calls, in which order they may come; inf where there is no way."""
         least = float(self._end(self.meshes.whole, fixed)[-1])
         return least if least < NEVER else math.inf
 
-    def packing(self) -> dict[int, Mesh]:
+    def packing(self) -> dict[int, RankRange]:
         """Meshes of the calls, by their numbers, with which they end so soon: with ``nodes_only`` those of a schedule."""
-        found: dict[int, Mesh] = {}
+        found: dict[int, RankRange] = {}
         if self.least() < math.inf:
             self._place(self.meshes.whole, (1 << len(self.free)) - 1, found)
         return found
@@ -50,7 +52,7 @@ class Loads:
         seconds = [min([table.get(count, NEVER), *(table.get(n, NEVER) for n in left)]) for table in self.free]
         return _members(len(self.free)) @ np.array(seconds) if self.free else np.zeros(1)
 
-    def _end(self, mesh: Mesh, among: Sequence[tuple[Mesh, float]]) -> np.ndarray:
+    def _end(self, mesh: RankRange, among: Sequence[tuple[RankRange, float]]) -> np.ndarray:
         """Of all sets of free calls in a node, beside those ``among`` which lie in it or around it."""
         load, partly = 0.0, []
         for other, seconds in among:
@@ -70,14 +72,14 @@ class Loads:
         if count == 1:
             ends = self.times(1)
             return ends, np.full(len(self.subsets), NEVER), ends[self.subsets] + NEVER * (self.rests > 0)
-        first, second = (self.ways(half.count)[0] for half in halves(Mesh(0, count), self.meshes.local_size))
+        first, second = (self.ways(half.count)[0] for half in halves(RankRange(0, count), self.meshes.local_size))
         dealt = np.maximum(first[self.subsets], second[self.rests])
         below = np.minimum.reduceat(dealt, self.starts)
         others = below[_runs(len(self.free))].sum(0) if self.ordered else below[self.rests]
         taken = self.times(count)[self.subsets] + others
         return np.minimum.reduceat(taken, self.starts), dealt, taken
 
-    def _place(self, mesh: Mesh, calls: int, found: dict[int, Mesh]) -> None:
+    def _place(self, mesh: RankRange, calls: int, found: dict[int, RankRange]) -> None:
         _, _, taken = self.ways(mesh.count)
         at = self._best(taken, calls)
         found |= {call: mesh for call in range(len(self.free)) if self.subsets[at] >> call & 1}

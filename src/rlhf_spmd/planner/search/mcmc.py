@@ -6,7 +6,7 @@ import math
 import random
 import time
 
-from rlhf_spmd.planner.meshes import Meshes
+from rlhf_spmd.planner.meshes import RankRanges
 from rlhf_spmd.planner.problem import Choice, Plan, Problem
 from rlhf_spmd.planner.search import Found, no_plan
 from rlhf_spmd.planner.simulate import Schedule, simulate
@@ -19,7 +19,7 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> Found:
     """For ``limit`` seconds. Starts with the fastest option of each call, regardless of memory, and changes mesh and option of a random
     call. Cost is the step's seconds, more where memory is exceeded; ``beta`` is over the start's cost, so it has no unit. Raises
     NoPlanError where no plan that it met fits."""
-    started, draw, meshes = time.perf_counter(), random.Random(seed), Meshes(problem)
+    started, draw, meshes = time.perf_counter(), random.Random(seed), RankRanges(problem)
     options = [{size: its for size, its in by_size.items() if size in meshes.of} for by_size in problem.options_by_size]
 
     def moved(plan: Plan, node: int, choice: Choice) -> Plan:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from rlhf_spmd.planner.meshes import Meshes
-from rlhf_spmd.planner.problem import Mesh, Problem
+from rlhf_spmd.planner.meshes import RankRanges
+from rlhf_spmd.planner.problem import Problem, RankRange
 from rlhf_spmd.planner.search.loads import Loads
 from rlhf_spmd.planner.simulate import start_times
 
 Table = tuple[tuple[int, float], ...]  # (size, the fewest seconds on as many ranks)
-Fixed = Mapping[int, tuple[Mesh, float]]
+Fixed = Mapping[int, tuple[RankRange, float]]
 T = TypeVar("T")
 
 
@@ -55,10 +55,10 @@ class Effort:
 class Phase:
     """One of :func:`phases`. Of the calls that its methods are given it looks at its own."""
 
-    def __init__(self, problem: Problem, nodes: range, meshes: Meshes, effort: Effort) -> None:
+    def __init__(self, problem: Problem, nodes: range, meshes: RankRanges, effort: Effort) -> None:
         self.problem, self.nodes, self.meshes, self._effort = problem, nodes, meshes, effort
         self._known: dict[object, tuple[float, float]] = {}  # a lower bound, and a packing's seconds
-        self._witnesses: dict[tuple[int, ...], list[dict[int, Mesh]]] = {}
+        self._witnesses: dict[tuple[int, ...], list[dict[int, RankRange]]] = {}
         self.patience = 0 if problem.ahead else 20_000  # schedules for a bound
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
@@ -93,7 +93,7 @@ class Phase:
         self._known[key] = lower, upper
         return min(max(lower, floor), budget)
 
-    def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, Mesh]:
+    def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, RankRange]:
         """The best known packing of these calls, empty where there is none."""
         packing = _Packing(self, self._own(fixed), self._own(free), math.inf)
         return min(self._witnesses.get(tuple(self._own(free)), ()), key=packing.ends, default={})
@@ -103,9 +103,9 @@ class Phase:
         fixed: Fixed,
         free: Mapping[int, Table],
         budget: float,
-        seconds_on: Callable[[int, Mesh], float],
-        taken: frozenset[Mesh],
-    ) -> tuple[float, dict[int, Mesh] | None]:
+        seconds_on: Callable[[int, RankRange], float],
+        taken: frozenset[RankRange],
+    ) -> tuple[float, dict[int, RankRange] | None]:
         """The fewest seconds below ``budget`` and the meshes of the free calls, or ``budget`` and None.
 
         ``seconds_on`` says more than the tables, whose seconds it never goes below; ``taken``: meshes that it depends on.
@@ -115,7 +115,7 @@ class Phase:
     def _own(self, calls: Mapping[int, T]) -> dict[int, T]:
         return {node: calls[node] for node in self.nodes if node in calls}
 
-    def start_times(self, meshes: Sequence[Mesh | None], seconds: Sequence[float], until: float = math.inf) -> float:
+    def start_times(self, meshes: Sequence[RankRange | None], seconds: Sequence[float], until: float = math.inf) -> float:
         self._effort.spend()
         if self._effort.evaluations > until:
             raise _OutOfPatienceError
@@ -133,12 +133,12 @@ class _Packing:
         fixed: Fixed,
         free: Mapping[int, Table],
         budget: float,
-        seconds_on: Callable[[int, Mesh], float] | None = None,
-        taken: frozenset[Mesh] = frozenset(),
+        seconds_on: Callable[[int, RankRange], float] | None = None,
+        taken: frozenset[RankRange] = frozenset(),
     ) -> None:
         self._phase, self._free, self._seconds_on, self._taken = phase, free, seconds_on, taken
         size = len(phase.problem.calls)
-        self._meshes: list[Mesh | None] = [None] * size
+        self._meshes: list[RankRange | None] = [None] * size
         self._seconds = [0.0] * size
         for node, (mesh, seconds) in fixed.items():
             self._meshes[node], self._seconds[node] = mesh, seconds
@@ -147,7 +147,7 @@ class _Packing:
         self._area = sum(mesh.count * seconds for mesh, seconds in fixed.values())
         self._order = sorted(free, key=lambda node: -self._least(node, math.inf))
         self._best = budget
-        self._chosen: dict[int, Mesh] | None = None
+        self._chosen: dict[int, RankRange] | None = None
         self._loads: dict[int, Loads] = {}  # of the calls from each depth on
 
     def _least(self, node: int, below: float) -> float:
@@ -176,21 +176,21 @@ class _Packing:
             self._loads[depth] = Loads(self._phase.meshes, tables, not self._phase.problem.ahead)
         return self._loads[depth].least([(mesh, its) for mesh, its in zip(self._meshes, self._seconds, strict=True) if mesh])
 
-    def of_nodes(self) -> list[dict[int, Mesh]]:
+    def of_nodes(self) -> list[dict[int, RankRange]]:
         """The best packing of the free calls onto nodes of the tree of halves, where nothing stands in their way."""
         if self._phase.problem.ahead or any(self._meshes):
             return []
         packing = Loads(self._phase.meshes, [dict(table) for table in self._free.values()], True, nodes_only=True).packing()
         return [{node: packing[number] for number, node in enumerate(self._free)}] if packing else []
 
-    def ends(self, meshes: Mapping[int, Mesh]) -> float:
+    def ends(self, meshes: Mapping[int, RankRange]) -> float:
         """Of a packing of the free calls."""
         its, seconds = list(self._meshes), list(self._seconds)
         for node, mesh in meshes.items():
             its[node], seconds[node] = mesh, dict(self._free[node]).get(mesh.count, math.inf)
         return self._phase.start_times(its, seconds) if max(seconds) < self._best else math.inf
 
-    def run(self, floor: float = -1.0, until: float = math.inf) -> tuple[float, dict[int, Mesh] | None]:
+    def run(self, floor: float = -1.0, until: float = math.inf) -> tuple[float, dict[int, RankRange] | None]:
         """Ends with the first packing that ends by ``floor``."""
         self._until, self._floor = until, floor
         if max(self._seconds) < self._best:

@@ -1,0 +1,302 @@
+"""HTTP in front of a ``Service``: who may ask, how much, and what is said where nobody answers. On a thread of its own, so that
+connections cost the ranks that compute nothing but their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from ipaddress import ip_address
+from itertools import count
+from threading import Thread
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rlhf_spmd.inference.openai_forms import Refusal, refused
+from rlhf_spmd.inference.service import Part, Service
+
+MOST_BYTES = 1 << 23  # of a request: the largest text takes a GiB and some seconds to tokenise
+MOST_CONNECTIONS = 1024  # a request on one more is refused
+READERS = 2  # threads that tokenise
+SILENT_S = 75.0  # for a connection that asks for nothing
+BODY_S = 60.0  # for a request to come whole
+CLOSE_S = 2.0  # for answers to be read when the service has ended
+LOOK, ASK = "GET, HEAD, OPTIONS", "POST, OPTIONS"  # methods
+METHODS = {"/v1/models": LOOK, "/health": LOOK, "/version": LOOK, "/v1/completions": ASK, "/v1/chat/completions": ASK}
+
+
+@dataclass(frozen=True)
+class Access:
+    """``token``: the bearer token that requests under /v1 must have. ``origins``: of pages whose scripts browsers may let ask; "*":
+    of all. ``host``: what the endpoint was told to listen at."""
+
+    host: str
+    token: str | None
+    origins: Sequence[str]
+
+    def check_source(self, headers: Mapping[str, str], bound: str) -> None:
+        """Raises Refusal. ``bound``: the address listened at. Where it is this machine's alone, a page elsewhere whose name leads here
+        must not be answered."""
+        name = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
+        if is_loopback(bound) and not (name in ("localhost", self.host) or is_loopback(name)):
+            raise Refusal(
+                403, f"Host: {name!r} is not this machine; ask {bound} by its address, or serve others with host=0.0.0.0"
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin not in self.origins and "*" not in self.origins:
+            raise Refusal(403, f"Origin: {origin!r} is not among allowed_origins={[*self.origins]}")
+
+    def check_token(self, headers: Mapping[str, str]) -> None:
+        """Raises Refusal."""
+        given, wanted = headers.get("authorization", ""), f"Bearer {self.token}"
+        if self.token is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise Refusal(401, "the bearer token is missing or wrong", "invalid_api_key")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Endpoint:
+    """Brings requests to ``service`` and its answers back. Raises ValueError where it cannot listen."""
+
+    def __init__(self, port: int, access: Access, service: Service) -> None:
+        self.access, self.service, self.numbers = access, service, count()
+        self.readers = ThreadPoolExecutor(READERS, "read-requests")
+        host = access.host
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self.socket = socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+        except OSError as error:
+            raise ValueError(f"host={host}, port={port}: cannot listen there: {error.strerror or error}") from error
+        self.bound, self.port = self.socket.getsockname()[:2]
+        self.url = f"http://{f'[{self.bound}]' if ':' in self.bound else self.bound}:{self.port}/v1"
+        config = uvicorn.Config(
+            self._app(),
+            interface="asgi3",
+            proxy_headers=False,
+            http=Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=MOST_CONNECTIONS,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=int(SILENT_S),
+            timeout_graceful_shutdown=int(CLOSE_S),
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = Thread(target=self.server.run, args=([self.socket],), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """What is being answered is sent first."""
+        self.server.should_exit = True
+        self.thread.join(2 * CLOSE_S)
+        self.readers.shutdown(wait=False, cancel_futures=True)
+
+    def _app(self) -> ASGIApp:
+        answers: dict[str, Callable[[Request], Any]] = {
+            "/v1/models": self._models,
+            "/health": self._health,
+            "/version": self._version,
+            "/v1/completions": partial(self._answer, False),
+            "/v1/chat/completions": partial(self._answer, True),
+        }
+        routes = [Route(path, self._route(path, answer), methods=METHODS[path].split(", ")) for path, answer in answers.items()]
+        cors = Middleware(CORSMiddleware, allow_origins=self.access.origins, allow_methods=["*"], allow_headers=["*"])
+        said = {Refusal: _tell, ValueError: _tell, HTTPException: _tell_http, ClientDisconnect: _tell_nobody, Exception: _tell}
+        app = Starlette(routes=routes, middleware=[cors] if self.access.origins else [], exception_handlers=said)
+        return partial(self._gate, app)
+
+    def _route(self, path: str, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def route(request: Request) -> Response:
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers={"Allow": METHODS[path]})
+            if path.startswith("/v1/"):
+                self.access.check_token(request.headers)
+            found: Response = await answer(request)
+            return found
+
+        return route
+
+    async def _gate(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """A line for each request on standard error, and no further for those from elsewhere."""
+        started, status = time.perf_counter(), "gone"
+        request = Request(scope)
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            self.access.check_source(request.headers, self.bound)
+            await app(scope, receive, send_noted)
+        except Refusal as error:
+            await _tell(request, error)(scope, receive, send_noted)
+        finally:
+            who = f"{request.client.host}:{request.client.port}" if request.client else "-"
+            asked = f"{request.method} {scope['raw_path'].decode('ascii', 'replace')}"
+            seconds = time.perf_counter() - started
+            print(f"{time.strftime('%H:%M:%S')} {who} {asked} {status} {seconds:.3f} s", file=sys.stderr, flush=True)
+
+    async def _models(self, request: Request) -> Response:
+        length = self.service.engine.longest
+        model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "rlhf_spmd", "max_model_len": length}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": self.service.state}, 200 if self.service.state == "on" else 503)
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("rlhf_spmd")})
+
+    async def _answer(self, chat: bool, request: Request) -> Response:
+        """Raises ValueError, and ClientDisconnect where the client goes away."""
+        raw, loop, service, number = await _read(request), asyncio.get_running_loop(), self.service, next(self.numbers)
+        read = await loop.run_in_executor(self.readers, service.read, raw, chat)
+        if service.state != "on":
+            raise Refusal(503, "the server is ending")
+        parts: asyncio.Queue[Part] = asyncio.Queue()
+        service.replies[number] = lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
+        ended = False
+
+        def leave() -> None:
+            del service.replies[number]
+            if not ended:
+                service.arrivals.put((number, None))
+
+        async def events(part: Part) -> AsyncIterator[str]:
+            nonlocal ended
+            while part is not None:
+                yield f"data: {json.dumps(part[1])}\n\n"
+                part = await parts.get()
+            ended = True
+            yield "data: [DONE]\n\n"
+
+        stays = False
+        try:
+            service.arrivals.put((number, read))
+            first = await _unless_gone(request, parts.get())
+            assert first is not None, "an answer has a part"
+            stays = first[0] == 200 and bool(read["body"].get("stream"))
+            ended = not stays
+            return Stream(events(first), leave) if stays else JSONResponse(first[1], first[0])
+        finally:
+            if not stays:
+                leave()
+
+
+class Stream(StreamingResponse):
+    """Events as they come; ``leave`` is called at their end, however it comes."""
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.leave()
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which waits without end for the first request and for the rest of one: here both have ``SILENT_S``."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        due = self.timeout_keep_alive_task
+        when = None if due is None or due.cancelled() else due.when()
+        super().data_received(data)
+        if self.timeout_keep_alive_task is None:
+            self._await_request(when)
+
+    def _await_request(self, when: float | None = None) -> None:
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+            due = self.loop.time() + SILENT_S if when is None else when
+            self.timeout_keep_alive_task = self.loop.call_at(due, self.timeout_keep_alive_handler)
+
+
+async def _read(request: Request) -> bytes:
+    """Raises Refusal for a body that is too long, also before it has come, or too slow."""
+    said, body = request.headers.get("content-length", "0"), bytearray()
+    too_long = Refusal(413, f"a request has at most {MOST_BYTES} bytes")
+    if int(said) > MOST_BYTES:  # h11 has seen that it is a number
+        raise too_long
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise too_long
+    except TimeoutError as error:
+        raise Refusal(408, f"the request has not come within {BODY_S:.0f} s") from error
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, awaited: Any) -> Any:
+    """Raises ClientDisconnect where the client goes away meanwhile."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    wanted, left = asyncio.ensure_future(awaited), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({wanted, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not wanted.done():
+            raise ClientDisconnect
+        return wanted.result()
+    finally:
+        wanted.cancel()
+        left.cancel()
+
+
+def _tell(request: Request, error: Exception) -> Response:
+    status, told = refused(error)
+    return JSONResponse(told, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
+
+
+def _tell_http(request: Request, error: Exception) -> Response:
+    """The answer to a request for an unknown path or method."""
+    assert isinstance(error, HTTPException), "registered for it"
+    path = request.url.path
+    here = f"{path} takes {METHODS[path]}" if path in METHODS else f"there is nothing at {path}; there are {', '.join(METHODS)}"
+    response = _tell(request, Refusal(error.status_code, here))
+    if path in METHODS:
+        response.headers["Allow"] = METHODS[path]
+    return response
+
+
+def _tell_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nginx's: the client closed the connection

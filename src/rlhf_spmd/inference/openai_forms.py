@@ -1,0 +1,223 @@
+"""OpenAI's requests and answers, between their JSON and ``SamplingParams`` and ``CompletionOutput``. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import isnan
+from typing import Any
+
+from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.data.tokenizer import UNFINISHED
+from rlhf_spmd.inference.llm import is_ids
+from rlhf_spmd.inference.sampling_params import Logprob, SamplingParams
+
+# not of sampling
+OTHER = ("model", "prompt", "messages", "user", "metadata", "store", "service_tier")
+INTERNAL = ("prompt_logprobs", "logits_processors")  # of sampling, and not for requests
+NOT_YET: dict[
+    str, tuple[Any, ...]
+] = {  # fields of OpenAI's and vLLM's that nobody here follows, and values that ask for nothing
+    "suffix": ("",),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "tools": ([],),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+}
+MOST_DEPTH = 100  # of a request's JSON
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+CHARACTER_BYTES = 4  # at most, in UTF-8: so many tokens may share a character
+ToBytes = Callable[[int, str], list[int] | None]  # of a token and its text
+Entry = dict[int, Logprob]  # of a token: itself first, then the likeliest
+
+
+class Refusal(ValueError):
+    """What OpenAI tells by another status than 400."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def refused(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON that tell of ``error``."""
+    status = getattr(error, "status", 400 if isinstance(error, ValueError) else 500)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": str(error), "type": kind, "param": None, "code": getattr(error, "code", None)}}
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is no JSON object that can be sent on: deeper than anybody needs, or text that is no Unicode."""
+
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return 1 + max(map(depth, inner), default=0)
+
+    try:
+        body = json.loads(raw)
+        json.dumps(body, ensure_ascii=False).encode()
+        is_deep = depth(body) > MOST_DEPTH
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"a request's JSON is at most {MOST_DEPTH} values deep")
+    if not isinstance(body, dict):
+        raise ValueError("a request is a JSON object")
+    return body
+
+
+def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
+    """Raises ValueError. A message's content may come as parts of text."""
+    if not chat:
+        prompt = body.get("prompt")
+        return [prompt] if not isinstance(prompt, list) or is_ids(prompt) else prompt
+    try:
+        said = [message["content"] for message in body["messages"]]
+        texts = ["".join(part["text"] for part in each) if isinstance(each, list) else each for each in said]
+        return [[{**message, "content": text} for message, text in zip(body["messages"], texts, strict=True)]]
+    except (KeyError, TypeError) as error:
+        raise ValueError("messages must be a list of objects with 'role' and 'content', text or a list of texts") from error
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """OpenAI's: ``include_usage`` adds a last part that counts tokens."""
+
+    include_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a request wants its answer, beside how it is drawn.
+
+    - stream: in parts, as tokens come
+    - echo: of completions: after the prompt and the log-probs of the prompt's tokens
+    - chat_template_kwargs: of chats: variables of the chat template
+    """
+
+    stream: bool = False
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    echo: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def read_form(body: Mapping[str, Any], chat: bool) -> tuple[Form, SamplingParams]:
+    """``max_tokens`` may be 0 with ``echo``. Raises ValueError, also for what nobody here would follow."""
+    asked = {key: value for key, value in body.items() if value is not None and value not in NOT_YET.get(key, ())}
+    for key in NOT_YET:
+        if key in asked:
+            raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
+    shaping = {each.name for each in fields(Form)}
+    given = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
+    if bad := [key for key in INTERNAL if key in given]:
+        raise ValueError(f"unknown key '{bad[0]}'")
+    if chat:
+        given["max_tokens"] = given.pop("max_completion_tokens", given.get("max_tokens"))
+        likeliest = given.pop("top_logprobs", 0)
+        given["logprobs"] = likeliest if given.pop("logprobs", False) else None
+    form: Form = _read(Form, {key: value for key, value in asked.items() if key in shaping})
+    params: SamplingParams = _read(SamplingParams, given)
+    if form.echo and chat:
+        raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
+    if form.chat_template_kwargs and not chat:
+        raise ValueError("chat_template_kwargs are for /v1/chat/completions: a completion's prompt has no template")
+    if params.max_tokens == 0 and not form.echo:
+        raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
+    return form, replace(params, prompt_logprobs=params.logprobs if form.echo else None)
+
+
+def _read(schema: Any, given: Mapping[str, Any]) -> Any:
+    return Reader(schema, {}, given, interpolated=False, strict=True).read()
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A whole response, or the part that a stream has not sent yet. ``entries``: log-probs of its tokens if the request asks for them;
+    NaN for a token without one, as a prompt's first. ``offsets``: where each token of a completion begins in the whole text.
+    ``finish_reason``: None while the response goes on."""
+
+    text: str
+    entries: Sequence[Entry] | None = None
+    offsets: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+def choice_of(index: int, its: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
+    """As OpenAI tells it. ``part`` of a stream: its "first" or a "later" one; None: a whole response."""
+    said: dict[str, Any] = {"text": its.text}
+    if chat:
+        role = {} if part == "later" else {"role": "assistant"}
+        said = {"message" if part is None else "delta": {**role, "content": its.text}}
+    told = None
+    if its.entries is not None:
+        told = _chat_logprobs(its.entries, to_bytes) if chat else _completion_logprobs(its.entries, its.offsets)
+    return {"index": index, **said, "logprobs": told, "finish_reason": its.finish_reason, "stop_reason": its.stop_reason}
+
+
+def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> dict[str, Any]:
+    """``top_logprobs`` has the token itself too; of tokens with one text it has the likeliest."""
+    own = [next(iter(entry.values())) for entry in entries]
+    best = [[token, *(its for _, its in reversed(_ranked(entry)))] for token, entry in zip(own, entries, strict=True)]
+    return {
+        "tokens": [token.decoded_token for token in own],
+        "token_logprobs": [_finite(token.logprob) for token in own],
+        "top_logprobs": [
+            None if isnan(token.logprob) else {each.decoded_token: _finite(each.logprob) for each in tokens}
+            for token, tokens in zip(own, best, strict=True)
+        ],
+        "text_offset": [*offsets],
+    }
+
+
+def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes) -> dict[str, Any]:
+    def named(token: int, its: Logprob) -> dict[str, Any]:
+        return {"token": its.decoded_token, "logprob": _finite(its.logprob), "bytes": to_bytes(token, its.decoded_token)}
+
+    first = [next(iter(entry.items())) for entry in entries]
+    ranked = [[named(token, its) for token, its in _ranked(entry)] for entry in entries]
+    return {"content": [{**named(*own), "top_logprobs": top} for own, top in zip(first, ranked, strict=True)]}
+
+
+def _ranked(entry: Entry) -> list[tuple[int, Logprob]]:
+    """The likeliest first."""
+    return sorted(((token, its) for token, its in entry.items() if its.rank), key=lambda each: each[1].rank or 0)
+
+
+def _finite(log_prob: float) -> float | None:
+    return None if isnan(log_prob) else max(log_prob, LEAST_LOGPROB)
+
+
+class TextOffsets:
+    """Where each token begins in a text that grows: that has ``length`` characters so far. ``decode``: token ids to text that goes on
+    from other text. A token that does not end its character begins where the character does."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], length: int = 0) -> None:
+        self.decode, self.length = decode, length
+        self._texts: dict[int, str] = {}
+        self._open: list[int] = []  # tokens of a character that is not whole
+
+    def add(self, ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token in ids:
+            offsets.append(self.length)
+            self._open.append(token)
+            if token not in self._texts:
+                self._texts[token] = self.decode([token])
+            text = self._texts[token] if len(self._open) == 1 else self.decode(self._open)
+            if not text.endswith(UNFINISHED) or len(self._open) == CHARACTER_BYTES:
+                self.length += len(text)
+                self._open.clear()
+        return offsets

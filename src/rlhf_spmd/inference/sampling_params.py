@@ -1,0 +1,143 @@
+"""What ``LLM`` is asked and answers with: vLLM's names and shapes (its ``SamplingParams`` and ``outputs``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+from rlhf_spmd.config.bounds import SEEDS, check_bounds
+from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.generation.config import MAX_LOGPROBS
+from rlhf_spmd.generation.sequence import SamplingOverrides
+
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+# by a call's rows, beside stop
+SHARED = (*PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "logprobs")
+
+# vLLM's arguments of SamplingParams that nothing follows here: values that ask for nothing, and what stands for the others
+VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((None, 1), "ask for n responses and choose by cumulative_logprob"),
+    "bad_words": ((None, []), "give logit_bias -100 to their tokens"),
+    "structured_outputs": ((None,), "give a library's function in logits_processors (docs/python.md)"),
+    "guided_decoding": ((None,), "give a library's function in logits_processors (docs/python.md)"),
+    "truncate_prompt_tokens": ((None,), "cut the prompt's token ids yourself"),
+    "detokenize": ((True,), "texts are always made"),
+    "spaces_between_special_tokens": ((True,), "special tokens are left out of a text, or shown as they are"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one prompt is answered. What changes the distribution is as in :class:`~rlhf_spmd.generation.SamplingConfig`.
+
+    - n: responses. max_tokens: of each; None: what the model's context leaves. min_tokens: before it may stop.
+    - seed: keys the draws, whatever else is asked at the same time; None: the engine's seed and the number of the response.
+    - stop, stop_token_ids: end a response; they are left out of ``text`` unless include_stop_str_in_output.
+    - logprobs: so many of the likeliest tokens beside each drawn one, at temperature 1 and before any penalty; 0: the drawn one alone.
+      prompt_logprobs: the same of the prompt's tokens.
+    - skip_special_tokens: they leave nothing in ``text``.
+    - logits_processors: functions (tokens drawn so far, logits [vocabulary]) -> logits that are drawn from, after all penalties;
+      called for every token, on every rank of a replica with the same arguments, so they must not keep anything of a row.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    logits_processors: Any = None
+    best_of: InitVar[int | None] = None
+    bad_words: InitVar[list[str] | None] = None
+    structured_outputs: InitVar[Any] = None
+    guided_decoding: InitVar[Any] = None
+    truncate_prompt_tokens: InitVar[int | None] = None
+    detokenize: InitVar[bool] = True
+    spaces_between_special_tokens: InitVar[bool] = True
+
+    def __post_init__(self, *vllm_only: Any) -> None:
+        """Raises ValueError for what of ``VLLM_ONLY`` asks for something."""
+        refuse_vllm_only(dict(zip(VLLM_ONLY, vllm_only, strict=True)), VLLM_ONLY)
+
+    @property
+    def drawing(self) -> SamplingOverrides:
+        return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    def read(self) -> SamplingParams:
+        """The same in the types that are said above. Raises ValueError, one line."""
+        checked: SamplingParams = Reader(SamplingParams, {}, vars(self), interpolated=False, strict=True).read()
+        given = self.logits_processors
+        if not (given is None or (isinstance(given, list | tuple) and all(map(callable, given)))):
+            raise ValueError(f"logits_processors={given!r} must be a list of functions")
+        return checked
+
+    def of_call(self) -> SamplingConfig:
+        """What all rows of a call of the generator share. Raises ValueError, one line."""
+        where = "sampling_params"
+        check_bounds(self, where, "n", "max_tokens", least=1)
+        check_bounds(self, where, "min_tokens", least=0)
+        check_bounds(self, where, "prompt_logprobs", least=0, most=MAX_LOGPROBS)
+        check_bounds(self, where, "seed", **SEEDS)
+        shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
+        config = SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
+        config.drawn_by(self.drawing).check(where)
+        return config
+
+
+def refuse_vllm_only(given: Mapping[str, Any], only: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raises ValueError for the first value of ``given`` that ``only`` does not name as one that asks for nothing."""
+    for key, value in given.items():
+        usual, instead = only.get(key, ((value,), ""))
+        if value not in usual:
+            raise ValueError(f"{key}={value!r} is vLLM's and has no effect here: {instead}")
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of a token at its place, in nats. ``rank``: 1 for the likeliest; None for one that is not among those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """A response. ``token_ids``: with the token that ended it. ``finish_reason``: "stop" or "length"; ``stop_reason``: the stop string
+    or stop token that ended it, None for the model's end-of-text token. ``cumulative_logprob``: of all tokens, temperature 1."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The responses to a prompt. ``prompt``: its text, None where token ids were given. ``prompt_logprobs``: None for the first one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool = True

@@ -1,0 +1,103 @@
+"""A plan as a page: what every rank does in the simulated step, and a run that followed the plan, with the error of each call."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rlhf_spmd.config.json_input import parse_json
+from rlhf_spmd.planner.plan_file import PlanFile
+from rlhf_spmd.telemetry.timeline_chart import ChartBox, ChartRow, TimelineChart, draw, from_trace, phase_key
+
+COLORS = 8  # that report.css has
+KEY_STYLE = ".key{margin-right:1.2em}.key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}"
+
+
+def planned_chart(plan: PlanFile) -> TimelineChart:
+    """One row for ranks in succession that do the same."""
+    boxes: dict[int, list[ChartBox]] = {rank: [] for rank in range(plan.ranks)}
+    for name, call in plan.calls.items():
+        times = f"{call.seconds:.3g} s, from {call.start:.3g} s"
+        title = f"{name}\n{times}\npp {call.pp} tp {call.tp} dp {call.dp}\n{call.memory_gb:.1f} GiB"
+        for rank in call.mesh.ranks:
+            boxes[rank].append(ChartBox(phase_key(name), call.start, call.start + call.seconds, title))
+    rows = []
+    for its, ranks in groupby(boxes, key=lambda rank: boxes[rank]):
+        same = list(ranks)
+        label = f"rank {same[0]}" if len(same) == 1 else f"ranks {same[0]} to {same[-1]}"
+        rows.append(ChartRow(label, [sorted(its, key=lambda box: box.start)]))
+    return TimelineChart(rows)
+
+
+def _computed(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of calls that ranks computed."""
+    return (event for event in trace.get("traceEvents", ()) if event.get("ph") == "X" and event.get("cat") == "compute")
+
+
+def measured_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
+    """Call -> seconds of its slowest rank: the median over all steps but the first."""
+    slowest: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for event in _computed(trace):
+        step = (event.get("args") or {}).get("step")
+        if isinstance(step, int):
+            of_call = slowest[str(event["name"])]
+            of_call[step] = max(of_call[step], event["dur"] / 1e6)
+    return {
+        name: median([seconds for step, seconds in steps.items() if step > min(steps)] or steps.values())
+        for name, steps in slowest.items()
+    }
+
+
+def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
+    """Of a run that followed ``plan``. Raises ValueError that names the file, and where the run was another one."""
+    path = Path(run) / "trace.json"
+    try:
+        found: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"plan.measured={run}: {path} cannot be read: {error}") from error
+    ran: dict[str, set[int]] = defaultdict(set)
+    for event in _computed(found):
+        ran[str(event["name"])].add(event["pid"])
+    if not any(name in ran for name in plan.calls):
+        raise ValueError(f"plan.measured={run}: the run has none of the plan's calls ({', '.join(plan.calls)})")
+    for name, call in plan.calls.items():
+        if name in ran and ran[name] != set(call.mesh.ranks):
+            where = f"{name} ran on {len(ran[name])} ranks, not on {call.ranks}"
+            raise ValueError(f"plan.measured={run}: {where}; it followed another plan")
+    return found
+
+
+def compare(plan: PlanFile, measured: Mapping[str, float]) -> list[tuple[str, float, float | None, float | None]]:
+    """(call, planned seconds, measured seconds, error as a share of the measured ones) of each call."""
+    found = [(name, call.seconds, measured.get(name)) for name, call in plan.calls.items()]
+    return [(name, planned, seconds, planned / seconds - 1 if seconds else None) for name, planned, seconds in found]
+
+
+def page(plan: PlanFile, run: str | None, summary: Sequence[str] = ()) -> str:
+    """One self-contained HTML file. ``run``: a run directory, or none. Raises ValueError."""
+    keys = dict.fromkeys(phase_key(name) for name in plan.calls)
+    colors = {key: f"var(--c{i % COLORS})" for i, key in enumerate(keys)}
+    parts = [f"<h1>Plan for {plan.ranks} ranks</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
+    names = (f'<span class="key"><i style="background:{color}"></i>{escape(key)}</span>' for key, color in colors.items())
+    parts += [f"<p>{' '.join(names)}</p>", draw(planned_chart(plan), colors), "<p>Seconds of a step, from left to right.</p>"]
+    if run is not None:
+        trace = read_trace(plan, run)
+        chart, _ = from_trace(trace)
+        parts.append(f"<h2>Measured: {escape(run)}</h2>{draw(chart, colors)}<p>{escape(chart.note)}</p>")
+        cells = "".join(
+            f"<tr><td>{escape(name)}</td><td>{planned:.3g}</td><td>{'-' if seconds is None else f'{seconds:.3g}'}</td>"
+            f"<td>{'-' if error is None else f'{error:+.0%}'}</td></tr>"
+            for name, planned, seconds, error in compare(plan, measured_seconds(trace))
+        )
+        parts.append(f"<table><tr><th>call</th><th>planned s</th><th>measured s</th><th>error</th></tr>{cells}</table>")
+    style = files("rlhf_spmd.telemetry").joinpath("report.css").read_text(encoding="utf-8") + KEY_STYLE
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{style}</style></head>'
+        f"<body><main>{''.join(parts)}</main></body></html>"
+    )

@@ -1,0 +1,382 @@
+"""The error board: every rank's heartbeat and the one failure that ends the job, in the store that all ranks share.
+
+Each process has one :class:`Board` with a daemon thread and its own connection to the store, so the board works while the main
+thread is blocked in a collective. Every half second the thread publishes a heartbeat (where the main thread is) and looks for a
+failure; rank 0's thread reads all heartbeats (the others only rank 0's, so the cost is O(ranks)) and finds lost ranks, diverged
+scripts and standstills. The first failure posted wins: the rank that posted it prints one line and writes exit_status.json,
+then every process ends with its code. The main thread only writes fields (about a microsecond a call).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch.distributed as dist
+
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.process.ending import announce, await_all, end_process, one_line, record_status
+from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
+from rlhf_spmd.process.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
+from rlhf_spmd.telemetry import run_lock
+from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
+
+JUDGES = 8  # ranks that read the heartbeats of all after a timeout: they mostly time out together, and one store serves them
+_CLIENT_TIMEOUT = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class Failure(ExitStatus):
+    """The one that ends the job. ``kill_pid`` on ``kill_host``: a silent process that its neighbours must end, 0: none."""
+
+    kill_pid: int = 0
+    kill_host: str = ""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> Failure:
+        return Failure(**json.loads(text))
+
+
+class Board:
+    """One per process. ``preempted``, ``run_dir`` and ``last_checkpoint`` are plain fields that the program reads and sets."""
+
+    def __init__(self, launch: Launch, store: dist.Store, limits: Limits | None = None, key: bytes = b"") -> None:
+        """``key``: seals what the ranks say to each other; see :func:`~rlhf_spmd.process.messages.agree_on_key`."""
+        self.launch = launch
+        self.limits = limits or Limits()
+        self.preempted = False
+        self.failing = False  # the main thread deals with an exception: signals change nothing
+        self.run_dir: Path | None = None
+        self.last_checkpoint: str | None = None
+        self.step = 0
+        self.failure: Failure | None = None
+        self._main = self._own = Messages(store, key)  # of the main thread, which may block, and of the board's
+        self._log: list[tuple[int, str, str, int]] = [(0, "", "", 0)] * HISTORY  # a ring, read by the thread without a lock
+        self._num_calls = 0
+        self._chain = 0
+        self._keys: dict[tuple[str, str], bytes] = {}
+        self._inside = False
+        self._state = "starting"
+        self._beats = 0
+        self._logged = -1
+        self._suspect = False
+        self._wake = threading.Event()
+        self._known = threading.Event()  # a failure is known
+        self._main_ready = threading.Event()  # the main thread has nothing more to do
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # ---- the main thread: fields only ------------------------------------------------------------------------------
+
+    def enter_call(self, seq: int, name: str, site: str) -> None:
+        """The script enters its ``seq``-th call, on members and on other ranks alike; ``site`` is ``file.py:line``."""
+        key = self._keys.get((name, site))
+        if key is None:
+            key = self._keys[(name, site)] = f"{name}@{site}".encode()
+        self._chain = zlib.crc32(key, self._chain)
+        self._log[self._num_calls % HISTORY] = (seq, name, site, self._chain)
+        self._num_calls += 1
+        self._inside = True
+        RECORDER.tick()
+
+    def leave_call(self) -> None:
+        self._inside = False
+        RECORDER.tick()
+
+    def set_step(self, step: int) -> None:
+        self.step = step
+        self._state = "running"
+        RECORDER.tick()
+
+    def tick(self) -> None:
+        """Says that a long call without collectives is still going on."""
+        RECORDER.tick()
+
+    @property
+    def call(self) -> tuple[int, str, str]:
+        """Sequence number, name and site of the last call entered; (0, "", "") before the first."""
+        seq, name, site, _ = self._log[(self._num_calls - 1) % HISTORY]
+        return seq, name, site
+
+    @property
+    def where(self) -> str:
+        seq, name, site = self.call
+        return place(name if self._inside else "", seq, site, self.step)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread; a single process needs none."""
+        if self.launch.size == 1:
+            return
+        self._own = _own_connection(self._own)
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="board", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The script has ended here: wait until it has ended on every rank (a failure elsewhere ends the process instead), then say
+        in exit_status.json, and to who has started the ranks, that the job is done.
+
+        Collective over the world: every rank of it must call.
+        """
+        self._inside, self._state = False, "ended"
+        RECORDER.tick()
+        store, size = self._main.store, self.launch.size
+        self._main.set(f"board/ended/{self.launch.rank}", "1")
+        if store.add("board/ended", 1) >= size:
+            self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # and not only as many
+            self._main.set(ALL_ENDED, "1")
+        store.wait([ALL_ENDED], timedelta(seconds=self.limits.stall_s))
+        self._main.get(ALL_ENDED)
+        self.stop()
+        if self.launch.rank == 0:
+            if self.run_dir is not None:
+                run_lock.prove(self.run_dir)
+                write_exit_status(self.run_dir, ExitStatus("done", step=self.step, last_checkpoint=self.last_checkpoint))
+            self._main.set(DONE, "1")
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    def post_error(self, error_class: str, message: str, details: str = "", call: str = "") -> bool:
+        """Posts this rank's failure; the first of the job wins, prints ``details`` and one line, and writes exit_status.json.
+
+        ``call``: the name of the call that failed; by default the last one entered. Returns whether it was the first. Does not
+        end the process: see :meth:`leave`.
+        """
+        return self._post(self._own_failure(error_class, message, call), details)
+
+    def _own_failure(self, error_class: str, message: str, call: str = "") -> Failure:
+        call = call or self.call[1]
+        return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
+
+    def await_verdict(self, seconds: float, waited: bool = False) -> bool:
+        """For a rank that another one may have taken down: waits for the failure that explains it; whether one is known. ``waited``:
+        this rank has waited in vain; then a rank that has come no further, and is at work meanwhile, is the one to blame."""
+        if self._thread is None:
+            return self.failure is not None
+        self._suspect = True
+        self._wake.set()
+        try:
+            return self._await_verdict(seconds, waited)
+        except RuntimeError:  # the store is gone, or a stranger writes there: the board's thread says so
+            return self._known.wait(seconds)
+
+    def _await_verdict(self, seconds: float, waited: bool) -> bool:
+        judges = waited and self._own.store.add("board/waited", 1) <= JUDGES
+        before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
+        if self._known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it speaks
+            return True
+        pairs = zip(before, self._beats_of([beat.rank for beat in before]), strict=True)
+        at_work = [now for then, now in pairs if now.inside and now.seq <= self.call[0] and now.progress > then.progress]
+        for beat in sorted(at_work, key=lambda beat: (beat.seq, beat.rank))[:1]:
+            message = (
+                f"rank {beat.rank} was still at work in {beat.where} when rank {self.launch.rank} had waited for it as long as "
+            )
+            self._post(Failure("hang", f"{message}timeout_s allows", beat.rank, beat.name, beat.step, self.last_checkpoint))
+        return bool(at_work)
+
+    def leave(self) -> NoReturn:
+        """Ends this process with the code of the job's failure, once every living rank knows of it."""
+        assert self.failure is not None, "leave() needs a failure: post_error first"
+        self._main_ready.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=3 * self.limits.grace_s)  # it ends the process
+        end_process(self.failure.code)
+
+    def _post(self, failure: Failure, details: str = "") -> bool:
+        try:
+            first = Failure.decode(self._own.put_first(FAILURE, failure.encode()))
+            won = first == failure
+        except RuntimeError:  # the store is gone with its host, or a stranger writes there: every node speaks for itself
+            first, won = failure, self.launch.local_rank == 0
+        if won:
+            self._announce(failure, details)
+        self.failure = first
+        self._known.set()
+        return won
+
+    def _announce(self, failure: Failure, details: str) -> None:
+        announce(failure.message, details)
+        if self.run_dir is not None:
+            record_status(self.run_dir, failure)
+
+    def _read_failure(self) -> Failure | None:
+        found = self._own.find(FAILURE)
+        return None if found is None else Failure.decode(found)
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        ranks = range(self.launch.size) if self.launch.rank == 0 else (0,)
+        watch = Watch(self.launch.rank, tuple(ranks), self.limits)
+        ticks_per_look = 1 + len(ranks) // 512  # a look at 1,000 heartbeats takes 20 ms of Python's lock
+        retried = False
+        while not self._stopping:
+            self._wake.wait(self.limits.beat_s)
+            self._wake.clear()
+            if self._stopping:
+                return
+            try:
+                self._publish()
+                self.failure = self._read_failure() or self.failure
+                looks = self.failure is None and self._beats % ticks_per_look == 0
+                if looks and (finding := self._look(watch)) is not None:
+                    self._post(self._blame(finding))
+                retried = False
+            except ForgedMessage as error:
+                self._post(self._own_failure("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
+            except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
+                if self._stopping or self.failure is not None:
+                    pass
+                elif not retried and self._reconnect():
+                    retried = True
+                    continue
+                else:
+                    self._store_lost(str(error))
+            if self.failure is not None:
+                self._end(self.failure)
+
+    def _publish(self) -> None:
+        self._beats += 1
+        rank, recent = self.launch.rank, self._recent(WINDOW)
+        seq, name, site, _ = recent[-1] if recent else (0, "", "", 0)
+        beat = Beat(
+            rank=rank,
+            count=self._beats,
+            state=self._state,
+            step=self.step,
+            seq=seq,
+            name=name,
+            site=site,
+            inside=self._inside,
+            progress=RECORDER.sequence + RECORDER.ticks,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            calls=tuple((entry[0], entry[3]) for entry in recent),
+        )
+        if seq != self._logged:  # before the beat: who reads of a call in a beat finds its words in the log
+            self._own.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
+            self._logged = seq
+        self._own.set(f"board/beat/{rank}", beat.encode())
+        if self._suspect:
+            self._own.store.set("board/suspect", "1")
+
+    def _recent(self, number: int) -> list[tuple[int, str, str, int]]:
+        """The last calls, at most so many."""
+        num_calls = self._num_calls
+        return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
+
+    def _look(self, watch: Watch) -> Finding | None:
+        beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
+        own = [(seq, chain) for seq, _, _, chain in self._recent(HISTORY)]
+        suspect = self._suspect or self._own.store.check(["board/suspect"])
+        return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
+
+    def _beats_of(self, ranks: Iterable[int]) -> list[Beat]:
+        """Of those that have started."""
+        keys = [f"board/beat/{rank}" for rank in ranks]
+        if not self._own.store.check(keys):
+            keys = [key for key in keys if self._own.store.check([key])]
+        return [Beat.decode(text) for text in self._own.get_all(keys)]
+
+    def _call_text(self, rank: int, seq: int) -> str:
+        entries = self._log if rank == self.launch.rank else json.loads(self._own.get(f"board/log/{rank}"))
+        return next((f"{name} ({site})" for number, name, site, *_ in entries if number == seq), "another call")
+
+    def _blame(self, finding: Finding) -> Failure:
+        beat, message = finding.beat, finding.message
+        if finding.silent:  # its last heartbeat may be older than its last call: where the others are tells more
+            message += f"; rank {self.launch.rank} is in {self.where}"
+        call, step = (finding.call or beat.name or None, beat.step) if beat else (None, None)
+        pid, host = (beat.pid, beat.host) if beat and finding.silent else (0, "")
+        error_class = "lost" if finding.silent else "hang"
+        return Failure(error_class, message, finding.rank, call, step, self.last_checkpoint, pid, host)
+
+    def _reconnect(self) -> bool:
+        try:
+            self._own = _own_connection(self._own)
+        except RuntimeError:
+            return False
+        return True
+
+    def _store_lost(self, reason: str) -> None:
+        message = (
+            f"rank {self.launch.rank} lost the store that all ranks share, in {self.where}: "
+            f"the torchrun agent of the first node is gone ({one_line(reason)[:120]})"
+        )
+        failure = self._own_failure("lost", message)
+        if self.launch.local_rank == 0:
+            self._announce(failure, "")
+        self.failure = failure
+
+    def _end(self, failure: Failure) -> NoReturn:
+        """Acknowledge, give the main thread and the other ranks ``grace_s`` to know as well, then end the process."""
+        self._known.set()
+        deadline = time.monotonic() + self.limits.grace_s
+        if failure.class_ in ("hang", "lost"):
+            self._dump_stacks()
+        self._kill_silent_neighbour(failure)
+        with suppress(RuntimeError):  # the store ended with its host, which knew
+            await_all(self._own.store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
+        end_process(failure.code)
+
+    def _dump_stacks(self) -> None:
+        path = self.log_path("stack")
+        if path is None:
+            return
+        with suppress(OSError), path.open("a") as file:  # a full disk must not keep this thread from ending the process
+            file.write(f"rank {self.launch.rank} in {self.where}; last collectives: {RECORDER.dump()}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _kill_silent_neighbour(self, failure: Failure) -> None:
+        """A stopped process (SIGSTOP, a stuck driver) would keep torchrun waiting for 30 s: its neighbours kill it."""
+        if not failure.kill_pid or failure.kill_host != socket.gethostname() or failure.kill_pid == os.getpid():
+            return
+        try:
+            parent = int(Path(f"/proc/{failure.kill_pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getppid():  # still that rank: a child of the same torchrun
+                os.kill(failure.kill_pid, signal.SIGKILL)
+        except (OSError, ValueError, IndexError):
+            pass  # gone already
+
+    def log_path(self, kind: str) -> Path | None:
+        """``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
+        if self.run_dir is None:
+            return None
+        try:
+            (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        return self.run_dir / "logs" / f"rank_{self.launch.rank}.{kind}"
+
+
+def _own_connection(messages: Messages) -> Messages:
+    """Another connection to the same store: calls on one connection wait for each other."""
+    clone: dist.Store = cast(Any, messages.store).clone()  # missing in torch's stubs
+    clone.set_timeout(_CLIENT_TIMEOUT)
+    return replace(messages, store=clone)

@@ -1,0 +1,99 @@
+"""The command line that all programs share: a configuration file, overrides, and questions that are answered without a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rlhf_spmd.config.keys import Key
+from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.parallel.world import Launch, read_launch
+from rlhf_spmd.process.arguments import help_text, read_arguments, shared_parser
+from rlhf_spmd.process.ending import announce
+from rlhf_spmd.process.launcher import start_ranks, usual_number
+from rlhf_spmd.process.output import let_readers_go
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """``launch``: the place of this rank; of a dry run, which is alone, that of rank 0 in the job it is about."""
+
+    config: str | None
+    overrides: list[str]
+    launch: Launch
+    dry_run: bool = False
+
+
+def read_command_line(
+    name: str,
+    description: str | None,
+    keys: Callable[[Sequence[str]], Iterable[Key]],
+    read: Callable[[str | None, Sequence[str]], Any],
+    argv: Sequence[str] | None,
+    has_ranks: bool = True,
+    run_dir_of: Callable[[str | None, Sequence[str]], Path | None] = lambda config, overrides: None,
+) -> CommandLine:
+    """What a program is called with; None: this process's own arguments. Ends the process with what is only asked, or where it has
+    started the program's ranks and they have ended.
+
+    ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides. ``run_dir_of``:
+    where exit_status.json goes, of the same.
+    """
+    let_readers_go()
+    try:
+        launch = read_launch()
+    except ValueError as error:  # each rank's own: there is nobody to agree with
+        announce(f"config error: {error}")
+        raise SystemExit(EXIT_CODES["config"]) from None
+    parser = shared_parser(name, description)
+    try:
+        given, overrides = read_arguments(parser, argv)
+    except ValueError as error:
+        refuse(error)
+    config, *more = given.config or [None]
+    if more:
+        refuse(f"--config {config} and --config {more[0]}: give one file, and overrides such as run.steps=20")
+    if given.help or given.print_config:
+        try:
+            text = help_text(parser, keys(overrides)) if given.help else to_yaml(read(config, overrides))
+        except ValueError as error:
+            refuse(error)
+        if launch.rank == 0:
+            print(text.rstrip())
+        raise SystemExit(0)
+    number = str(usual_number()) if given.nproc_per_node == "auto" else given.nproc_per_node
+    if number is not None:
+        if not (number.isdecimal() and int(number)):
+            refuse(f"--nproc-per-node={number}: must be a whole number, at least 1")
+        if launched() or not has_ranks:
+            why = "torchrun has started the ranks" if has_ranks else f"{name} is one process"
+            refuse(f"--nproc-per-node={number}: {why}; leave it out")
+        launch = Launch(0, int(number), 0, int(number))
+        if launch.size > 1 and not given.dry_run:
+            arguments = [*overrides, *(["--config", config] if config else [])]
+            try:
+                read(config, overrides)  # most mistakes, before any rank is started
+                command = [sys.executable, "-u", "-m", f"rlhf_spmd.{name}", *arguments]
+                code = start_ranks(command, launch.size, run_dir_of(config, overrides))
+            except ValueError as error:
+                refuse(error)
+            raise SystemExit(code)
+    return CommandLine(config, overrides, launch, given.dry_run)
+
+
+def launched() -> bool:
+    """Whether this process is a rank that torchrun, or another launcher, has started."""
+    return dist.is_torchelastic_launched() or read_launch().size > 1
+
+
+def refuse(why: object) -> NoReturn:
+    """End as bad input does, with one line, from the first rank."""
+    if read_launch().rank == 0:
+        announce(f"config error: {why}")
+    raise SystemExit(EXIT_CODES["config"])

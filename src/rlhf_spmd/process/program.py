@@ -1,0 +1,267 @@
+"""The process boundary of every program: bad input stops all ranks with one line, any failure ends all of them with its code.
+
+``run_program(prepare, body)``: ``prepare`` loads and checks the input on each rank by itself, before any process group or model
+exists; the ranks agree (agreement.py) that all of them succeeded; then ``body`` runs. What comes out of it, whatever it is, gets a
+class, is posted on the board and turned into an exit code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import torch.distributed as dist
+
+from rlhf_spmd.kernels.cuda_settings import set_up_cuda
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.world import World, choose_matmul, init_world, launcher_is_process_1, read_launch
+from rlhf_spmd.process.agreement import EarlySignals, agree_on_input, try_input
+from rlhf_spmd.process.board import Board
+from rlhf_spmd.process.ending import Preempted, classify, end_process, end_rank, forget_status, lost_connection, told
+from rlhf_spmd.process.watch import Limits, place
+from rlhf_spmd.telemetry import run_lock
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, create_run_dir, writing
+
+T = TypeVar("T")
+
+SAME_PRESS_S = 1.0
+
+
+@dataclass(frozen=True)
+class ProgramSettings:
+    """What the process boundary must know of the prepared configuration."""
+
+    run_dir: Path | None = None
+    timeout_s: float = 600.0  # the longest that one rank may keep the others waiting in a call
+    threads: int = 1  # of a rank, on CPUs
+    calls_apart: int = 1  # so many times as long where a rank waits for what another one does some steps later
+    limits: Limits = field(default_factory=Limits)
+    alike: Mapping[str, str] = field(default_factory=dict)  # what all ranks must have the same of, by its name: digests
+    when_told: str = "the run saves after the steps under way and ends"  # what a body that polls does at a first Ctrl-C
+
+
+@dataclass(frozen=True)
+class ProgramContext(Generic[T]):
+    """What ``body`` gets: the ranks, the board, and what ``prepare`` returned."""
+
+    world: World
+    board: Board
+    prepared: T
+
+
+def run_program(
+    prepare: Callable[[], T],
+    body: Callable[[ProgramContext[T]], None],
+    settings: Callable[[T], ProgramSettings] = lambda prepared: ProgramSettings(),
+    run_dir_hint: Path | None = None,
+    saves_on_signal: bool = False,
+    dry_run: Callable[[T], str] | None = None,
+) -> None:
+    """Runs a program to its end on this rank; returns only if it succeeded on all ranks, otherwise ends the process.
+
+    ``prepare`` must be local (no collective). The run directory belongs to this job until its end; ``run_dir_hint`` receives
+    exit_status.json when ``prepare`` fails, unless it belongs to another job.
+    ``saves_on_signal``: the body polls ``board.preempted``, and returns or raises :class:`Preempted`; otherwise SIGTERM raises it.
+    ``dry_run``: in place of all but ``prepare``, what it says of the prepared input is printed.
+    A single process raises SystemExit instead of ending, so that it can be called from another program.
+    """
+    die_with_torchrun()
+    set_up_cuda()
+    choose_matmul()
+    launch = read_launch()
+    if dry_run is not None:
+        try_input(launch, lambda: dry_run(prepare()))
+
+    if launch.rank == 0 and run_dir_hint is not None:
+        forget_status(run_dir_hint)
+
+    def checked() -> tuple[T, ProgramSettings]:
+        prepared = prepare()
+        chosen = settings(prepared)
+        if chosen.run_dir is not None:
+            create_run_dir(chosen.run_dir)
+            if launch.rank == 0:
+                run_lock.take(chosen.run_dir)
+        return prepared, chosen
+
+    with EarlySignals() as early, _exits_are_seen(lambda left: None):
+        (prepared, chosen), messages = agree_on_input(launch, checked, lambda both: both[1].alike, run_dir_hint, early)
+    board = Board(launch, messages.store, replace(chosen.limits, stall_s=chosen.timeout_s), messages.key)
+    board.run_dir = chosen.run_dir
+    owns_group = not dist.is_initialized()
+    ending = _exits_are_seen(lambda left: fail_beside(board, left, board.call))
+    with _signals(board, chosen.when_told if saves_on_signal else None), ending:
+        try:
+            if early.number:
+                signal.raise_signal(early.number)
+            _open_run_dir(board)
+            board.start()
+            world = init_world(launch, messages.store, chosen.timeout_s * chosen.calls_apart, threads=chosen.threads)
+            body(ProgramContext(world, board, prepared))
+            board.finish()
+        except BaseException as error:  # the process boundary: every ending gets a class and a code
+            _fail(board, error, saves_on_signal)
+    if owns_group:
+        dist.destroy_process_group()
+        if launch.size > 1:
+            end_process(EXIT_CODES["done"])
+    run_lock.release()
+
+
+def die_with_torchrun() -> None:
+    """The kernel ends this process when torchrun dies, even by SIGKILL: otherwise ranks live on as orphans."""
+    if sys.platform != "linux" or not dist.is_torchelastic_launched():
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1 and not (launcher_is_process_1() or _is_container_init()):
+        os._exit(EXIT_CODES["error"])  # it died before the call
+
+
+def _is_container_init() -> bool:
+    """Whether torchrun itself is process 1, as in a container whose command it is."""
+    try:
+        return b"torch" in Path("/proc/1/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
+# ---- running and failing -----------------------------------------------------------------------------------------------
+
+
+def _open_run_dir(board: Board) -> None:
+    """Crashes in C code leave their stack in the log."""
+    if board.run_dir is None:
+        return
+    if board.launch.rank == 0:
+        with writing(board.run_dir / EXIT_STATUS_FILE):
+            (board.run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
+    else:
+        run_lock.follow(board.run_dir)
+    path = board.log_path("err")
+    if path is not None and board.launch.size > 1:
+        with writing(path):
+            faulthandler.enable(path.open("a"))
+
+
+@contextmanager
+def _signals(board: Board, when_told: str | None) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 set ``board.preempted`` (and end a body that does not poll it); restored on leaving.
+
+    So does a first SIGINT for a body that polls; one after it ends the run at once, and SIGTERM too, which is what torchrun makes
+    of a second Ctrl-C. Within ``SAME_PRESS_S`` they are the same Ctrl-C, which the terminal and torchrun both pass on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted_at: list[float] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        if board.failing or board.failure is not None:
+            return
+        first, board.preempted = not board.preempted, True
+        if first and when_told is None:
+            raise Preempted(f"ended by {signal.Signals(number).name}")
+        if interrupted_at and number != signal.SIGUSR1 and time.monotonic() - interrupted_at[0] > SAME_PRESS_S:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and not interrupted_at:
+            interrupted_at.append(time.monotonic())
+            if board.launch.rank == 0:  # the streams may be in the middle of a line of their own
+                os.write(2, f"interrupted: {when_told}; again: it ends at once\n".encode())
+
+    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if when_told is not None else ()))
+    previous = {number: signal.signal(number, on_signal) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _exits_are_seen(fail: Callable[[SystemExit], object]) -> Iterator[None]:
+    """The user's code cannot end this process unseen: ``os._exit`` raises SystemExit in the main thread, which ends the job with a
+    class and a line; in another thread ``fail`` is called first. Processes that were forked end as usual."""
+    really, process = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() != process:
+            really(status)
+        left = SystemExit(status)
+        if threading.current_thread() is not threading.main_thread():
+            fail(left)
+        raise left
+
+    module = cast(Any, os)
+    module._exit = leave
+    try:
+        yield
+    finally:
+        module._exit = really
+
+
+def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) -> NoReturn:
+    """End the job from a thread that works for ``call`` (as :attr:`Board.call`) beside the main thread, which may be waiting for
+    what will not come."""
+    try:
+        _fail(board, error, saves_on_signal=True, call=call)
+    except SystemExit as ending:  # of a process that is alone, whose main thread would not see it
+        end_process(int(str(ending.code)))
+
+
+def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
+    """Class the exception, let the job know, end this process with the code of the job's first failure."""
+    text = traceback.format_exc()
+    board.failing = True
+    path = board.log_path("err")
+    if path is not None:
+        with suppress(OSError), path.open("a") as file:  # the disk may be full
+            file.write(f"{text}last collectives: {RECORDER.dump()}\n")
+    error_class = classify(error)
+    if error_class == "config" and board.step:
+        error_class = "error"  # the input was checked before the first step: this is a defect, and its traceback is shown
+    # The error may be the consequence of another rank's, or of a script that the ranks do not agree on: where the board finds
+    # that, it names the cause. A broken connection or a message for another call nearly always is one.
+    patience_s = 6 * board.limits.beat_s
+    if error_class == "hang" or (error_class == "error" and lost_connection(error)):
+        error_class, patience_s = "hang", board.limits.verdict_s
+    elif error_class == "preempted":
+        # torchrun also sends SIGTERM to the survivors of a rank that was killed: the cause is that rank then
+        patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
+    waited = error_class == "hang" and "timed out" in str(error).lower()
+    if board.failure is None and not (patience_s and board.await_verdict(patience_s, waited)):
+        _post(board, error, error_class, text, call or board.call)
+    if board.launch.size == 1:
+        assert board.failure is not None, "a failure was posted"
+        end_rank(board.launch, board.failure.code)
+    board.leave()
+
+
+def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:
+    seq, name, site = call
+    where = place(name, seq, site, board.step)
+    said = told(error)
+    if error_class == "preempted":
+        line = f"preempted at step {board.step}: {said or 'saved and ended'}"
+    elif isinstance(error, KeyboardInterrupt):
+        line = f"interrupted in {where}"
+    elif error_class == "config":
+        line = f"config error: {said}"
+    elif isinstance(error, SystemExit):
+        line = f"rank {board.launch.rank} left in {where}, before the end of the program: SystemExit: {said}"
+    else:
+        line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {said}"
+        line += "; docs/troubleshooting.md says what needs less memory" * (error_class == "memory")
+    defect = error_class in ("error", "lost") and not isinstance(error, KeyboardInterrupt)
+    board.post_error(error_class, line, details=text if defect else "", call=name)

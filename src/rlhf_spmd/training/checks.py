@@ -1,0 +1,394 @@
+"""What a configuration must hold together before a run starts: sizes, lengths and layouts against each other. Pure, but for devices."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.config.schema import ConfigError, first_line, nearest, type_hints
+from rlhf_spmd.controller import CallRecord, Graph, Reference, Worker
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
+from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.kernels import capabilities, choose_ops, model_device
+from rlhf_spmd.kernels.devices import unavailable
+from rlhf_spmd.training.roles import RolePlan, check_sampling, generating
+from rlhf_spmd.workers import RewardWorker
+from rlhf_spmd.workers.optimizer import learning_rate, warmup_steps
+
+
+def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
+    """The ``Config`` of an algorithm. Raises ValueError for one with settings that no configuration could change."""
+    config = getattr(module, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
+        raise ValueError(
+            f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
+            f"AlgorithmConfig; it is {config!r}"
+        )
+    for what, check in (
+        ("step must take (models, data, config, number)", lambda: inspect.signature(module.step).bind(*"mdcn")),
+        ("the types of its Config cannot be read", lambda: type_hints(module.Config)),
+    ):
+        try:
+            check()
+        # The boundary to the user's code: whatever its annotations raise.
+        except Exception as error:
+            raise ValueError(f"algorithm '{module.__name__}': {what}: {first_line(error)}") from error
+    said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
+    settings = {f.name for f in fields(config)}
+    typed = {name for kind in config.__mro__ for name in vars(kind).get("__annotations__", {})}
+    for kind in config.__mro__:
+        if issubclass(kind, AlgorithmConfig) and "__dataclass_fields__" not in vars(kind):
+            raise ValueError(f"{said} put @dataclass(frozen=True) above {kind.__name__}")
+        for name, value in vars(kind).items():
+            is_code = name.startswith("_") or isinstance(value, type) or hasattr(value, "__get__")
+            if name not in vars(kind).get("__annotations__", {}) and (name in settings or not (is_code or name in typed)):
+                raise ValueError(f"{said} give {name} a type, as in '{name}: int = ...' (or ClassVar[int] if it is none)")
+    return config
+
+
+UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the data are known
+
+
+def check_duration(config: Any) -> tuple[Any, float | None]:
+    """``data.epochs``, and then the configuration with more steps than any run has, until the data are known. Raises ConfigError."""
+    steps, epochs = config.run.steps, getattr(config.data, "epochs", None)
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"run.steps={steps} and data.epochs={epochs} both say how long the run is; set run.steps=null, or leave data.epochs out"
+        )
+    if steps is None and epochs is None:
+        raise ConfigError("run.steps=null needs data.epochs, which then says how long the run is")
+    return (config if epochs is None else with_steps(config, UNKNOWN_STEPS)), epochs
+
+
+def with_steps(config: Any, steps: int) -> Any:
+    """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
+    return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
+
+
+def with_tools(sections: Mapping[str, Any], environments: Mapping[str, EnvironmentConfig]) -> dict[str, Any]:
+    """Sections of data whose prompts tell of the tools that environments have."""
+    return {
+        name: replace(data, tools=tools_of(environments, data.tools)) if isinstance(data, PromptsConfig) else data
+        for name, data in sections.items()
+    }
+
+
+def in_flight(config: Any) -> int | None:
+    """Prompts in flight, where they are more than a step takes (``data.gen_batch_size``)."""
+    data = config.data
+    more = isinstance(data, DataConfig) and data.gen_batch_size is not None and data.gen_batch_size > data.train_batch_size
+    return data.gen_batch_size if more else None
+
+
+def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
+    """Batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
+    algorithm, batch = config.algorithm, config.data.train_batch_size
+    mini = algorithm.mini_batch_size or batch
+    if batch % min(mini, batch):
+        raise ValueError(f"algorithm.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch} (both count prompts)")
+    samples = config.sampling.n if isinstance(config.data, PromptsConfig) else 1
+    for role, plan in plans.items():
+        if plan.trained and algorithm.updates(role, config.run.steps, batch) < 1:
+            raise ValueError(
+                f"run.steps={config.run.steps} is too few: models.{role} would never be trained (algorithm.critic_warmup?)"
+            )
+        rows = min(mini, batch) * samples
+        if plan.trained and rows < plan.shape.layout.dp:
+            what = f"{min(mini, batch)} prompts * sampling.n={samples} = {rows} rows" if samples > 1 else f"{rows} rows"
+            raise ValueError(
+                f"a mini-batch has {what}, fewer than models.{role}.layout.dp={plan.shape.layout.dp}; use a larger "
+                f"{'algorithm.ppo_mini_batch_size' if mini < batch else 'data.train_batch_size'}, or a smaller dp"
+            )
+    if isinstance(config.data, DataConfig):
+        _check_generation(config, plans)
+
+
+def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
+    """A step's prompts against the replicas that generate."""
+    prompts, least = config.data.train_batch_size, config.algorithm.min_samples
+    if config.sampling.greedy:
+        raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
+    if config.sampling.top_k == 1:
+        raise ValueError("sampling.top_k=1: training needs samples; use more, or 0 for no limit")
+    if in_flight(config) is not None and not config.algorithm.rows_in_flight:
+        raise ValueError(
+            f"data.gen_batch_size={config.data.gen_batch_size}: {config.algorithm.name} takes no prompts in flight; leave it out"
+        )
+    if config.sampling.n < least:
+        raise ValueError(
+            f"sampling.n={config.sampling.n}: {config.algorithm.name} compares the responses to a prompt; use at least {least}"
+        )
+    for role, plan in generating(plans).items():
+        generation, kv_cache = plan.generation, plan.config.generation.kv_cache
+        assert generation is not None
+        if kv_cache != "free" and in_flight(config) is None:
+            raise ValueError(
+                f"models.{role}.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "
+                f"data.gen_batch_size above data.train_batch_size={prompts}, or leave it out"
+            )
+        if in_flight(config) is not None and (every := plan.config.generation.rebalance_steps):
+            raise ValueError(
+                f"models.{role}.generation.rebalance_steps={every}: with data.gen_batch_size rows stay on their replica; leave it out"
+            )
+        if prompts % generation.dp:
+            raise ValueError(
+                f"rollout has {prompts} prompts in groups of sampling.n={config.sampling.n}; {generation.dp} generation replicas "
+                f"would split a group: use a data.train_batch_size divisible by {generation.dp}"
+            )
+        if (in_flight(config) or prompts) % generation.dp:
+            raise ValueError(
+                f"data.gen_batch_size={config.data.gen_batch_size} prompts in flight must be divisible by the {generation.dp} "
+                f"generation replicas"
+            )
+
+
+def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[], Graph]) -> None:
+    """``placement.max_staleness`` needs trained roles that generate on ranks where they do not train. ``graph`` traces a step.
+
+    Raises ValueError.
+    """
+    ahead, where = config.placement.max_staleness, "placement.max_staleness"
+    if not ahead:
+        return
+    roles = dict.fromkeys(call.role.name for call in graph().nodes if call.spec.kind == "generate")
+    trained = {role: plans[role] for role in roles if plans[role].trained}
+    if not trained:
+        raise ValueError(f"{where}={ahead}: {config.algorithm.name} trains no role that generates; leave it out")
+    for role, plan in trained.items():
+        shared = sorted(set(plan.pool.ranks) & set(plan.at("generate_sequences").pool.ranks))
+        if shared:
+            raise ValueError(
+                f"{where}={ahead} lets models.{role} generate while it trains, but it does both on ranks {shared[:8]}; give "
+                f"models.{role}.calls.generate_sequences.pool ranks of its own, or take placement.strategy=separate"
+            )
+
+
+def scored_rows(
+    algorithm: AlgorithmConfig,
+    sections: Mapping[str, Any],
+    training: Mapping[str, TokenDataset],
+    validation: Mapping[str, TokenDataset],
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Where examples of the prompts that rewards will see stand, for messages, and their rows."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, data in (*training.items(), *validation.items()):
+        trains = data is training.get(name) or not isinstance(sections[name], DatasetConfig)
+        where = f"{algorithm.streams[name].key}.{'path' if trains else 'val_path'}"
+        if isinstance(data, PromptDataset):
+            found += [(f"{where}, row {row['id']!r}", row) for row in data.examples()]
+    return [place for place, _ in found], [row for _, row in found]
+
+
+def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError for settings of samples that the algorithm does not draw. (``temperature`` is that of all log-probs.)"""
+    kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
+    trains = any(issubclass(kind, DatasetConfig) for kind in kinds)
+    for name, draws, when in (("sampling", trains, "in training"), ("val_sampling", bool(kinds), "in validation")):
+        section = getattr(config, name)
+        usual = SamplingConfig(temperature=section.temperature)
+        keys = [f.name for f in fields(section) if getattr(section, f.name) != getattr(usual, f.name)]
+        if keys and not draws:
+            raise ValueError(
+                f"{name}.{keys[0]}={getattr(section, keys[0])}: {algorithm.name} draws no samples {when}; leave {name} out"
+            )
+
+
+def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
+    """In words, that ``placement.stream`` does nothing, if no call takes generated rows on ranks that do not generate."""
+
+    def ranks(call: CallRecord) -> set[int]:
+        plan = plans.get(call.role.name)
+        return set() if plan is None else set(plan.at(call.spec.name).pool.ranks)
+
+    makers = set().union(*(ranks(call) for call in graph.nodes if call.spec.kind == "generate"))
+    streams = any(makers and call.spec.streams and ranks(call).isdisjoint(makers) for call in graph.nodes)
+    text = (
+        f"placement.stream={config.placement.stream} does nothing: no call takes generated rows on ranks that do not generate"
+    )
+    return [text] if config.placement.stream > 1 and not streams else []
+
+
+def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
+    """In words, which calls have ranks or a layout of their own, although nothing makes them. A validation may make all but updates."""
+    made = {(call.role.name, call.spec.name) for call in graph.nodes}
+    idle = [(role, plan, method) for role, plan in plans.items() for method in plan.calls if (role, method) not in made]
+    text = "models.{}.calls.{} does nothing: no step of {} makes this call"
+    return [
+        text.format(role, method, config.algorithm.name)
+        for role, plan, method in idle
+        if not config.run.test_freq or getattr(plan.worker, method).spec.kind == "train"
+    ]
+
+
+def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError | None:
+    """What to say of a script that asks for a role, a call or a value that there is not; None of another error."""
+    what, name = error.obj, error.name or ""
+    if isinstance(what, SimpleNamespace) and hasattr(what, "controller"):  # the script's ``models``
+        text = f"there is no role {name!r}{nearest(name, list(plans)) or ';'} this run has: {', '.join(plans)}"
+    elif isinstance(what, Worker):
+        calls = sorted(call for call in dir(type(what)) if hasattr(getattr(type(what), call), "spec"))
+        text = f"{what.name} has no call {name!r}{nearest(name, calls) or ';'} it has: {', '.join(calls)}"
+    elif isinstance(what, Reference):
+        text = (
+            f"a reference has no {name!r}: it stands for rows that are still to be computed; calls of roles read their fields, "
+        )
+        text += "such as models.arithmetic.apply(rows, function, reads), and models.controller.get_field"
+    else:
+        return None
+    refused = ValueError(text)
+    for note in getattr(error, "__notes__", ()):
+        refused.add_note(note)
+    return refused
+
+
+def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
+    """In words, what keeps weights as they are that the run is to train, and updates whose metrics are lost. Raises ValueError for
+    those of roles that do not learn."""
+    updates_made = [call for call in graph.nodes if call.spec.kind == "train"]
+    learns = {role for role, plan in plans.items() if plan.trained or role in config.algorithm.moved}
+    frozen = next((call for call in updates_made if call.role.name not in learns), None)
+    if frozen is not None:
+        learn = ", ".join(role for role, plan in plans.items() if plan.trained)
+        raise ValueError(f"{config.algorithm.name} trains {frozen.role.name} ({frozen.site}), which does not learn; {learn} do")
+    trained = dict.fromkeys(call.role.name for call in updates_made)
+    found = [] if trained else [f"{config.algorithm.name} makes no update: nothing is trained"]
+    lost = "{} ({}) is not among the calls that step returns: its metrics are not reported"
+    found += [lost.format(call.name, call.site) for call in updates_made if call not in graph.returned]
+    for role in trained:
+        optim, where = plans[role].config.optim, f"models.{role}.optim"
+        updates = config.algorithm.updates(role, config.run.steps, config.data.train_batch_size)
+        warmup = warmup_steps(optim, updates)
+        if not (optim.lr or optim.head_lr):
+            found.append(f"{where}.lr={optim.lr}: the weights of {role} stay as they are")
+        elif warmup > updates:
+            rate = f"{learning_rate(optim, updates - 1, updates):.2g}"
+            found.append(
+                f"{where}.lr_warmup_steps={warmup}, and {role} has {updates} updates: its learning rate ends at {rate}"
+            )
+    return found
+
+
+def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:
+    """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
+    by_model = any(
+        issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
+    )
+    for section in algorithm.streams.values():
+        data = getattr(config, section.key)
+        if not isinstance(data, PromptsConfig):
+            continue
+        for name in ("val_sampling", "sampling") if isinstance(data, DatasetConfig) else ("val_sampling",):
+            longest, lengths = check_sampling(name, getattr(config, name), section.key, data, plans)
+            # validation's rows are cut into micro-batches by a reward model only
+            if name == "sampling" or (getattr(data, "val_path", True) and by_model):
+                _check_budget(algorithm, longest, f"{lengths}, more than")
+
+
+def check_rows(
+    key: str, data: DatasetConfig, dataset: TokenDataset, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]
+) -> None:
+    """Rows that are trained on as they are, against contexts and token budget. Raises ValueError with both sides."""
+    longest = int(dataset.lengths.max())
+    for role, plan in plans.items():
+        if plan.spec is not None and longest > plan.spec.max_position_embeddings:
+            raise ValueError(
+                f"the longest row has {longest} tokens, more than the context of models.{role} = {plan.spec.max_position_embeddings}; "
+                f"set {key}.max_length={plan.spec.max_position_embeddings} to drop such rows"
+            )
+    together = int(dataset.lengths.view(-1, dataset.group_size).sum(1).max())
+    what = "row" if dataset.group_size == 1 else "pair"
+    _check_budget(algorithm, together, f"the longest {what} of {key} has {together} tokens, more than", what)
+
+
+def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str, what: str = "row") -> None:
+    budget = algorithm.limits
+    if budget.rows is None and longest > budget.max_tokens:
+        raise ValueError(
+            f"{words} {budget.where}={budget.max_tokens}: a micro-batch must hold a {what}; raise it, or lower the lengths"
+        )
+
+
+def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool) -> None:
+    """``run.test_freq`` against what there is to validate by. Raises ValueError."""
+    freq = config.run.test_freq
+    sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
+    paths = [f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in sections.items()]
+    if freq and not can_validate:
+        raise ValueError(f"run.test_freq={freq}, but algorithm {algorithm.name!r} has no validation; set it to 0")
+    if freq and not any(data is not None and getattr(data, "val_path", True) for data in sections.values()):
+        raise ValueError(f"run.test_freq={freq} needs {' or '.join(paths)}")
+    for section in algorithm.streams.values():
+        if section.only_validates and sections[section.key] is not None and not freq:
+            raise ValueError(
+                f"{section.key}.path is given, but run.test_freq=0 never validates; set it above 0 or leave {section.key} out"
+            )
+    prompts = any(isinstance(data, PromptsConfig) for data in sections.values())
+    if algorithm.goal is not None and not (freq and prompts):
+        raise ValueError("algorithm.stop_at_reward needs val_prompts.path, a reward and run.test_freq above 0")
+
+
+def exact_rollouts(config: Any, plans: Mapping[str, RolePlan]) -> bool:
+    """Whether generation's log-probs are a training forward's, bit for bit, so that no such forward is needed.
+
+    Raises ValueError where ``models.<role>.generation.exact`` demands it and something stands against it.
+    """
+    found = [_exact(role, plan, config) for role, plan in generating(plans).items()]
+    return bool(found) and all(found)
+
+
+def _exact(role: str, plan: RolePlan, config: Any) -> bool:
+    generation, settings = plan.generation, plan.config.generation
+    assert generation is not None
+    if settings.exact is False:
+        return False
+    against, device, dtype = None, model_device(), plan.config.torch_dtype(model_device())
+    if not capabilities(device).exact and settings.exact is None:
+        return False  # its kernels are slower there: on by choice only
+    if not capabilities(device).exact and (why := _against_on_gpus(role, plan, device, dtype)):
+        against = why
+    elif dtype.itemsize == 8:
+        against = "in float64 generation's products are other ones than training's"
+    elif generation.tp != plan.shape.layout.tp:
+        against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
+    elif capabilities(device).exact and settings.attention not in ("auto", plan.config.attention):
+        against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
+    elif not choose_ops(dtype, device, plan.config.attention, exact_gpu=True).is_exact(dtype, config.run.threads):
+        against = (
+            f"with run.threads={config.run.threads} torch's products are not exact on this processor, and it computes some"
+        )
+    elif config.placement.max_staleness:
+        against = f"with placement.max_staleness={config.placement.max_staleness} tokens come from weights of earlier steps"
+    elif in_flight(config) is not None:
+        against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
+    if settings.exact and against:
+        raise ValueError(f"models.{role}.generation.exact=true, but {against}; leave it out")
+    return against is None
+
+
+def _against_on_gpus(role: str, plan: RolePlan, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the exact kernels of GPUs cannot serve, or None."""
+    settings, spec = plan.config.generation, plan.spec
+    assert spec is not None, "a role that generates has a model"
+    if why := unavailable("triton", device, dtype):
+        return f"on GPUs only the Triton kernels are exact, and {why}"
+    if plan.config.attention != "auto":
+        return f"on GPUs models.{role}.attention={plan.config.attention} is not exact, auto is"
+    if settings.attention not in ("auto", "triton"):
+        return f"on GPUs models.{role}.generation.attention={settings.attention} is not exact, triton is"
+    if plan.shape.layout.tp > 1:
+        return f"on GPUs sums over tp={plan.shape.layout.tp} ranks depend on the number of rows"
+    if spec.experts is not None:
+        return "on GPUs the products of a mixture of experts depend on the batch"
+    if plan.config.lora.rank:
+        return f"on GPUs models.{role}.lora.rank={plan.config.lora.rank} is not exact: generation merges the adapters"
+    return None

@@ -1,0 +1,84 @@
+"""Whether the disk has room for what a run will save, before anything is built."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_spmd.checkpoint.directory import checkpoints_of, committed
+from rlhf_spmd.checkpoint.manifest import CheckpointError
+from rlhf_spmd.kernels import model_device
+from rlhf_spmd.models.lora import is_trained
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.planner.machine import GIB
+from rlhf_spmd.training.roles import RolePlan
+from rlhf_spmd.workers import ModelWorker
+from rlhf_spmd.workers.optimizer import accumulation_dtype
+
+
+def check_disk(ready: Any) -> str | None:
+    """A warning, one line, if the file system of ``run.dir`` has room for a checkpoint but not for all that the run keeps; else None.
+    ``ready``: ``Prepared`` of the training program. A checkpoint is written before the oldest one is deleted.
+
+    Raises CheckpointError where it has no room for one, unless all steps are done.
+    """
+    run, algorithm = ready.config.run, ready.config.algorithm
+    there = committed(Path(run.dir))
+    if there and there[0].step >= run.steps:
+        return None
+    saved = {role: plan for role, plan in ready.plans.items() if plan.trained or role in algorithm.moved}
+    size = sum(saved_bytes(plan, model_device()) for plan in saved.values())
+    exports = run.export + bool(run.keep_best) + (run.steps // run.export_freq if run.export_freq else 0)
+    all_of_it = size * max(run.keep_checkpoints + 1 - len(there), 1)
+    all_of_it += exports * exported_bytes(ready.plans[algorithm.exported], model_device())
+    wanted = checkpoints_of(Path(run.dir)).absolute()
+    place = next(path for path in (wanted, *wanted.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    where = f"run.dir={run.dir}: {{}} {{}}, as estimated, and {place} has {_told(free)} free"
+    if free < size:
+        raise CheckpointError(f"{where.format('a checkpoint needs', _told(size))}; free space there, or give another run.dir")
+    if free < all_of_it:
+        return f"{where.format('the checkpoints and exports that the run keeps need', _told(all_of_it))}; the disk may fill up"
+    return None
+
+
+def saved_bytes(plan: RolePlan, device: torch.device) -> int:
+    """Bytes of a role in a checkpoint: its weights, or its adapters and head, and the state of the optimizer."""
+    if plan.spec is None:
+        return 0
+    config, lora, head = plan.config, plan.config.lora, _head(plan)
+    dtype = config.torch_dtype(device)
+    wide = accumulation_dtype(dtype) if config.optim.master_weights else dtype
+    total = 0
+    for name, shard in plan_params(plan.spec, head, 0, 1, 0, 1, lora=lora if lora.rank else None).items():
+        if lora.rank and not is_trained(name, head):
+            continue
+        each = dtype.itemsize
+        if plan.trained:
+            is_matrix = len(shard.shape) > 1
+            moments = 1 if config.optim.name == "muon" and is_matrix and ".layers." in f".{name}" else 2
+            in_8_bits = config.optim.name == "adamw_8bit" and is_matrix  # and saved in float32
+            each += moments * (4 if in_8_bits else wide.itemsize) + (wide.itemsize if wide != dtype else 0)
+        total += each * math.prod(shard.shape)
+    return total
+
+
+def exported_bytes(plan: RolePlan, device: torch.device) -> int:
+    """Bytes of a role's weights in an export."""
+    if plan.spec is None:
+        return 0
+    shards = plan_params(plan.spec, _head(plan), 0, 1, 0, 1).values()
+    return sum(math.prod(shard.shape) for shard in shards) * plan.config.torch_dtype(device).itemsize
+
+
+def _head(plan: RolePlan) -> str:
+    assert issubclass(plan.worker, ModelWorker), "a role with a model"
+    return plan.worker.head
+
+
+def _told(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

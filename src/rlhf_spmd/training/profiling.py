@@ -1,0 +1,208 @@
+"""Measures what a plan's times come from, on the machine that it runs on: single layers, decoding steps, the update, links."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.generation.generator import Generator
+from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.kernels import capabilities, wait
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs, values
+from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.planner.machine import Gpu
+from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
+from rlhf_spmd.planner.shape import Workload, shape_of
+from rlhf_spmd.workers.engine import Packed, TrainEngine
+from rlhf_spmd.workers.flops import matmul_rate
+from rlhf_spmd.workers.optimizer import OptimConfig
+
+FEW, MORE = 1, 5  # layers; what a layer takes is the difference
+NEW_TOKENS, REPEATS = 24, 3
+MESSAGE = 1 << 22  # elements
+
+
+def profile(
+    world: World, models: Mapping[tuple[ModelSpec, str], GenerationConfig], work: Workload, max_tokens: int, dtype: torch.dtype
+) -> Profile:
+    """Of models with their heads and settings of generation, for rows as ``work`` has them and micro-batches of up to ``max_tokens``
+    tokens, in all tp up to the ranks of a host.
+
+    Collective over the world: every rank of it must call. All ranks compute at the same time, as they will.
+    """
+    measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
+    for (spec, head), generation in models.items():
+        sizes = sizes_of(shape_of(spec, head))
+        for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
+            if world.size % tp == 0 and fits(spec, tp) and (sizes, tp) not in measured:
+                measured[sizes, tp] = _measure(world, spec, head, tp, work, max_tokens, dtype, generation)
+    layers, updates = zip(*measured.values(), strict=True)
+    message, small = (torch.zeros(size, device=world.device) for size in (MESSAGE, 8))
+    of_large, latency = (
+        _seconds(world, partial(world.all.all_reduce, x, "profile")) if world.size > 1 else 0.0 for x in (message, small)
+    )
+    link = 2 * (world.size - 1) / world.size * 4 * MESSAGE / max(of_large - latency, 1e-9) if world.size > 1 else 1e12
+    rate = matmul_rate(world.device, dtype, world.launch.local_size)
+    bandwidth = 8 * MESSAGE / _seconds(world, lambda: message.add_(1.0))
+    has_streams = capabilities(world.device).streams
+    if has_streams:
+        memory = float(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
+    on_host = torch.empty(MESSAGE, pin_memory=capabilities(world.device).pinned)
+    host_link = 4 * MESSAGE / _seconds(world, lambda: message.copy_(on_host, non_blocking=True))
+    device = Gpu(
+        rate, memory, bandwidth, link, host_link, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
+    )
+    zero = _zero(world, *next(iter(models)), work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
+    return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, layers)
+
+
+def fits(spec: ModelSpec, tp: int) -> bool:
+    try:
+        check_layout(spec, 1, tp, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _measure(
+    world: World,
+    spec: ModelSpec,
+    head: str,
+    tp: int,
+    work: Workload,
+    max_tokens: int,
+    dtype: torch.dtype,
+    generation: GenerationConfig,
+) -> tuple[LayerTimes, float]:
+    """Times of a layer, and seconds of the update per parameter."""
+    first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
+    mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
+    length = round(work.length)
+    counts = _powers(max(min(max_tokens // length, work.rows), 1))
+    rows = _powers(min(max(work.rows * tp // world.size, 1), generation.max_num_seqs))
+
+    def times(layers: int) -> tuple[dict[str, list[float]], float]:
+        """Of a model of so many layers, of which nothing is left afterwards."""
+        engine = _engine(world, spec, layers, head, mesh, dtype)
+        forward, both = zip(*(_passes(world, engine, head, work, count) for count in counts), strict=True)
+        taken: dict[str, list[float]] = {"forward": [*forward], "both": [*both], "decode": []}
+        own = sum(tensor.numel() for tensor in engine.local_tensors().values())
+        update = _seconds(world, engine.optimizer_step, repeats=1) / own
+        if head == "lm":
+            backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models")
+            config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
+            generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, (), None, world.launch.local_size)
+            taken["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]
+        return taken, update
+
+    (few, _), (more, update) = times(FEW), times(MORE)
+
+    layer = {name: [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)] for name in few}
+    ends = {name: [max(a - FEW * one, 0.0) for a, one in zip(few[name], layer[name], strict=True)] for name in few}
+    found = LayerTimes(
+        sizes_of(shape_of(spec, head)),
+        tp,
+        [float(count * length) for count in counts],
+        layer["forward"],
+        layer["both"],
+        ends["forward"],
+        ends["both"],
+        [float(count) for count in rows],
+        layer["decode"],
+        ends["decode"],
+        work.prompt + work.response / 2,
+    )
+    return found, update
+
+
+def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype) -> tuple[list[float], float]:
+    """Seconds per parameter that ZeRO 0 to 3 takes longer in a micro-batch over all ranks: forward and backward, and of 3 forward."""
+    forward, both = [0.0] * 4, [0.0] * 4
+    for stage in range(4):
+        mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
+        engine = _engine(world, spec, MORE, head, mesh, dtype)
+        forward[stage], both[stage] = _passes(world, engine, head, work, 1)
+    params = shape_of(engine.spec, head).params
+    return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
+
+
+def _engine(world: World, spec: ModelSpec, layers: int, head: str, mesh: Mesh, dtype: torch.dtype) -> TrainEngine:
+    """Of a model of so many layers."""
+    cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers])
+    return TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+
+
+def _passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> tuple[float, float]:
+    """Seconds of a micro-batch of so many rows: forward; forward and backward."""
+    length, share = round(work.length), work.response / work.length
+    batch = Packed(_tokens(engine.spec, rows * length).to(world.device), torch.full((rows,), length))
+    forward = _seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share)))
+    return forward, _seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share)))
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... below ``most``, and ``most``."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+def _decoding(world: World, generator: Generator, spec: ModelSpec, work: Workload, rows: int) -> float:
+    """Seconds of a step of ``rows`` rows, in the middle of their responses."""
+    context = max(round(work.prompt + work.response / 2) - NEW_TOKENS // 2, 1)
+    sampling = SamplingConfig(ignore_eos=True)
+
+    def generate(tokens: int) -> None:
+        prompts = _tokens(spec, rows, context).tolist()
+        requests = [Request(i, i, prompt, tokens) for i, prompt in enumerate(prompts)]
+        generator.generate(requests, sampling, 0, 0)
+
+    one, more = (_seconds(world, partial(generate, tokens)) for tokens in (1, 1 + NEW_TOKENS))
+    return max(more - one, 1e-9) / NEW_TOKENS
+
+
+def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
+    """The same on the ranks of a tp group, in every call."""
+    return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
+
+
+def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+    """Of ``share`` of the tokens, those of responses."""
+    asked = round(share * len(hidden))
+    if head == "value":
+        return values(decoder, hidden[:asked])
+    return token_log_probs(decoder, hidden[:asked], batch.tokens[:asked])[0]
+
+
+def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    asked = round(share * len(hidden))
+    if head == "value":
+        return values(decoder, hidden[:asked]).square().mean(), {}
+    log_probs, entropy = token_log_probs(decoder, hidden[:asked], batch.tokens[:asked], 1.0, entropy=True)
+    assert entropy is not None
+    return -log_probs.mean(), {"entropy": entropy.detach().sum()}
+
+
+def _seconds(world: World, body: Callable[[], object], repeats: int = REPEATS) -> float:
+    """The best of ``repeats``, after one that does not count, of the slowest rank. Collective over the world."""
+    best: Sequence[float] = []
+    for _ in range(repeats + 1):
+        world.all.barrier("profile")
+        started = time.perf_counter()
+        body()
+        wait(world.device)
+        best = [*best, time.perf_counter() - started]
+    return float(world.all.all_reduce(torch.tensor([min(best[1:])]), "profile", "max"))

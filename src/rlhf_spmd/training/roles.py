@@ -1,0 +1,396 @@
+"""From configuration to roles: each role's model, pool and layout resolved and checked (pure), then built on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch import Tensor
+
+from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.schema import leaves, nearest
+from rlhf_spmd.controller import GroupShape, ResourcePool
+from rlhf_spmd.data.dataset import TokenDataset
+from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
+from rlhf_spmd.data.tokenizer import decoding
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.models.hub import local_directory
+from rlhf_spmd.models.sharding import check_lora
+from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
+from rlhf_spmd.models.weights import check_adapter, check_pretrained
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.reshard import METHODS
+from rlhf_spmd.rewards.config import RewardConfig, reward_key
+from rlhf_spmd.workers import (
+    ActorWorker,
+    ArithmeticWorker,
+    JudgeWorker,
+    ModelWorker,
+    ReferenceWorker,
+    RewardWorker,
+    RoleClass,
+    WorkerContext,
+)
+from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
+
+ARITHMETIC = "arithmetic"  # the role that every algorithm has
+RENDERED_ROWS = 100  # that a reward model's template must take before the run
+RESERVED = (ARITHMETIC, "rewards", "controller")  # names in ``models`` that no reward can have
+# with which other metrics begin: a reward of such a name would write over them
+METRICS = re.compile(
+    "data|generation|group|logps|memory|perf|prompt_length|reshard|response_length|rollout|rollout_corr|timing_s|training|val"
+)
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """Where the calls of one method run."""
+
+    pool: ResourcePool
+    shape: GroupShape
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role. ``is_added``:
+    the configuration names it, not the algorithm. ``reads_text``: through a tokenizer of its own, not the rows' tokens.
+    ``serves``: roles of the algorithm that are this one's model without its adapters, and its object."""
+
+    worker: RoleClass
+    config: RoleConfig
+    pool: ResourcePool
+    shape: GroupShape
+    spec: ModelSpec | None
+    calls: Mapping[str, CallPlan] = field(default_factory=dict)
+    is_added: bool = False
+    reads_text: bool = False
+    serves: tuple[str, ...] = ()
+
+    def at(self, method: str) -> CallPlan | RolePlan:
+        """Where a method runs."""
+        return self.calls.get(method, self)
+
+    @property
+    def generation(self) -> GenerationLayout | None:
+        """The layout that ``generate_sequences`` runs in, of a role that has it."""
+        return self.at("generate_sequences").shape.generation
+
+    @property
+    def trained(self) -> bool:
+        return issubclass(self.worker, ModelWorker) and self.worker.trained
+
+    @property
+    def pools(self) -> list[ResourcePool]:
+        """Its own, and those of its methods that run elsewhere."""
+        return [self.pool, *(call.pool for call in self.calls.values())]
+
+
+def generating(plans: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
+    """Those that generate."""
+    return {role: plan for role, plan in plans.items() if plan.generation is not None}
+
+
+def describe_roles(
+    models: Mapping[str, RoleConfig],
+    roles: Mapping[str, RoleClass],
+    exported: str,
+    rewards: Mapping[str, RewardConfig],
+    rewarded: bool = False,
+    weights: bool = True,
+) -> dict[str, RolePlan]:
+    """Every role with its model, on as many ranks as its layout has at least: what is known before :func:`place`. ``roles``: name ->
+    class. ``exported``: the role whose model those take that name none. ``rewards``: role -> settings; names that are no role of
+    ``roles`` become rewards that add to the role "reward". ``rewarded``: an environment gives rewards too, in the first reward role.
+    ``weights``: they are needed, and checked.
+
+    Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
+    """
+    declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
+    for name in rewards:
+        taken = METRICS.fullmatch(name) and name not in declared
+        if taken or "/" in name:
+            why = f"metrics of the run begin with {name}/" if taken else "a name has no '/', its metrics begin with it"
+            raise ValueError(f"{reward_key(name)}: {why}; give the reward another name")
+        hint = nearest(name, [role for role in declared if role != "reward"])
+        if name not in declared and ("reward" not in declared or name in (*roles, *RESERVED) or hint):
+            listed = ", ".join(declared) or "none"
+            raise ValueError(f"{reward_key(name)}: this algorithm has no such reward{hint or ';'} its rewards are {listed}")
+    known = {role: worker for role, worker in roles.items() if issubclass(worker, ModelWorker)}
+    known |= {name: RewardWorker for name in rewards if name not in known}
+    known |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
+    for role in models:
+        if role not in known:
+            meant = next((name for name in known if name.startswith(role)), exported)  # ref
+            hint = nearest(role, list(known)) or f"; did you mean '{meant}'?"
+            raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(known)}")
+    configs = {role: models.get(role, RoleConfig()) for role in known}
+    own = configs[exported]
+    if own.path is None:
+        raise ValueError(f"models.{exported}.path must be given: a Hugging Face model directory")
+    served = tuple(
+        role for role, worker in known.items() if issubclass(worker, ReferenceWorker) and _is_base(configs[role], own)
+    )
+    for role in served:
+        del known[role], configs[role]
+    for role, worker in known.items():
+        if issubclass(worker, RewardWorker) and role != exported:
+            given = rewarded and role == next(iter(declared), role)
+            reward = rewards.get(role, RewardConfig())
+            configs[role] = _reward_model(role, configs[role], reward, given)
+            if configs[role].path is None:
+                reward.check_no_model(reward_key(role))
+                if reward.weight == 0 and len(rewards) == 1 and not given:
+                    raise ValueError(f"{reward_key(role)}.weight=0: nothing else is rewarded; leave it out")
+        elif configs[role].path is None:
+            configs[role] = replace(configs[role], path=own.path, random_init=configs[role].random_init or own.random_init)
+    plans = {
+        role: replace(_describe_role(role, known[role], config, weights), is_added=role not in roles)
+        for role, config in configs.items()
+    }
+    plans[exported] = replace(plans[exported], serves=served)
+    for role, role_class in {**roles, ARITHMETIC: ArithmeticWorker}.items():
+        if issubclass(role_class, ArithmeticWorker):
+            plans[role] = RolePlan(role_class, RoleConfig(), ResourcePool("unplaced", (0,)), GroupShape(Layout()), None)
+    return plans
+
+
+def _is_base(config: RoleConfig, own: RoleConfig) -> bool:
+    """Whether a reference is the model beside which ``own`` trains adapters, and nothing else is said of it."""
+    usual = type(config)()
+    alike = replace(config, path=usual.path, dtype=usual.dtype) == usual
+    return own.lora.rank > 0 and alike and config.path in (None, own.path) and config.dtype in (usual.dtype, own.dtype)
+
+
+def _check_lora(where: str, worker: type[ModelWorker], config: RoleConfig, spec: ModelSpec, weights: bool) -> None:
+    """Raises ValueError. ``weights``: they are needed."""
+    lora, key = config.lora, f"{where}.lora"
+    if weights and config.random_init:
+        raise ValueError(
+            f"{where}.random_init=true: {key}.rank={lora.rank} trains beside weights that are read again; leave it out"
+        )
+    if not worker.trained:
+        raise ValueError(f"{key}.rank={lora.rank}: this role is not trained; leave it out")
+    check_lora(spec, lora, key)
+    if config.optim.name == "muon":
+        raise ValueError(f"{where}.optim.name=muon is for whole matrices, and {key}.rank={lora.rank} trains none; use adamw")
+    if config.optim.head_lr is not None and worker.head == "lm":
+        raise ValueError(f"{where}.optim.head_lr={config.optim.head_lr}: with {key} no head is trained; leave it out")
+    if lora.path is not None:
+        check_adapter(spec, lora, worker.head, key)
+
+
+def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
+    """A reward role with its model, which ``rewards.<role>.model`` names as well as ``models.<role>.path``."""
+    key = reward_key(role)
+    if reward.model is not None and config.path not in (None, reward.model):
+        raise ValueError(f"{key}.model={reward.model!r} and models.{role}.path={config.path!r} name different models; give one")
+    path = reward.model or config.path
+    if path is None and reward.judge is not None:
+        raise ValueError(f"{key}.judge needs a model that generates: give {key}.model or models.{role}.path")
+    if path is None and reward.function is None and not rewarded:
+        needed = " (rewards of other names add to it)" if role == "reward" else ""
+        raise ValueError(
+            f"there is no {role}: give {key}.function, a reward model as {key}.model, or an environment that gives rewards{needed}"
+        )
+    return replace(config, path=path)
+
+
+def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> RolePlan:
+    where = f"models.{role}"
+    least = max(config.layout.pp * config.layout.tp * (config.layout.dp or config.layout.zero_size or 1), 1)
+    layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
+    if config.path is None:
+        usual = type(config)()  # the dtype may be said of all roles alike
+        rest = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=usual.dtype)
+        _refuse_unusual(rest, usual, where, "this role has no model")
+        return RolePlan(worker, config, pool, GroupShape(layout), None)
+    path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
+    try:
+        config, spec = replace(config, path=path), read_spec(path)
+        if weights and not config.random_init:
+            check_pretrained(spec, path, worker.head, missing_head_ok=worker.new_head)
+    except ValueError as error:
+        drawn = worker.trained and (Path(path) / "config.json").is_file() and not any(Path(path).glob("*.safetensors"))
+        raise ValueError(f"{where}.path: {error}{f'; {where}.random_init=true draws them' if drawn else ''}") from error
+    if not worker.trained:
+        _refuse_unusual(config.optim, type(config)().optim, f"{where}.optim", "this role is not trained")
+    if config.optim.head_lr is not None and worker.head == "lm" and spec.tie_word_embeddings:
+        raise ValueError(
+            f"{where}.optim.head_lr={config.optim.head_lr}: the model's output matrix is its embedding (tie_word_embeddings); "
+            "leave it out"
+        )
+    if config.lora.rank:
+        _check_lora(where, worker, config, spec, weights)
+    if issubclass(worker, JudgeWorker):
+        _check_judge(where, config, layout)
+    generation = config.generation
+    if not issubclass(worker, ActorWorker):
+        if not issubclass(worker, JudgeWorker):
+            _refuse_unusual(generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
+        return RolePlan(worker, config, pool, GroupShape(layout), spec)
+    if generation.engine not in METHODS:
+        raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
+    check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
+    return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
+
+
+def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
+    """Raises ValueError for a setting that is not the ``usual`` one."""
+    for (key, value), (_, default) in zip(leaves(to_dict(config), where), leaves(to_dict(usual), where), strict=True):
+        if value != default:
+            raise ValueError(f"{key}={value}: {why}; leave it out")
+
+
+def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
+    """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
+    own, usual = config.generation, GenerationConfig()
+    rest = replace(usual, **{key: getattr(own, key) for key in ("pp", "tp", "engine", "buffers", "overlap", "exact")})
+    _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
+    if layout.vpp > 1:
+        raise ValueError(
+            f"{where}.layout.vpp={layout.vpp}: a judge generates in this layout, and generation has no vpp; leave it out"
+        )
+
+
+def find_text_readers(
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any, data: Any
+) -> dict[str, RolePlan]:
+    """``plans``, with the reward models marked that read text through tokenizers of their own: all others must read the tokens of
+    ``exported``. The models that generate know the ends that their tokenizers and the template of ``data`` (the
+    section), a judge its own, name.
+
+    Raises ValueError, DataError.
+    """
+    found, template = dict(plans), read_template(getattr(data, "chat_template", None), "data.chat_template")
+    for role, plan in generating(plans).items():
+        assert plan.spec is not None, "a role that generates has a model"
+        found[role] = replace(plan, spec=join_ends(plan.spec, tokenizer, template))
+    own = plans[exported].spec
+    assert own is not None
+    for role, plan in plans.items():
+        if plan.spec is None:
+            continue
+        remedy = "all roles read the same token ids"
+        if role in rewards and role != exported:
+            read = _retokenizer(role, plan, rewards, tokenizer)
+            if read is not None:
+                found[role] = replace(plan, reads_text=True, spec=join_ends(plan.spec, read.own, read.encoder.template))
+                continue
+            setting = f"{reward_key(role)}.retokenize={rewards[role].retokenize}"
+            remedy = f"with {setting} and the tokenizer there it reads the same token ids"
+        if plan.spec.vocab_size != own.vocab_size:
+            raise ValueError(
+                f"models.{role}.path={plan.config.path!r} has a vocabulary of {plan.spec.vocab_size}, that of {exported} has "
+                f"{own.vocab_size}; {remedy}"
+            )
+    return found
+
+
+def check_templates(
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], tokenizer: Any, rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Renders the first of ``rows``, the prompts' columns, for reward models that read text. Raises DataError, one line."""
+    for role, plan in plans.items():
+        own = _retokenizer(role, plan, rewards, tokenizer) if plan.reads_text else None
+        if own is not None:
+            for row in rows[:RENDERED_ROWS]:
+                own.encode(row, "", ended=True)
+
+
+def _retokenizer(role: str, plan: RolePlan, rewards: Mapping[str, RewardConfig], tokenizer: Any) -> Retokenizer | None:
+    assert plan.spec is not None and plan.config.path is not None
+    limits = plan.spec.max_position_embeddings, plan.spec.vocab_size
+    return build_retokenizer(rewards[role], plan.config.path, tokenizer, *limits, reward_key(role))
+
+
+def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
+    """Raises ValueError if the tokenizer gave ids that the model has not."""
+    spec = plan.spec
+    assert spec is not None
+    largest = max(int(ids.values.max()) for ids in data.columns.values())
+    if largest >= spec.vocab_size:
+        raise ValueError(
+            f"the data have token id {largest}, but the model in '{plan.config.path}' has a vocabulary of "
+            f"{spec.vocab_size}: its tokenizer is larger than the model"
+        )
+
+
+def check_sampling(
+    section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
+) -> tuple[int, str]:
+    """What ``section`` says against the models' contexts, and the cache of those that generate; ``where``: the section of ``data``.
+
+    Returns the tokens of the longest row, and in words where they come from. Raises ValueError with both sides.
+    """
+    key = f"{section if sampling.max_response_length else where}.max_response_length"
+    longest = data.max_prompt_length + (sampling.max_response_length or data.max_response_length)
+    lengths = f"{where}.max_prompt_length + {key} = {longest} tokens"
+    if sampling.min_response_length > longest - data.max_prompt_length:
+        raise ValueError(
+            f"{section}.min_response_length={sampling.min_response_length} must be at most {key}={longest - data.max_prompt_length}"
+        )
+    for role, plan in plans.items():
+        if plan.spec is not None and not plan.reads_text and longest > plan.spec.max_position_embeddings:
+            raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
+    for role, plan in generating(plans).items():
+        plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
+    return longest, lengths
+
+
+def check_prompts(
+    section: str, sampling: SamplingConfig, data: PromptDataset | None, tokenizer: Any, plans: Mapping[str, RolePlan]
+) -> None:
+    """What ``section`` says against vocabulary and tokenizer of the models that answer ``data``, and its rows' own limits.
+
+    Raises ValueError.
+    """
+    own_minimum = data is not None and "min_response_length" in data.beside
+    if data is not None and own_minimum and sampling.max_response_length:
+        least = int(cast(Tensor, data.beside["min_response_length"]).max())
+        if least > sampling.max_response_length:
+            raise ValueError(
+                f"{section}.max_response_length={sampling.max_response_length}, but a row has min_response_length={least}"
+            )
+    for plan in generating(plans).values():
+        assert plan.spec is not None, "a role that generates has a model"
+        ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
+        sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
+
+
+def build_models(plans: Mapping[str, RolePlan], build: WorkerContext) -> SimpleNamespace:
+    """The role objects by name, the same on every rank; ``rewards``, those whose scores add up; and the ``controller``.
+
+    Collective over the world: every rank of it must call.
+    """
+    added = added_rewards(build.rewards, plans)
+    roles = {role: _build_role(role, plan, replace(build, added_rewards=added)) for role, plan in plans.items()}
+    roles |= {name: roles[role] for role, plan in plans.items() for name in plan.serves}
+    return SimpleNamespace(**roles, rewards=[roles[role] for role in added], controller=build.controller)
+
+
+def added_rewards(rewards: Iterable[str], plans: Mapping[str, RolePlan]) -> tuple[str, ...]:
+    """Names of the rewards whose scores are added up."""
+    return tuple(role for role in rewards if role == "reward" or plans[role].is_added)
+
+
+def _build_role(role: str, plan: RolePlan, build: WorkerContext) -> ModelWorker | ArithmeticWorker:
+    if issubclass(plan.worker, ArithmeticWorker):
+        return plan.worker(build, role, plan.pool)
+    home = plan.worker(build, role, plan.pool, plan.shape, plan.config, plan.spec)
+    for method, call in plan.calls.items():
+        home.lend(method, plan.worker(replace(build, serves=method), role, call.pool, call.shape, plan.config, plan.spec))
+    return home
+
+
+def model_directory(plans: Mapping[str, RolePlan], role: str) -> Path:
+    path = plans[role].config.path
+    assert path is not None, f"role {role} has no model"
+    return Path(path)

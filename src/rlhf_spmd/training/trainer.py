@@ -1,0 +1,323 @@
+"""A run from its first step to its last: the loop that ``train`` and ``sft`` share, with its metrics, checkpoints and resume."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
+from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
+from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
+from rlhf_spmd.checkpoint.save import save_checkpoint
+from rlhf_spmd.config.load import to_yaml
+from rlhf_spmd.controller import CallStats, Controller, Reference
+from rlhf_spmd.controller.versions import Versions
+from rlhf_spmd.data.prompts import PromptDataset
+from rlhf_spmd.kernels import capabilities, wait
+from rlhf_spmd.kernels.devices import peak_bytes
+from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.process.ending import Preempted
+from rlhf_spmd.process.program import ProgramContext
+from rlhf_spmd.reshard import LABELS
+from rlhf_spmd.rewards.eval_metrics import repeated_means
+from rlhf_spmd.telemetry import run_dir, run_lock
+from rlhf_spmd.telemetry.report import write_report
+from rlhf_spmd.telemetry.summary import places
+from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
+from rlhf_spmd.training import resume as restart
+from rlhf_spmd.training.banner import start_facts
+from rlhf_spmd.training.checks import in_flight
+from rlhf_spmd.training.exports import Exports
+from rlhf_spmd.training.recorder import MadeStep, Recorder, merge_reports
+from rlhf_spmd.training.run_config import RESUME, RunConfig
+from rlhf_spmd.training.streams import Data
+from rlhf_spmd.workers.flops import forward_flops, matmul_rate, rated_flops
+from rlhf_spmd.workers.model_worker import ModelWorker
+
+TARGET = "val/reward_mean"  # what an algorithm's goal is of
+Script = Callable[[int], list[Reference]]  # number of a step -> the calls whose values are its metrics
+Validate = Callable[[int], dict[str, float]]
+
+
+class Trainer:
+    """A run of ``models`` by ``data``. ``context.prepared``: the checked run (``Prepared`` of the training program)."""
+
+    def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
+        self.context, self.models, self.data = context, models, data
+        self.finished_before = False  # its goal was reached in an earlier start
+        self.damaged: tuple[Committed, ...] = ()  # checkpoints of the run that cannot be read
+        self._received = 0  # bytes of weights that have been reported
+        self.world, self.board, ready = context.world, context.board, context.prepared
+        self.config: RunConfig = ready.config.run
+        assert self.config.steps is not None, "the data have said how long the run is"
+        self.steps = self.config.steps
+        self.controller: Controller = self.models.controller
+        self.run_dir = Path(self.config.dir)
+        self.is_first = self.world.rank == 0
+        self.exports = Exports(ready, self.controller)
+        algorithm, device = ready.config.algorithm, self.world.device
+        self.goal = algorithm.goal
+        prompts = [row for rows in ready.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
+        self.repeated = repeated_means(ready.rewards, [prompts])  # metrics that are left out
+        self.num_bad = sum(rows.tally.num_bad for rows in (*ready.training.values(), *ready.validation.values()))
+        self.saved = {
+            role: worker
+            for role, worker in vars(self.models).items()
+            if isinstance(worker, ModelWorker) and worker.name == role and (worker.trained or role in algorithm.moved)
+        }
+        dtype = ready.plans[algorithm.exported].config.torch_dtype(device)
+        self.peak_flops = matmul_rate(device, dtype, self.world.launch.local_size)  # of one rank
+        self.rated_flops = rated_flops(device, dtype)
+        if self.is_first and capabilities(device).streams and self.rated_flops is None:
+            rate = f"{self.peak_flops / 1e12:.0f} TFLOP/s measured here"
+            print(f"perf/mfu is of {rate}: no figure of this device's data sheet is known", file=sys.stderr)
+
+    def run(self, script: Script, validate: Validate) -> None:
+        """All steps from where the run stands; what ``validate`` gives is the same on every rank.
+
+        ``validate`` is called where ``run.test_freq`` says. The run ends when ``TARGET`` has reached the algorithm's goal.
+        Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
+        """
+        started_at = self.resume()
+        if self.finished_before or started_at >= self.steps:
+            self.board.set_step(started_at)
+            if self.is_first:
+                done, remedy = f"step {started_at} of {self.steps} is done", "raise run.steps or "
+                if self.finished_before:
+                    done, remedy = f"its goal was reached in step {started_at}", ""
+                print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
+            self._export(started_at, ended=True)
+            return
+        if started_at:
+            self._export(started_at, ended=False)
+        recorder = None
+        if self.is_first:
+            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
+            recorder = Recorder(self.run_dir, self.context.prepared.config, started_at, start_facts(self.world))
+            self.controller.timeline.listener = recorder.progress.phase
+        test_freq = self.config.test_freq
+        if test_freq and started_at == 0:
+            first, shown = validate(0), self.data.take_shown()
+            self.exports.is_best(0, first)
+            if recorder is not None:
+                recorder.log(0, first, [], shown)
+        self._moved_bytes()
+        under_way: deque[MadeStep] = deque()  # steps that some ranks may not have ended yet
+        for number in range(started_at + 1, self.steps + 1):
+            under_way.append(self._make(script, number))
+            is_tested = bool(test_freq) and (number % test_freq == 0 or number == self.steps)
+            is_saved = any(freq and number % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
+            spare = 0 if is_tested or is_saved or number == self.steps else self.controller.versions.ahead
+            preempted = stopped = is_best = False
+            while len(under_way) > spare:
+                step = under_way.popleft()
+                if step.preempted():
+                    preempted, spare = True, 0  # the checkpoint comes after all steps
+                metrics, samples = self._receive(step)
+                if is_tested and not under_way:
+                    found = validate(number)
+                    self._moved_bytes()  # not of a step
+                    metrics |= found
+                    is_best = self.exports.is_best(number, found)
+                    stopped = self.goal is not None and found.get(TARGET, -math.inf) >= self.goal
+                shown = self.data.take_shown()
+                if recorder is not None:
+                    recorder.log(step.number, metrics, samples, shown)
+                if recorder is not None and stopped:
+                    recorder.progress.say(f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {number}")
+            ended = stopped or number == self.steps
+            if ended or preempted or is_saved or is_best:
+                if recorder is not None:
+                    recorder.sync()  # before the checkpoint is there
+                self.save(number, stopped)
+            if preempted and not ended:
+                self._close(recorder, "preempted", number)
+                raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
+            if ended or is_saved or is_best:
+                self._export(number, ended)
+            if ended:
+                break
+        self._close(recorder, "done", number)
+
+    def _make(self, script: Script, number: int) -> MadeStep:
+        """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
+        self.board.set_step(number)
+        self.controller.timeline.begin_step(number)
+        start = time.perf_counter()
+        calls, rows = self.data.run(number, partial(script, number))
+        if not calls and not self.controller.taken:
+            name = self.context.prepared.algorithm.__name__
+            raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
+        seconds = time.perf_counter() - start
+        own: dict[str, float] = defaultdict(float)
+        for name, value in self.controller.timeline.phase_totals(number).items():
+            if ":" not in name:
+                own[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
+        own |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
+        own["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
+        self.controller.send_report([self.controller.values(*calls), own])
+        told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
+        preempted = self.controller.vote(self.board.preempted)
+        return MadeStep(number, rows, self.controller.taken, len(calls), told, preempted)
+
+    def _moved_bytes(self) -> int:
+        """Of weights that this rank has received since this was last asked: they may come between steps, too."""
+        before, self._received = self._received, sum(RECORDER.received[label] for label in LABELS)
+        return self._received - before
+
+    def _receive(self, step: MadeStep) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """On rank 0 what all ranks tell of a step, as metrics and samples; waits for those that have yet to end it."""
+        if not self.is_first:
+            return {}, []
+        reports = self.controller.receive_reports()
+        metrics, samples = merge_reports(step, reports, self._utilisation)
+        metrics = {name: value for name, value in metrics.items() if name not in self.repeated}
+        if "generation/idle_fraction" in metrics:
+            idle = round(metrics["generation/idle_fraction"], 4)
+            self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
+        return metrics, samples
+
+    def _utilisation(self, calls: Sequence[CallStats], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
+        """Shares of what all devices could do, by their data sheet where it is known and as measured, by the calls that the step made.
+        An update counts three forward passes in each epoch: one, and backward twice that, of which half are the gradients of
+        weights, which a role with adapters does not make. Of rows in flight a step draws as many tokens as those that it takes have,
+        in the mean."""
+        prepared, mean = self.context.prepared, num_tokens / num_rows
+        flops = 0.0
+        for role, kind, rows, epochs in calls:
+            plan = prepared.plans[role]
+            if plan.spec is not None and kind in ("generate", "infer", "train"):
+                passes = (2.0 if plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
+                if kind == "generate" and in_flight(prepared.config):
+                    rows = min(rows, prepared.config.data.train_batch_size * prepared.config.sampling.n)
+                flops += forward_flops(plan.spec, rows * mean, mean) * passes
+        rate = flops / seconds / self.world.size
+        self.peak_flops = max(self.peak_flops, rate)
+        measured = rate / self.peak_flops
+        rated = None if self.rated_flops is None else rate / self.rated_flops
+        return {"perf/mfu": measured} if rated is None else {"perf/mfu": rated, "perf/mfu_measured": measured}
+
+    # Checkpoints
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the roles that change."""
+        roles = restart.role_states(self.controller, self.models)
+        environment = restart.environment_digests(self.context.prepared.config)
+        return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
+
+    def save(self, number: int, stopped: bool = False) -> None:
+        """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
+        with self.controller.timeline.span("save_checkpoint", category="io"):
+            progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
+            steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
+            versions = self.controller.versions.state()
+            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
+            state["best"] = self.exports.best
+            state[ADAPTERS] = {role: asdict(it.config.lora) for role, it in self.saved.items() if it.config.lora.rank}
+            held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
+            held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
+            if self.is_first:
+                run_lock.prove(self.run_dir)
+                run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
+            keep = self.config.keep_checkpoints
+            path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
+        self.board.last_checkpoint = str(path)
+
+    def resume(self) -> int:
+        """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
+
+        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
+        mix with the checkpoints of an older one, or go on with those of another experiment.
+        """
+        # also beside a path that is given: what is damaged must not count as kept
+        found = find_resumable(self.run_dir, self.world.all, restart.check_state)
+        path, self.damaged = found.directory, found.damaged
+        if self.config.resume not in RESUME:
+            path = named_checkpoint(Path(self.config.resume))
+        if self.config.resume == "never" and path is not None:
+            raise ValueError(f"run.resume=never, but run.dir={self.config.dir} holds {path.name}; give another run.dir")
+        if self.is_first:
+            for warning in found.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+        if path is None:
+            metrics = self.run_dir / run_dir.METRICS_FILE
+            if self.is_first and metrics.is_file() and metrics.stat().st_size:
+                print(f"no checkpoint in {self.run_dir}: it begins anew, what it had logged is in *.before", file=sys.stderr)
+            return 0
+        manifest = read_manifest(path)
+        restart.check_state(manifest)
+        state, lacking = manifest.state, sorted(self.saved.keys() - set(manifest.roles))
+        told = restart.compare_runs(path, self.context.prepared.config, state, self._state(), lacking)
+        if told and self.is_first:
+            print(told, file=sys.stderr)
+        configs = {role: self.context.prepared.plans[role].config for role in self.saved}
+        restart.check_dtypes(path, configs, self.world.device)
+        self.board.last_checkpoint = str(path)
+        with restart.read_state(path):
+            versions = state.get("versions", Versions().state())  # older checkpoints do not count them
+            self.controller.versions.load_state(versions)
+        for role, worker in self.saved.items():
+            worker.version = self.controller.versions.newest(role)
+            if worker.member:
+                held = restart.role_state(worker)
+                load_checkpoint(path, role, held, worker.mesh.pool)
+                if worker.engine.optimizer is not None:
+                    worker.engine.optimizer.take_states(held.optim)
+                    with restart.read_state(path):
+                        worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
+        with restart.read_state(path):
+            restart.restore(dict(state), self.data, self.models)
+        restart.restore_rows_in_flight(path, self.saved)
+        restart.restore_weights_ahead(path, self.saved)
+        self.finished_before = bool(state["stopped"])
+        own = path.resolve().parent == checkpoints_of(self.run_dir).resolve()
+        self.exports.restore(state.get("best") if own else None)  # another run's best step is none of this one's
+        if self.is_first:
+            print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
+        return int(state["step"])
+
+    def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
+        self.controller.settle()
+        payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
+        if recorder is not None and payloads is not None:
+            run_lock.prove(self.run_dir)
+            write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
+            write_report(
+                self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
+            )
+            recorder.close()
+            print(*places(self.run_dir), sep="\n", file=sys.stderr)
+
+    def _export(self, number: int, ended: bool) -> None:
+        if self.board.last_checkpoint is not None:
+            self.exports.write(number, Path(self.board.last_checkpoint), ended)
+
+
+def start_controller(context: ProgramContext[Any]) -> Controller:
+    """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
+
+    It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
+    """
+    world, plans = context.world, context.prepared.plans.values()
+    names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})
+    timeline = Timeline(world.rank, names, events_of_a_rank(world.size), partial(wait, world.device))
+    config = context.prepared.config
+    placement, limits = config.placement, config.algorithm.limits
+    return Controller(
+        world.all,
+        context.board,
+        timeline,
+        config.run.seed,
+        ahead=placement.max_staleness,
+        speeds=placement.speeds,
+        num_portions=placement.stream,
+        limits=(limits.max_tokens, limits.rows or 0),
+    )

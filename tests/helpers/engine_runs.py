@@ -1,0 +1,308 @@
+"""Training steps of a small model: on one rank, in any layout, and by transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf_spmd.checkpoint.load import load_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs, values
+from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.workers.engine import Packed, TrainEngine
+from rlhf_spmd.workers.optimizer import OptimConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 41,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "untied": LLAMA,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "shared_kv": {**LLAMA, "num_key_value_heads": 1},
+    "qwen3": {
+        **LLAMA,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+}
+
+
+def write_models(base: Path, configs: Mapping[str, Mapping[str, Any]] = CONFIGS) -> dict[str, str]:
+    """Random weights for each of ``configs``; returns their directories by name."""
+    for name, config in configs.items():
+        write_random_model(base / name, {**config}, seed=3)
+    return {name: str(base / name) for name in configs}
+
+
+LENGTHS = [5, 3, 9, 2, 7, 4, 6]
+
+OPTIM = OptimConfig(lr=1e-2, lr_scheduler_type="linear", lr_warmup_steps=1, clip_grad=0.5, weight_decay=0.1)
+
+STEADY = replace(OPTIM, eps=1e-3)  # Adam divides by the gradient's size: a larger eps does not magnify what rounds off at 0
+
+STEPS = 3
+
+Result = tuple[list[dict[str, float]], dict[str, Tensor]]
+
+
+def rows_of(step: int, vocab: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
+
+
+def cut(rows: Sequence[Tensor], dp: int, dp_rank: int, num_micro_batches: int, padded: int = 0) -> list[Packed]:
+    """Every dp-th row, spread over micro-batches; later micro-batches are empty where rows run out, and those up to ``padded``."""
+    mine = list(rows)[dp_rank::dp]
+    packed = []
+    for i in range(max(num_micro_batches, padded)):
+        part = mine[i::num_micro_batches] if i < num_micro_batches else []
+        tokens = torch.cat(part) if part else torch.zeros(0, dtype=torch.int64)
+        packed.append(Packed(tokens, torch.tensor([len(r) for r in part], dtype=torch.int64)))
+    return packed
+
+
+def next_token_loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of -log p of each next token over the count of the whole mini-batch."""
+    ends = batch.lengths.cumsum(0)
+    keep = torch.ones(len(batch.tokens), dtype=torch.bool)
+    keep[ends - 1] = False
+    if decoder.head_kind == "value":
+        predicted = values(decoder, hidden)[keep]
+        return ((predicted - batch.tokens[keep] / 10) ** 2).sum() / COUNT, {"tokens": keep.sum()}
+    labels = batch.tokens.roll(-1)[keep]
+    log_probs, _ = token_log_probs(decoder, hidden[keep], labels)
+    return -log_probs.sum() / COUNT, {"tokens": keep.sum()}
+
+
+COUNT = sum(LENGTHS) - len(LENGTHS)
+
+
+def build(
+    world: Any, path: str, layout: Layout, head: str = "lm", dtype: torch.dtype = torch.float64, **options: Any
+) -> TrainEngine:
+    mesh = build_mesh(world, range(layout.size), layout)
+    optim = options.pop("optim", OPTIM)
+    options |= {"device": torch.device("cpu"), "total_updates": STEPS + 2, "new_head": head == "value"}
+    return TrainEngine(read_spec(path), path, head, mesh, optim, dtype=dtype, **options)
+
+
+def local_boxes(engine: TrainEngine) -> list[Any]:
+    return boxes_of(engine, engine.local_tensors())
+
+
+def boxes_of(
+    engine: TrainEngine, tensors: Mapping[str, Tensor]
+) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
+    found = []
+    for name in tensors:
+        for box in engine.param_shards()[name].boxes:
+            found.append((box.name, box.shape, box.global_slices, tensors[name][box.local_slices].clone()))
+    return found
+
+
+def train(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int], head: str, options: dict[str, Any]) -> Any:
+    """STEPS optimizer steps; the loss before each one, summed over replicas, and the boxes that this rank holds at the end."""
+    engine = build(world, path, layout, head, **options)
+    vocab, reports = engine.spec.vocab_size, []
+    for step in range(STEPS):
+        mine = engine.mesh.dp_rank
+        batches = cut(rows_of(step, vocab), layout.dp, mine, num_micro_batches[mine], max(num_micro_batches[: layout.dp]))
+        sums = engine.forward_backward(batches, next_token_loss)
+        assert set(sums) == ({"loss", "tokens"} if engine.mesh.last_stage else set())
+        report = engine.optimizer_step()
+        if engine.mesh.last_stage:
+            both = torch.stack([sums["loss"], sums["tokens"]])
+            engine.mesh.dp.all_reduce(both, "test")
+            assert int(both[1]) == COUNT
+            report["loss"] = float(both[0])
+        reports.append(report)
+    return reports, local_boxes(engine)
+
+
+def whole_tensors(held: Sequence[Any]) -> dict[str, Tensor]:
+    """From all ranks' boxes, which must agree where they overlap."""
+    whole: dict[str, Tensor] = {}
+    for boxes in held:
+        for name, shape, slices, tensor in boxes:
+            target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=tensor.dtype))
+            there = target[slices]
+            known = ~there.isnan()
+            assert torch.allclose(there[known], tensor[known], rtol=1e-12, atol=1e-14), f"copies of {name} differ"
+            target[slices] = tensor
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"{name} is not covered"
+    return whole
+
+
+def together(results: Sequence[Any]) -> Result:
+    """Whole tensors, and the reports of a last-stage rank."""
+    whole = whole_tensors([boxes for _, boxes in results])
+    assert all(
+        {k: v for k, v in r.items() if k != "loss"} == {k: v for k, v in results[0][0][i].items() if k != "loss"}
+        for reports, _ in results
+        for i, r in enumerate(reports)
+    ), "ranks report different norms"
+    return next(reports for reports, _ in results if "loss" in reports[0]), whole
+
+
+@functools.cache
+def single(path: str, head: str, eps: float = OPTIM.eps) -> Result:
+    """One rank, one micro-batch, fp64."""
+    return together(run_ranks(1, train, path, Layout(), [1], head, {"optim": replace(OPTIM, eps=eps)}))
+
+
+def assert_same(got: Result, want: Result, tolerance: float = 1e-10) -> None:
+    for mine, theirs in zip(got[0], want[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=tolerance)
+    assert got[1].keys() == want[1].keys()
+    for name, tensor in want[1].items():
+        torch.testing.assert_close(
+            got[1][name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def score(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int]) -> list[Tensor] | None:
+    engine = build(world, path, layout, optim=None)
+    assert not any(p.requires_grad for p in engine.parameters().values())
+    rows, mine = rows_of(0, engine.spec.vocab_size), engine.mesh.dp_rank
+    batches = cut(rows, layout.dp, mine, num_micro_batches[mine], max(num_micro_batches[: layout.dp]))
+
+    def head(decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+        return token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0]
+
+    for _ in range(2):
+        outputs = engine.forward(batches, head)
+    assert len(outputs) == len(batches)
+    for output, batch in zip(outputs, batches, strict=True):
+        assert (output is None) == (not engine.mesh.last_stage or not len(batch.lengths))
+    given = [out for out in outputs if out is not None]
+    rows = [row for out, b in zip(given, batches, strict=False) for row in out.split(b.lengths.tolist())]
+    return rows if engine.mesh.last_stage else None
+
+
+def special_batches(world: Any, path: str, layout: Layout) -> Any:
+    """Replica 0 has all rows, replica 1 none; gradients are added over two calls."""
+    engine = build(world, path, layout)
+    rows = rows_of(0, engine.spec.vocab_size)
+    none = Packed(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    first = engine.mesh.dp_rank == 0
+    sums = [
+        engine.forward_backward(cut(rows[:3], 1, 0, 2) if first else [none] * 2, next_token_loss),
+        engine.forward_backward(cut(rows[3:], 1, 0, 1) if first else [none], next_token_loss),
+    ]
+    if engine.mesh.last_stage and not first:
+        assert all({k: float(v) for k, v in part.items()} == {"loss": 0.0, "tokens": 0.0} for part in sums)
+    return [engine.optimizer_step()], local_boxes(engine)
+
+
+def joined(results: Sequence[Any]) -> Result:
+    return together([([{**r, "loss": 0.0} for r in reports], boxes) for reports, boxes in results])
+
+
+def half_precision(world: Any, path: str, layout: Layout) -> Any:
+    """Losses, norms, and the boxes of the fp32 master weights at the end."""
+    engine = build(world, path, layout, dtype=torch.bfloat16, optim=STEADY)
+    norms, losses = [], []
+    for step in range(STEPS):
+        batches = cut(rows_of(step, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 3)
+        sums = engine.forward_backward(batches, next_token_loss)
+        if engine.mesh.last_stage:
+            losses.append(float(engine.mesh.dp.all_reduce(sums["loss"], "test")))
+        assert {grad.dtype for grad in engine._wide_grads.values()} == {torch.float32}
+        assert engine._wide_grads.keys() == engine.local_tensors().keys()
+        norms.append(engine.optimizer_step()["grad_norm"])
+    assert engine.optimizer is not None
+    masters = {name: state["master"] for name, state in engine.optimizer.state_tensors().items()}
+    for name, tensor in engine.local_tensors().items():
+        assert tensor.dtype == torch.bfloat16 and masters[name].dtype == torch.float32
+        assert torch.equal(masters[name].bfloat16(), tensor)
+    return losses, norms, boxes_of(engine, masters)
+
+
+def check_half_precision(results: Sequence[Any], path: str) -> None:
+    reports, weights = single(path, "lm", STEADY.eps)
+    for losses, norms, _ in results:
+        assert not losses or losses == pytest.approx([r["loss"] for r in reports], rel=2e-2)
+        assert norms == pytest.approx([r["grad_norm"] for r in reports], rel=5e-2)
+    masters = whole_tensors([boxes for _, _, boxes in results])
+    difference, where = worst_update({name: tensor.double() for name, tensor in masters.items()}, weights, path, torch.bfloat16)
+    print(f"updates off by {difference:.1e} ({where})")
+    assert difference < 0.15, where
+
+
+def worst_update(got: Mapping[str, Tensor], want: Mapping[str, Tensor], path: str, stored: torch.dtype) -> tuple[float, str]:
+    """The largest relative error (2-norms) of what training has added to a tensor, and where. ``stored``: the dtype to which the
+    first weights of ``got`` had been rounded."""
+    first = load_file(Path(path) / "model.safetensors")
+    return max(
+        (float(((got[name] - first[name].to(stored).double()) - change).norm() / change.norm()), name)
+        for name, change in ((name, tensor - first[name].double()) for name, tensor in want.items())
+    )
+
+
+def check_single_precision(results: Sequence[Any], path: str) -> None:
+    """Losses and norms to 1e-4, what the steps have added to each tensor to 1e-4 of its 2-norm."""
+    (reports, weights), want = together(results), single(path, "lm", STEADY.eps)
+    for mine, theirs in zip(reports, want[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    difference, where = worst_update({name: tensor.double() for name, tensor in weights.items()}, want[1], path, torch.float32)
+    print(f"updates off by {difference:.1e} ({where})")
+    assert difference < 1e-4, where
+
+
+def drawn(world: Any, path: str, layout: Layout) -> Any:
+    mesh = build_mesh(world, range(layout.size), layout)
+    options = {"dtype": torch.float64, "device": torch.device("cpu"), "seed": 7}
+    engine = TrainEngine(read_spec(path), None, "lm", mesh, None, **options)
+    return [{}], local_boxes(engine)
+
+
+def go(world: Any, path: str, layout: Layout, options: dict[str, Any], steps: range, load: str, save: str) -> Any:
+    """Optimizer steps ``steps`` after reading the checkpoint ``load``; then writes one under ``save``. Either may be empty."""
+    engine = build(world, path, layout, **options)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    if load:
+        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
+        load_checkpoint(Path(load), "actor", state, engine.mesh.pool)
+        optimizer.take_states(state.optim)
+        optimizer.step_count = steps.start
+    reports = []
+    for step in steps:
+        rows = rows_of(step, engine.spec.vocab_size)
+        engine.forward_backward(cut(rows, layout.dp, engine.mesh.dp_rank, 3), next_token_loss)
+        reports.append(engine.optimizer_step() | {"loss": 0.0})
+    if save:
+        state = RoleState(engine.param_shards(), engine.local_tensors(), optimizer.state_tensors())
+        save_checkpoint(Path(save), steps.stop, {"actor": state}, {}, engine.mesh.pool)
+    return reports, local_boxes(engine)

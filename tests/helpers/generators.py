@@ -1,0 +1,166 @@
+"""Small models, ragged prompts and a generator alone in this process, and what transformers generates from them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from rlhf_spmd import kernels
+from rlhf_spmd.data.tokenizer import Decoding
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.spec import read_eos_ids, read_spec
+from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.world import Launch, World
+
+COMMON = {
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.2,  # peaked enough that greedy decoding has no near-ties
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0},
+    "qwen2": {**COMMON, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {**COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+}
+
+SMALL = GenerationConfig(page_size=8, max_num_seqs=16, max_num_batched_tokens=512)
+
+
+class LastDigits(Decoding):
+    """For models without a tokenizer."""
+
+    special_ids: ClassVar[dict[str, int]] = {}
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return "".join(str(token % 10) for token in ids)
+
+
+@cache
+def alone() -> tuple[World, Mesh]:
+    world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
+    return world, build_mesh(world, [0], Layout())
+
+
+def load(path: str, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Decoder:
+    torch.set_num_threads(1)
+    decoder = Decoder(read_spec(path), "lm", mesh.pp_rank, mesh.layout.pp, mesh.tp, dtype, "cpu")
+    load_pretrained(decoder, path)
+    return decoder
+
+
+def build_generator(path: str, config: GenerationConfig = SMALL, dtype: torch.dtype = torch.float32) -> Generator:
+    mesh = alone()[1]
+    return Generator(load(path, mesh, dtype), mesh, config, read_eos_ids(path))
+
+
+def row_of(index: int, prompt_ids: Sequence[int], most: int, **more: Any) -> SequenceState:
+    """In flight, with room for ``most`` tokens."""
+    return SequenceState(Request(index, 0, prompt_ids, most), index=index, **more)
+
+
+def ragged_requests(num_prompts: int = 7, samples: int = 3, max_new_tokens: int = 30, vocabulary: int = 301) -> list[Request]:
+    """Prompts of 1 .. 100 tokens, some with a common beginning; ``samples`` rows each, of different length limits."""
+    generator = torch.Generator().manual_seed(11)
+    stem = torch.randint(3, vocabulary, (40,), generator=generator).tolist()
+    requests = []
+    for group in range(num_prompts):
+        length = [1, 3, 8, 17, 64, 65, 100][group % 7]
+        own = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+        prompt = (stem[: length // 2] + own)[:length]
+        for j in range(samples):
+            requests.append(Request(group * samples + j, group, prompt, max_new_tokens - 4 * j))
+    return requests
+
+
+def training_log_probs(
+    decoder: Decoder, requests: list[Request], completions: list[Completion], temperature: float
+) -> list[Any]:
+    """log-probs of the responses from one packed forward pass, as training computes them."""
+    texts = [torch.tensor([*r.prompt_ids, *c.token_ids]) for r, c in zip(requests, completions, strict=True)]
+    packed = torch.cat(texts)
+    with torch.no_grad():
+        hidden = decoder(packed, PackedAttention([len(t) for t in texts]))
+        log_probs, _ = token_log_probs(decoder, hidden, packed.roll(-1), temperature)
+    out = []
+    for row, request in zip(log_probs.split([len(t) for t in texts]), requests, strict=True):
+        out.append(row[len(request.prompt_ids) - 1 : -1])
+    return out
+
+
+def num_unequal(decoder: Decoder, requests: list[Request], completions: list[Completion], temperature: float) -> int:
+    wanted = training_log_probs(decoder, requests, completions, temperature)
+    return sum(int((w != c.log_probs).sum()) for w, c in zip(wanted, completions, strict=True))
+
+
+def tokens_of(completions: list[Completion]) -> list[list[int]]:
+    return [c.token_ids for c in completions]
+
+
+def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **options
+        )
+        out.append(generated[0, len(prompt) :].tolist())
+    return out
+
+
+@pytest.fixture(params=["highest", "medium", "kernels"])  # MKL, oneDNN, our own
+def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = torch.get_float32_matmul_precision()
+    if request.param == "kernels":
+        yield request.param
+    else:
+        torch.set_float32_matmul_precision(request.param)
+        with kernels.suspended():
+            yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+def skip_unless_exact(ops: kernels.Ops, dtype: torch.dtype, threads: int = 1) -> None:
+    """Some processors' own matrix products are not exact; the trainer then computes what it would have taken from a generator."""
+    if not ops.is_exact(dtype, threads):
+        pytest.skip(f"this processor's products of {dtype} are not exact at this precision")
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    with kernels.suspended() if request.param == "torch" else contextlib.nullcontext():
+        yield
+
+
+def generate_on_rank(world: World, path: str, layout: Layout, config: GenerationConfig, temperature: float) -> Any:
+    """This rank's completions by row id, and how many log-probs differ from a forward pass of the same layout (pp = 1)."""
+    mesh = build_mesh(world, list(range(world.size)), layout)
+    decoder = load(path, mesh)
+    generator = Generator(decoder, mesh, config, read_eos_ids(path))
+    requests = [r for r in ragged_requests() if r.group_id % layout.dp == mesh.dp_rank]
+    completions = generator.generate(requests, SamplingConfig(temperature=temperature), 3, 5)
+    unequal = num_unequal(decoder, requests, completions, temperature) if layout.pp == 1 else 0
+    return {c.row_id: (c.token_ids, c.log_probs.tolist()) for c in completions}, unequal, generator.stats.preemptions

@@ -1,0 +1,99 @@
+"""Transitions to a generation layout on ranks, checked weight by weight."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from reshard_cases import generation_shards_at, train_shards_at
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.weights import init_random
+from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.layout import GenerationLayout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.reshard import HybridWeights, choose_method
+from rlhf_spmd.reshard.storages import held_bytes
+
+
+class Model:
+    """A role's training module and its generation module, with one copy of the weights, on one rank of all of ``world``."""
+
+    def __init__(
+        self,
+        world: World,
+        spec: ModelSpec,
+        name: str,
+        layout: GenerationLayout,
+        buffers: str = "free",
+        bucket_bytes: int = 256 << 20,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        train, pool = layout.train, list(range(world.size))
+        mesh, generation_mesh = build_mesh(world, pool, train), build_mesh(world, pool, layout)
+        method = choose_method(name, layout)
+        group = world.group(sorted(method.gather_ranks(layout, world.rank)), "gather", channel="gather")
+        assert group is not None
+        group.connect()
+        self.decoder = Decoder(spec, "lm", mesh.pp_rank, train.pp, mesh.tp, dtype, "cpu")
+        init_random(self.decoder, 3)
+        if train.zero:
+            axis = "dp_shard" if train.dp_replicate > 1 else "dp"
+            for module in [*self.decoder.layers, self.decoder]:
+                fully_shard(module, mesh=mesh.device_mesh[axis], reshard_after_forward=train.zero == 3)
+        self.generation = Decoder(
+            spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", blocks=layout.blocks
+        )
+        self.hybrid = HybridWeights(
+            train_shards_at(spec, train),
+            self.parameters,
+            self.generation,
+            generation_shards_at(spec, layout),
+            group,
+            method,
+            layout,
+            world.rank,
+            buffers,
+            bucket_bytes,
+        )
+        self.mesh = generation_mesh
+
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(self.decoder.named_parameters())
+
+    def held(self) -> int:
+        return held_bytes([*map(local, self.parameters().values()), *self.generation.parameters()])
+
+
+def local(parameter: Tensor) -> Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, wait: bool) -> float:
+    """Hidden states of a generation module against the single-rank forward, in fp64; distance relative to the largest."""
+    model = Model(world, spec, name, layout, bucket_bytes=10_000, dtype=torch.float64)
+    whole = Decoder(spec, "lm", 0, 1, solo(), torch.float64, "cpu")
+    init_random(whole, 3)
+    tokens, attention = torch.arange(12) * 5 % 50, PackedAttention([7, 5], torch.device("cpu"))
+    hybrid = model.hybrid
+    for _ in range(2):
+        hybrid.to_generation(wait)
+        assert wait or hybrid.pending_bytes or not hybrid.plan.homes
+        if wait or world.rank != 1 or layout.pp * layout.tp > 1:  # a replica without rows computes nothing
+            with torch.no_grad():
+                a, b = model.generation(tokens, attention), whole(tokens, attention)
+            assert hybrid.pending_bytes == 0 and not hybrid.transition._hooks
+            distance = float((a - b).abs().max() / b.abs().max())
+        else:
+            distance = 0.0
+        hybrid.to_training()
+        held = 8 * sum(map(math.prod, hybrid.made.values()))
+        held += 0 if hybrid.plan.homes else model.held()
+        assert hybrid.transition.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
+    return distance

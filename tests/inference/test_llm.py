@@ -1,0 +1,387 @@
+"""``LLM``: against transformers, against ``generate``, alone and on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tasks
+import torch
+from generate_runs import arguments, read_output, write_rows
+from generate_runs import model as model  # a fixture
+from generators import transformers_greedy
+from places import ROOT
+from ranks import run_ranks
+
+from rlhf_spmd import LLM, RequestOutput, SamplingParams, generate
+from rlhf_spmd.config.load import check_tree
+from rlhf_spmd.data.encoding import PromptEncoder
+from rlhf_spmd.generation import GenerationConfig
+from rlhf_spmd.generation.sequence import NotFinite
+from rlhf_spmd.inference.job import ModelConfig
+from rlhf_spmd.inference.llm import Engine, EngineConfig, prepare_model
+from rlhf_spmd.parallel.layout import LayoutConfig
+from rlhf_spmd.parallel.world import World
+
+PROMPTS = ["abc abd", "x", "The quick brown fox", "aaaa bbbb cccc dddd eeee ffff"]
+TALK = [{"role": "user", "content": "abd"}]
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    yield LLM(model, seed=4, page_size=8, max_num_seqs=4)
+    tasks.leave_world()
+
+
+def whole(outputs: list[RequestOutput], *without: str) -> list[dict[str, Any]]:
+    return [{k: v for k, v in dataclasses.asdict(o).items() if k not in ("request_id", *without)} for o in outputs]
+
+
+def test_greedy_answers_are_those_of_transformers(llm: LLM, model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
+    ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    wanted = transformers_greedy(str(model), ids, 20)
+    assert [o.prompt_token_ids for o in found] == ids and [o.prompt for o in found] == PROMPTS
+    for output, tokens in zip(found, wanted, strict=True):
+        (its,) = output.outputs
+        assert its.token_ids == tokens and its.text == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert (its.finish_reason, its.stop_reason) == ("stop" if tokens[-1] == 2 else "length", None)
+    (chat,) = llm.chat(TALK, SamplingParams(temperature=0, max_tokens=9))
+    ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False)
+    assert chat.prompt == ids and [chat.outputs[0].token_ids] == transformers_greedy(
+        str(model), [tokenizer(ids)["input_ids"]], 9
+    )
+    (one,) = llm.generate(found[0].prompt_token_ids, SamplingParams(temperature=0, max_tokens=20))
+    assert one.outputs == found[0].outputs and one.prompt is None
+
+
+def test_log_probs_of_prompts_and_responses_are_those_of_transformers(llm: LLM, model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    asked = [
+        SamplingParams(max_tokens=12, n=2, temperature=0.7, logprobs=3, prompt_logprobs=2, repetition_penalty=1.3),
+        SamplingParams(max_tokens=7, logprobs=0),
+        SamplingParams(max_tokens=5, prompt_logprobs=0),
+        SamplingParams(max_tokens=5),
+    ]
+    for output, params in zip(llm.generate(PROMPTS, asked), asked, strict=True):
+        prompt = output.prompt_token_ids
+        for its in output.outputs:
+            with torch.no_grad():
+                wanted = reference(torch.tensor([prompt + its.token_ids])).logits[0].log_softmax(-1)
+            chosen = wanted[len(prompt) - 1 : -1].gather(1, torch.tensor(its.token_ids)[:, None])[:, 0]
+            assert its.cumulative_logprob == pytest.approx(float(chosen.sum()), abs=1e-4)
+            if params.logprobs is None:
+                assert its.logprobs is None
+            else:
+                check_entries(its.logprobs, its.token_ids, wanted[len(prompt) - 1 : -1], params.logprobs)
+        if params.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+        else:
+            assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+            check_entries(output.prompt_logprobs[1:], prompt[1:], wanted[: len(prompt) - 1], params.prompt_logprobs)
+
+
+def check_entries(entries: Any, tokens: list[int], wanted: torch.Tensor, many: int) -> None:
+    assert len(entries) == len(tokens)
+    for entry, token, row in zip(entries, tokens, wanted, strict=True):
+        best = row.topk(many).indices.tolist()
+        assert next(iter(entry)) == token and set(entry) == {token, *best}
+        for each, its in entry.items():
+            assert its.logprob == pytest.approx(float(row[each]), abs=2e-5)
+            assert its.rank == (best.index(each) + 1 if each in best else None)
+
+
+def test_draws_are_those_of_generate_and_follow_a_seed_of_their_own(model: Path, llm: LLM, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    settings = ["sampling.n=3", "sampling.max_response_length=10", "sampling.seed=4", "sampling.temperature=0.8"]
+    generate.main(arguments(model, rows, tmp_path / "out.jsonl", *settings))
+    llm.engine._num_rows = 0  # as in a new one
+    found = llm.generate(PROMPTS, SamplingParams(n=3, max_tokens=10, temperature=0.8))
+    assert [its.token_ids for o in found for its in o.outputs] == [
+        r["response_ids"] for r in read_output(tmp_path / "out.jsonl")
+    ]
+    again = llm.generate(PROMPTS, SamplingParams(n=3, max_tokens=10, temperature=0.8))
+    assert whole(again) != whole(found)
+    own = [SamplingParams(n=2, max_tokens=10, seed=seed) for seed in (7, 7, -3, 2**62)]
+    seeded = whole(llm.generate(PROMPTS, own))
+    assert seeded == [whole(llm.generate(p, params))[0] for p, params in zip(PROMPTS, own, strict=True)]
+    assert seeded[0]["outputs"][0]["token_ids"] != seeded[0]["outputs"][1]["token_ids"]
+    assert whole(llm.generate(PROMPTS[0], dataclasses.replace(own[0], seed=8))) != seeded[:1]
+
+
+def test_prompts_that_are_asked_differently_run_together(llm: LLM) -> None:
+    base = SamplingParams(temperature=0, max_tokens=24, allowed_token_ids=list(range(3, 98)))
+    (plain,) = llm.generate("abc", base)
+    text, ids = plain.outputs[0].text, plain.outputs[0].token_ids
+    assert len(text) == 24  # a character for each token, so that what follows stops where it says
+    middle = text[9:12]
+    at = text.index(middle)
+    token = ids[10]
+    first = ids.index(token)
+    asked = [
+        base,
+        dataclasses.replace(base, stop=middle),
+        dataclasses.replace(base, stop=[middle], include_stop_str_in_output=True),
+        dataclasses.replace(base, stop_token_ids=[token]),
+        dataclasses.replace(base, stop_token_ids=[token], include_stop_str_in_output=True),
+        dataclasses.replace(base, presence_penalty=5.0),
+        dataclasses.replace(base, max_tokens=None),
+        dataclasses.replace(base, allowed_token_ids=[50, 51]),
+    ]
+    got = [(o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in llm.generate(["abc"] * 8, asked)]
+    assert got[:3] == [(text, "length", None), (text[:at], "stop", middle), (text[: at + 3], "stop", middle)]
+    assert got[3:5] == [(text[:first], "stop", token), (text[: first + 1], "stop", token)]
+    assert got[5][0] != text and set(got[7][0]) <= {chr(79), chr(80)}
+    assert got[6][0].startswith(text) and len(got[6][0]) + len("abc") <= 64
+
+
+def test_special_tokens_and_the_end_of_text(llm: LLM) -> None:
+    force = {2: 100.0}
+    (end,) = llm.generate("abc", SamplingParams(max_tokens=5, logit_bias=force))
+    (on,) = llm.generate("abc", SamplingParams(max_tokens=3, logit_bias=force, ignore_eos=True, skip_special_tokens=False))
+    (off,) = llm.generate("abc", SamplingParams(max_tokens=3, logit_bias=force, ignore_eos=True))
+    (named,) = llm.generate("abc", SamplingParams(max_tokens=3, logit_bias=force, ignore_eos=True, stop="</s>"))
+    (later,) = llm.generate("abc", SamplingParams(max_tokens=5, logit_bias=force, min_tokens=3))
+    tell = [(its.text, its.token_ids, its.finish_reason, its.stop_reason) for o in (end, on, off, named) for its in o.outputs]
+    assert tell[:2] == [("", [2], "stop", None), ("</s></s></s>", [2, 2, 2], "length", None)]
+    assert tell[2:] == [("", [2, 2, 2], "length", None), ("", [2], "stop", "</s>")]
+    assert len(later.outputs[0].token_ids) == 4 and later.outputs[0].token_ids[-1] == 2
+
+
+def test_a_processor_says_what_is_drawn(llm: LLM) -> None:
+    wanted, seen = [60, 61, 62, 2], []
+
+    def follow(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(list(ids))
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor(wanted[len(ids)]), 0.0)
+
+    with_it, without = llm.generate(
+        ["abc", "abc"], [SamplingParams(logits_processors=[follow], seed=1), SamplingParams(seed=1)]
+    )
+    assert with_it.outputs[0].token_ids == wanted and seen == [wanted[:i] for i in range(4)]
+    assert without.outputs[0].token_ids != wanted
+    assert whole([without]) == whole(llm.generate("abc", SamplingParams(seed=1)))
+
+
+def test_a_library_for_structured_output_fits_in(llm: LLM) -> None:
+    """As the document says."""
+    pytest.importorskip("outlines_core")
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"llm": llm, "SamplingParams": SamplingParams}
+    for block in (block for block in blocks if "index" in block):
+        exec(block, names)
+    (output,) = names["found"]
+    assert re.fullmatch("[0-9]{3} ?", output.outputs[0].text) and output.outputs[0].finish_reason == "stop"
+
+
+def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
+    def fail(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(ids) == 3:
+            raise RuntimeError("stopped")
+        return logits
+
+    before = whole(llm.generate(PROMPTS, SamplingParams(seed=1)))
+    with pytest.raises(RuntimeError, match="stopped"):
+        llm.generate(PROMPTS, SamplingParams(logits_processors=[fail]))
+    assert whole(llm.generate(PROMPTS, SamplingParams(seed=1))) == before
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "said"),
+    [
+        ("abc", {"temperature": -1.0}, "sampling_params.temperature=-1.0: must be 0 (greedy) or at least 0.001"),
+        ("abc", {"max_tokens": 0}, "sampling_params.max_tokens=0: must be at least 1"),
+        ("abc", {"min_tokens": 17}, "sampling_params.min_tokens=17: must be at most 16, the tokens that are left"),
+        ("abc", {"logprobs": 101}, "sampling_params.logprobs=101: must be at least 0 and at most 100"),
+        ("abc", {"stop_token_ids": [200]}, "sampling_params.stop_token_ids: token id 200 must lie in 0 .. 199"),
+        ("abc", {"prompt_logprobs": 101}, "sampling_params.prompt_logprobs=101: must be at least 0 and at most 100"),
+        ("abc", {"temperature": 1e39}, "sampling_params.temperature=1e+39: must be 0 (greedy) or at least 0.001, at most 1"),
+        ("abc", {"temperature": "1"}, "temperature='1' must be a number"),
+        ("abc", {"seed": 2**64}, "sampling_params.seed=18446744073709551616: must be at least"),
+        ("abc", {"seed": 1.5}, "seed=1.5 must be an integer or null"),
+        ("abc", {"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
+        ("abc", {"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
+        ([[np.int64(5), 6]], {}, "prompt 0: 'prompt_token_ids' must be a non-empty list of token ids"),
+        ("a" * 64, {}, "prompt 0 has 64 tokens, and a row may have 64"),
+        ([[1, 200]], {}, "prompt 0: token id 200 in 'prompt_token_ids' must be less than the vocabulary size 200"),
+        ([5], {}, None),
+        ([None], {}, "prompt 0: a prompt must be text or a list of chat messages, not NoneType"),
+    ],
+)
+def test_what_cannot_be_is_said(llm: LLM, prompts: Any, params: dict[str, Any], said: str | None) -> None:
+    if said is None:
+        assert len(llm.generate(prompts, SamplingParams(**params))) == 1  # one prompt of one token
+        return
+    with pytest.raises(ValueError, match=r"^\w") as refusal:
+        llm.generate(prompts, SamplingParams(**params))
+    assert str(refusal.value).startswith(said)
+
+
+@pytest.mark.parametrize("talk", ["hi", ["hi", "you"], [5]])
+def test_a_conversation_is_a_list_of_messages(llm: LLM, talk: Any) -> None:
+    with pytest.raises(ValueError, match=r"^a conversation is a list of messages"):
+        llm.chat(talk)
+
+
+def test_numbers_may_be_those_of_numpy(llm: LLM) -> None:
+    plain = llm.generate([[5, 6]], SamplingParams(n=2, temperature=0.5, seed=1, logit_bias={7: 1.0}, stop=["x", "y"]))
+    given = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), seed=np.int64(1), logit_bias={"7": np.float64(1)}, stop=("x", "y")
+    )
+    assert whole(llm.generate([np.array([5, 6])], given)) == whole(plain)
+
+
+@pytest.mark.parametrize("left", [math.nan, -math.inf])
+def test_a_processor_that_leaves_nothing_to_draw_is_an_error(llm: LLM, left: float) -> None:
+    def spoil(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, left) if len(ids) == 2 else logits
+
+    with pytest.raises(NotFinite, match="logits_processors"):
+        llm.generate("abc", SamplingParams(logits_processors=[spoil]))
+    assert len(llm.generate("abc")) == 1
+
+
+def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
+    for more, said in (
+        ({"max_model_len": 65}, "max_model_len=65: the model's context is max_position_embeddings=64; lower it"),
+        ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
+        ({"tokenizer": "nowhere"}, "tokenizer directory 'nowhere' does not exist"),
+        ({"trust_remote_code": True}, "trust_remote_code=True is vLLM's and has no effect here: no code"),
+        ({"quantization": "awq"}, "quantization='awq' is vLLM's and has no effect here"),
+        ({"block_size": 16}, "block_size=16 is vLLM's and has no effect here: give page_size"),
+        ({"pagesize": 8}, "unknown key 'generation.pagesize'; did you mean 'generation.page_size'?"),
+        ({"tensor_parallel_size": 2}, "layout on all ranks"),
+        ({"rebalance_steps": 4}, "generation.rebalance_steps=4: rows stay where they are; allowed is 0"),
+        ({"dtype": "float17"}, "model.dtype='float17' is not known"),
+        ({"seed": 2**64}, "seed=18446744073709551616: must be at least"),
+    ):
+        with pytest.raises(ValueError, match=r"^\w") as refusal:
+            LLM(model, **more)
+        assert str(refusal.value).startswith(said), refusal.value
+    with pytest.raises(ValueError, match="prompts are a NoneType: give a text, token ids"):
+        llm.generate(None)
+    with pytest.raises(ValueError, match="sampling_params are a dict: give SamplingParams"):
+        llm.generate(["a"], {"n": 1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="3 of them for 2 prompts"):
+        llm.generate(["a", "b"], [SamplingParams()] * 3)
+
+
+def answer_on_rank(world: World, path: str, layout: LayoutConfig) -> Any:
+    generation = GenerationConfig(page_size=8, max_num_seqs=4)
+    config = EngineConfig(ModelConfig(path=path), layout=layout, generation=generation, seed=4)
+    check_tree(config)
+    engine = Engine(prepare_model(config, world.launch), world)
+    return whole(engine.generate(engine.ask(engine.encode(PROMPTS), mixed())))
+
+
+def mixed() -> list[SamplingParams]:
+    return [
+        SamplingParams(n=2, max_tokens=9, temperature=0.7, logprobs=2, prompt_logprobs=1),
+        SamplingParams(max_tokens=30, seed=3, top_p=0.9),
+        SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.2, prompt_logprobs=0),
+        SamplingParams(n=3, max_tokens=5),
+    ]
+
+
+@pytest.mark.parametrize("layout", [LayoutConfig(dp=2), LayoutConfig(tp=2)], ids=["dp2", "tp2"])
+def test_two_ranks_answer_as_one_and_both_know_all(llm: LLM, model: Path, layout: LayoutConfig) -> None:
+    llm.engine._num_rows = 0
+    alone = whole(llm.generate(PROMPTS, mixed()))
+    for found in run_ranks(2, answer_on_rank, str(model), layout):
+        for a, b in zip(alone, found, strict=True):
+            assert b == rounded(a)
+
+
+def rounded(told: Any) -> Any:
+    """Log-probs differ in their last digits between layouts."""
+    if isinstance(told, dict):
+        return {key: rounded(value) for key, value in told.items()}
+    if isinstance(told, list):
+        return [rounded(value) for value in told]
+    return pytest.approx(told, abs=1e-4) if isinstance(told, float) else told
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
+        ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a library's"),
+        ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
+    ],
+)
+def test_vllm_s_settings_of_sampling_are_refused_with_what_to_do(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^\w") as refusal:
+        SamplingParams(**given)
+    assert str(refusal.value).startswith(said)
+    usual = SamplingParams(best_of=1, bad_words=[], structured_outputs=None, detokenize=True, n=2)
+    assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2) and usual.read() == usual
+
+
+def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    named = tmp_path / "other" / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ ending }}"
+    named.write_text(json.dumps(json.loads(named.read_text()) | {"chat_template": template}))
+    (tmp_path / "other" / "chat_template.jinja").write_text(template)
+    asks_nothing = {"trust_remote_code": False, "quantization": None, "revision": None}
+    other = LLM(model, tokenizer=tmp_path / "other", max_model_len=16, seed=None, page_size=8, max_num_seqs=4, **asks_nothing)
+    greedy = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (short,) = other.generate("abc", greedy, use_tqdm=False)
+    assert len(short.outputs[0].token_ids) == 13
+    with pytest.raises(ValueError, match="prompt 0 has 16 tokens, and a row may have 16"):
+        other.generate("a" * 16)
+    (talk,) = other.chat(TALK, greedy, chat_template_kwargs={"ending": "!?"})
+    assert talk.prompt == "abd!?" and other.chat(TALK, greedy)[0].prompt == "abd"
+    with pytest.raises(ValueError, match=r"chat\.chat_template_kwargs\.tokenize is no variable"):
+        other.chat(TALK, greedy, chat_template_kwargs={"tokenize": True})
+    assert llm.chat(TALK)[0].prompt == "<|user|>abd<|assistant|>"
+    assert "responses" not in capsys.readouterr().err  # a bar is for terminals
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenize(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(PromptEncoder, "tokenize", tokenize)
+    for ask in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ValueError, match=r"^prompt 0 has \d+ characters, and no more than 320 can fit; shorten it"):
+            ask("a" * 321)
+
+
+SCRIPT = """
+import sys
+from rlhf_spmd import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], tensor_parallel_size=2)
+(output,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=6))
+sys.stdout.write(f"{output.outputs[0].token_ids}\\n")
+"""
+
+
+def test_a_script_under_torchrun(llm: LLM, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "ask.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", *tasks.one_node(2), str(tmp_path / "ask.py"), str(model)]
+    ended = subprocess.run(command, env=tasks.environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    wanted = llm.generate("abc", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids
+    assert ended.stdout.splitlines() == [str(wanted)] * 2
+
+
+def test_the_package_itself_imports_nothing_heavy() -> None:
+    code = "import sys, rlhf_spmd; assert not {'torch', 'numpy', 'omegaconf'} & set(sys.modules); rlhf_spmd.SamplingParams(n=2)"
+    subprocess.run([sys.executable, "-c", code], env=tasks.environment(), check=True, timeout=120)

@@ -1,0 +1,210 @@
+"""What ranks say to each other in a store that others can reach: seals, the key of the job, and the limits of a start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlhf_spmd.parallel.world import JOB_KEY, Launch, connect_store
+from rlhf_spmd.process import agreement, ending, launcher, messages
+from rlhf_spmd.process.board import Board, Failure
+from rlhf_spmd.process.messages import ALL_ENDED, FAILURE, ForgedMessage, Messages, agree_on_key
+from rlhf_spmd.telemetry.run_dir import read_exit_status
+
+VERSIONS = agreement.versions()
+
+
+def test_only_what_the_job_has_sealed_is_read() -> None:
+    store = dist.HashStore()
+    own, other = Messages(store, b"key"), Messages(store, b"another key")
+    own.set("a", "text")
+    assert own.get("a") == "text" and own.find("b") is None and own.get_all([]) == []
+    assert own.put_first("c", "first") == own.put_first("c", "second") == "first"
+    store.set("b", store.get("a"))  # under another name
+    for name, reader in (("a", other), ("b", own)):
+        with pytest.raises(ForgedMessage, match=f"message \\({name}\\) without the seal"):
+            reader.get(name)
+
+
+@pytest.mark.parametrize("text", ["", "ok", '{"class_": "done"}', "0" * 64 + '{"class_": "done"}'])
+def test_a_strangers_word_ends_no_job_with_0(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    store.set(FAILURE, text)
+    board = Board(Launch(0, 2, 0, 2), store, key=b"key")
+    board.run_dir = tmp_path
+    with pytest.raises(ForgedMessage):
+        board._read_failure()
+    board._post(board._own_failure("error", "a stranger"))
+    assert board.failure is not None and board.failure.code == 1
+    status = read_exit_status(tmp_path)
+    assert status is not None and status.code == 1 and capsys.readouterr().err == "a stranger\n"
+
+
+def test_ranks_end_together_whatever_a_stranger_counts() -> None:
+    store = dist.HashStore()
+    first, second = (Board(Launch(rank, 2, rank, 2), store, key=b"key") for rank in range(2))
+    store.add("board/ended", 1)  # as if a rank had ended
+    with ThreadPoolExecutor(1) as others:
+        ended = others.submit(first.finish)
+        time.sleep(0.3)
+        assert not ended.done()
+        second.finish()
+        ended.result(timeout=30)
+    forged = dist.HashStore()
+    forged.set(ALL_ENDED, "1")
+    with pytest.raises(ForgedMessage):
+        Board(Launch(1, 2, 1, 2), forged, key=b"key").finish()
+
+
+def keys_of(store: dist.Store, place: Path | None, local_size: int) -> list[bytes]:
+    with ThreadPoolExecutor(2) as ranks:
+        agreed = list(ranks.map(lambda rank: agree_on_key(Launch(rank, 2, rank, local_size), store, place), range(2)))
+    for its in agreed:  # as at the end of the agreement
+        its.forget_key_file()
+    return [its.key for its in agreed]
+
+
+def test_ranks_get_the_key_of_the_job_through_a_file_that_is_gone_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(JOB_KEY, raising=False)
+    monkeypatch.setattr(messages.tempfile, "tempdir", str(tmp_path))
+    one, another = (keys_of(dist.HashStore(), None, 2) for _ in range(2))
+    assert one[0] == one[1] != another[0] and len(one[0]) == 64
+    apart = keys_of(dist.HashStore(), tmp_path / "run", 1)
+    assert apart[0] == apart[1] and len(apart[0]) == 64
+    assert keys_of(dist.HashStore(), None, 1) == [b"", b""]  # nodes that have nothing in common but the store
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    monkeypatch.setenv(JOB_KEY, "given")
+    assert agree_on_key(Launch(1, 2, 0, 1, restart_count=3), dist.HashStore(), None).key == b"3 given"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "refusal"),
+    [
+        ("", 0o600, "rank 0 has no file in .* all nodes must see the same directory"),
+        ("../key", 0o600, "rank 0 has no file"),
+        ("rlhf_spmd_key_absent", 0o600, "cannot be read .No such file"),
+        ("rlhf_spmd_key_open", 0o644, "is not this user's own"),
+    ],
+)
+def test_a_key_from_elsewhere_is_refused(name: str, mode: int, refusal: str, tmp_path: Path) -> None:
+    (tmp_path / "rlhf_spmd_key_open").write_text("known to all")
+    (tmp_path / "rlhf_spmd_key_open").chmod(mode)
+    store = dist.HashStore()
+    store.set("key/file", name)
+    with pytest.raises(ValueError, match=refusal):
+        agree_on_key(Launch(1, 2, 0, 1), store, tmp_path)
+
+
+def test_the_launchers_store_listens_on_this_machine_alone() -> None:
+    store, port = launcher._serve_store()
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    listening = [row[1] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
+    assert listening == [f"0100007F:{port:04X}"]
+    client = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    client.set("a", "b")
+    assert store.get("a") == b"b"
+
+
+def test_a_service_that_never_answers_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        given = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        since = time.monotonic()
+        with pytest.raises(ConnectionError, match=f"no store at 127.0.0.1:{port} within 1 s"):
+            connect_store(Launch(1, 2, 1, 2), timeout_s=1.0)
+        assert time.monotonic() - since < 20
+
+
+def test_what_a_terminal_would_obey_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    ending.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
+    assert capsys.readouterr().err == "line\\x1b[31m\n\tline\na\\x1b]0;title\\x07 b\\x9b2J c\\u202ed\n"
+
+
+def test_a_line_is_printed_where_no_thread_can_be_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    codes: list[int] = []
+    monkeypatch.setattr(ending, "_exit", codes.append)
+    ending.announce("the last word")
+    ending.end_process(0)
+    assert capsys.readouterr().err == "the last word\n" and codes == [0]
+
+
+def test_a_failure_survives_the_store() -> None:
+    failure = Failure("lost", "rank 1 left", 1, "actor.update", 3, None, os.getpid(), "host")
+    assert Failure.decode(failure.encode()) == failure
+
+
+def codes_of_two_nodes(monkeypatch: pytest.MonkeyPatch, places: list[Path | None], told: int = 0) -> list[object]:
+    """How the only ranks of two nodes end their agreement, 0: well. ``places``: where each looks for the job's key. ``told``: the
+    signal that came before."""
+    store = dist.HashStore()
+
+    def leave(launch: Launch, code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(agreement, "connect_store", lambda launch: store)
+    monkeypatch.setattr(agreement, "end_rank", leave)
+    monkeypatch.setattr(agreement.signal, "signal", lambda *_: None)
+
+    def agree(rank: int) -> object:
+        signals = agreement.EarlySignals()
+        signals.number = told
+        try:
+            agreement.agree_on_input(Launch(rank, 2, 0, 1), dict, dict, places[rank], signals)
+        except SystemExit as ending:
+            return ending.code
+        return 0
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(agree, range(2)))
+
+
+def test_ranks_with_another_version_are_told_apart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = iter(["2.13", "2.14"])
+    monkeypatch.setattr(agreement, "versions", lambda: {"version of torch": next(found)})
+    monkeypatch.setenv(JOB_KEY, "key")
+    assert codes_of_two_nodes(monkeypatch, [None, None]) == [2, 2]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"rank . on \S+ has another version of torch than rank . on \S+ \(2.1[34], not 2.1[34]\): .*", line)
+    assert {"version of torch", "version of Python", "version of rlhf_spmd (its code)", "kind of device"} == {*VERSIONS}
+
+
+def test_a_node_that_does_not_see_the_directory_of_the_key_ends_all_with_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It cannot seal what it says, and the others must not wait for it."""
+    monkeypatch.delenv(JOB_KEY, raising=False)
+    (tmp_path / "b").mkdir()
+    assert codes_of_two_nodes(monkeypatch, [tmp_path / "a", tmp_path / "b"]) == [2, 2]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("all nodes must see the same directory" in line for line in lines)
+    assert not list((tmp_path / "a").glob("rlhf_spmd_key_*")) and (tmp_path / "a" / "exit_status.json").is_file()
+
+
+def test_a_signal_while_nothing_could_be_ended_ends_the_job_before_it_reads_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_KEY, "key")
+    assert codes_of_two_nodes(monkeypatch, [None, None], told=signal.SIGTERM) == [10, 10]
+
+
+def test_a_secret_in_the_environment_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/clusters.md has people set it on all machines, where a single process runs too."""
+    monkeypatch.setenv(JOB_KEY, "key")
+    monkeypatch.delenv("RANK", raising=False)
+    assert isinstance(connect_store(Launch()), dist.HashStore)

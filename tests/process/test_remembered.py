@@ -1,0 +1,120 @@
+"""Questions and slips are answered without importing torch where the program's keys are known, in the words of the program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tasks
+
+from rlhf_spmd import __main__ as command
+from rlhf_spmd import generate, plan, train
+from rlhf_spmd.config.keys import check_names
+from rlhf_spmd.config.load import read_tree
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.inference.job import read_config
+from rlhf_spmd.process import remembered
+
+SLIPS = [
+    "run.nme=3",
+    "zzz=1",
+    "models.actor.lr=1",
+    "models.a.generation.pagesize=1",
+    "models.a.calls.f.layout.x=1",
+    "algorithm.kl_coef=1",
+    "rewards.b.judge.x=1",
+    "trainer.total_epochs=3",
+    "sampling={n: 1, num: 2}",
+]
+TORCHLESS = """
+import sys
+from rlhf_spmd.__main__ import main
+try:
+    main(sys.argv[1:])
+finally:
+    assert not {"torch", "transformers", "numpy"} & {*sys.modules}, "imported"
+"""
+
+
+@pytest.mark.parametrize("override", SLIPS)
+def test_a_slip_is_refused_in_the_program_s_words(override: str) -> None:
+    with pytest.raises(ConfigError) as late:
+        train.read_config(None, [override])
+    with pytest.raises(ConfigError) as early:
+        check_names(list(train.keys()), read_tree(None, [override]))
+    assert str(early.value) == str(late.value)
+
+
+def test_what_a_mapping_to_values_has_is_no_key() -> None:
+    overrides = ["data.path={a.jsonl: 1}", "reward.kwargs={x: 1}", "placement.pools={a: [0]}", "models.a.path=x", "plan=f"]
+    check_names(list(train.keys()), read_tree(None, overrides))
+    check_names(
+        list(plan.keys()), read_tree(None, ["models.a.spec.vocab_size=1", "cluster.groups=[{nodes: 1}]", "plan.seed=1"])
+    )
+    with pytest.raises(ConfigError, match=r"'model\.pth'; did you mean 'model\.path'"):
+        read_config(generate.GenerateConfig, None, ["model.pth=x"])
+    with pytest.raises(ConfigError, match=r"'model\.pth'; did you mean 'model\.path'"):
+        check_names(list(generate.keys()), read_tree(None, ["model.pth=x"]))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_without_torch(home: Path) -> None:
+    command.remember_keys("train", train)
+    command.remember_keys("plan", plan)
+    (home / "x.yaml").write_text("algorithm: {name: grpo, nam: x}")
+    asked = [
+        (["train", "--help"], 0, "  run.steps = 100 "),
+        (["train", "algorithm.name=grpo", "--help"], 0, "  algorithm.norm_adv_by_std_in_grpo "),
+        (["plan", "--help"], 0, "  plan.search "),
+        (["train", "run.nme=3"], 2, "config error: unknown key 'run.nme'; did you mean 'run.name'?"),
+        (["train", "--print-config", "run.nme=3"], 2, "config error: unknown key 'run.nme'; did you mean 'run.name'?"),
+        (["plan", "--json", "run.nme=3"], 2, "config error: unknown key 'run.nme'; did you mean 'run.name'?"),
+        (
+            ["train", "--config", str(home / "x.yaml")],
+            2,
+            "config error: unknown key 'algorithm.nam'; did you mean 'algorithm.name'?",
+        ),
+        (["train", "--config", "none.yaml"], 2, "config error: config file 'none.yaml' does not exist"),
+        (["train", "--nproc-per-node"], 2, "config error: argument --nproc-per-node/--nproc_per_node: expected one argument"),
+    ]
+    for arguments, status, said in asked:
+        run = [sys.executable, "-c", TORCHLESS, *arguments]
+        ended = subprocess.run(run, env={**tasks.environment(), "HOME": str(home)}, capture_output=True, text=True, check=False)
+        text = ended.stderr if status else ended.stdout
+        assert (ended.returncode, said in text, "Traceback" in ended.stderr) == (status, True, False), (arguments, ended)
+        assert status == 0 or len(text.splitlines()) == 1
+
+
+def test_ranks_ask_the_program(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command.remember_keys("train", train)
+    monkeypatch.setenv("RANK", "1")
+    command.answer_early("train", ["run.nme=3"])
+
+
+def test_what_was_known_of_other_files_is_not_known(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "package").mkdir()
+    source = home / "package" / "a.py"
+    source.write_text("1")
+    monkeypatch.setattr(remembered, "PACKAGE", source.parent)
+    known = remembered.ProgramKeys("about", "ppo", {"ppo": list(train.keys())})
+    remembered.remember("train", known)
+    assert remembered.recall("train") == known and remembered.recall("sft") is None
+    source.write_text("11")
+    assert remembered.recall("train") is None
+    (home / ".cache/rlhf_spmd/keys/train.json").write_text("{")
+    assert remembered.recall("train") is None
+
+
+def test_a_home_that_cannot_be_written_to_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/dev/null")
+    command.remember_keys("train", train)
+    assert remembered.recall("train") is None

@@ -1,0 +1,75 @@
+"""The lines that a run begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tasks
+import torch
+
+from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.train import TrainJob, prepare
+from rlhf_spmd.training.banner import describe, describe_roles
+
+POOLS = ["placement.pools={policy: [0, 1], value: [2, 3]}", "models.actor.pool=policy", "models.critic.pool=value"]
+
+
+def prepared(run_dir: Path, size: int, *more: str) -> tuple[TrainJob, World]:
+    launch = Launch(size=size, local_size=size)
+    ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(run_dir, 2, *more), size, launch=launch)
+    return ready, World(launch, torch.device("cpu"), torch.distributed.HashStore(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "layout"),
+    [
+        (1, [], "actor, critic, reference whole on one rank"),
+        (2, ["run.threads=2"], "actor, critic, reference dp(2)"),
+        (4, ["models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.critic.layout.zero=2"],
+         "actor tp(2) * dp(2), generation dp(4); critic dp(4) zero(2); reference dp(4)"),
+        (4, ["models.actor.layout.zero=3", "models.actor.layout.zero_size=2",
+             "models.critic.layout.zero=1", "models.critic.layout.zero_size=4"],
+         "actor dp(4) zero(3) zero_size(2); critic dp(4) zero(1); reference dp(4)"),
+        (4, [*POOLS, "models.actor.layout.pp=2"],
+         "actor pp(2), generation dp(2) on ranks 0 to 1; critic dp(2) on ranks 2 to 3; reference dp(4)"),
+    ],
+)  # fmt: skip
+def test_a_run_begins_with_four_lines(tmp_path: Path, size: int, settings: list[str], layout: str) -> None:
+    ready, world = prepared(tmp_path, size, *settings)
+    trained, ranks, split, fits = describe(ready, world).splitlines()
+    assert trained.startswith("run: ppo trains actor (") and "k parameters) and critic (" in trained
+    assert trained.endswith(" on " + ready.training["prompts"].summary())
+    threads = "2 threads" if "run.threads=2" in settings else "1 thread"
+    assert ranks.startswith(f"  {size} rank{'s' if size > 1 else ''} on cpu, {threads}{' each' * (size > 1)}, attention ")
+    assert split == f"  layout: {layout}"
+    assert fits.startswith("  memory: at most ") and fits.endswith(" on a rank, as estimated")
+
+
+def test_a_dry_run_has_the_table_of_roles_as_well(tmp_path: Path) -> None:
+    ready, world = prepared(tmp_path, 4, *POOLS)
+    told = describe_roles(ready, world.launch)
+    assert told.startswith(describe(ready, world) + "\n")
+    assert {line.split()[0] for line in told.splitlines()[5:]} == {"actor", "critic", "reference", "reward", "arithmetic"}
+    assert "  critic     pool value [2 to 3], pp(1) * tp(1) * dp(2)" in told.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warns"),
+    [
+        ("response", False),
+        ("response, row", False),
+        ("response, answer=None", True),
+        ("solution_str, ground_truth=None", True),
+        ("completions, answer=None", True),
+    ],
+)
+def test_rows_without_answers_are_told_where_a_reward_reads_them(tmp_path: Path, arguments: str, warns: bool) -> None:
+    (tmp_path / "own.py").write_text(f"def score({arguments}): return 1.0\n")
+    reward = RewardConfig(function=f"{tmp_path / 'own.py'}:score", data_sources=["a"])
+    rows: list[dict[str, Any]] = [{"data_source": "a", "answer": None}, {"data_source": "b", "answer": "7"}]
+    assert reward.misses_answers("reward", rows) is warns
+    assert not reward.misses_answers("reward", [*rows, {"data_source": "a", "answer": 0}])
+    assert not RewardConfig(function="auto").misses_answers("reward", rows)

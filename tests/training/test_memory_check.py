@@ -1,0 +1,299 @@
+"""What fits and what does not: known models on clusters, refusals and their remedies, through plans and through ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tasks
+import torch
+from planner_cases import FITS, GIB, H100, H200, Fit, everyone, overrides
+from ranks import Program, run_ranks
+from role_workers import build
+
+from rlhf_spmd import train
+from rlhf_spmd.kernels.devices import container_bytes, total_bytes
+from rlhf_spmd.models.activations import run, run_again, run_part_again
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.process.board import Board
+from rlhf_spmd.process.program import ProgramContext
+from rlhf_spmd.telemetry.run_dir import create_run_dir
+from rlhf_spmd.training import memory_check as fitting
+from rlhf_spmd.training.banner import describe
+from rlhf_spmd.training.memory import StepFacts, measure, step_facts
+from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
+
+SMALL = str(tasks.task() / "ppo.json")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fits")
+
+
+def judged(case: Fit, root: Path, *more: str) -> tuple[Any, StepFacts]:
+    """Plans with ``auto`` decided, as the program has them."""
+    ready, facts = case.checked(root, *more)
+    return with_checkpointing(ready.plans, decide_checkpointing(ready.plans, facts, case.memory)), facts
+
+
+@pytest.mark.parametrize("case", FITS, ids=lambda case: f"{case.algorithm}-{case.model}-{case.gpus}")
+def test_ten_configurations_are_judged_right(case: Fit, root: Path) -> None:
+    """What does not fit is refused, and does fit when it is prepared again with the settings that the refusal names."""
+    plans, facts = judged(case, root)
+    assert float(measure(plans, facts).peaks.max()) / GIB == pytest.approx(case.needed, rel=0.005)
+    if not case.remedy:
+        assert check_memory(plans, facts, case.memory, 8) is None
+        return
+    with pytest.raises(ValueError, match="it would fit with") as refused:
+        check_memory(plans, facts, case.memory, 8)
+    line = str(refused.value)
+    assert "\n" not in line and f"would need {float(measure(plans, facts).peaks.max()) / GIB:.1f} GiB" in line
+    words = line.split("it would fit with ")[1].split()
+    assert case.remedy in words
+    again, facts = judged(case, root, *words)
+    assert check_memory(again, facts, case.memory, 8) is None
+
+
+def test_moments_in_8_bits_fit_where_others_do_not(root: Path) -> None:
+    case = Fit("sft", "qwen2.5_7b", 1, 110 * GIB, (), 137.4)
+    before, facts = judged(case, root)
+    with pytest.raises(ValueError, match=r"it would fit with"):
+        check_memory(before, facts, case.memory, 8)
+    plans, facts = judged(case, root, "models.actor.optim.name=adamw_8bit")
+    assert check_memory(plans, facts, case.memory, 8) is None
+    held, full = measure(plans, facts).held, measure(before, facts).held
+    np.testing.assert_allclose(held["actor optimizer"] / full["actor optimizer"], (4 + 2 * (1 + 4 / 256)) / 12)
+
+
+def test_no_milder_remedy_of_the_same_kind_would_do(root: Path) -> None:
+    """zero=2 is named since zero=1 is not enough; and less of what else is named with it."""
+    case = FITS[3]
+    assert check_memory(*judged(case, root, "models.actor.layout.zero=1"), case.memory, 8) is not None  # a warning
+    with pytest.raises(ValueError, match=r"fit with models\.actor\.layout\.zero=2$"):
+        check_memory(*judged(case, root), case.memory, 8)
+    with pytest.raises(ValueError, match=r"fit with models\.actor\.layout\.zero_size=null$"):
+        check_memory(*judged(case, root, "models.actor.layout.zero=3", "models.actor.layout.zero_size=1"), case.memory, 8)
+    words = [
+        f"models.{role}.{key}" for key in ("activation_checkpointing=full", "layout.zero=2") for role in ("actor", "critic")
+    ]
+    with pytest.raises(
+        ValueError, match=f"fit with {re.escape(' '.join(words))}$"
+    ):  # the token budget, tried before, is not named
+        check_memory(*judged(FITS[5], root), FITS[5].memory, 8)
+
+
+def test_what_cannot_fit_is_told_how_much_is_missing(root: Path) -> None:
+    plans, facts = judged(Fit("ppo", "llama3.1_70b", 2, H100, (), 0.0), root)
+    with pytest.raises(
+        ValueError, match=r"tp and pp [\d.]+ GiB per rank are missing: start about \d+ ranks, or use"
+    ) as refused:
+        check_memory(plans, facts, H100, 2)
+    ranks = int(re.findall(r"about (\d+) ranks", str(refused.value))[0])
+    assert 3 <= ranks <= 16
+
+
+def test_within_the_model_s_error_a_run_is_warned_not_refused(root: Path) -> None:
+    plans, facts = judged(FITS[0], root)
+    peak = float(measure(plans, facts).peaks.max())
+    assert check_memory(plans, facts, peak * 1.001, 8) is None
+    warning = check_memory(plans, facts, peak / 1.09, 8)
+    assert warning is not None and "that may be too much" in warning
+    with pytest.raises(ValueError, match="rank 0 would need"):
+        check_memory(plans, facts, peak / 1.11, 8)
+    assert check_memory(plans, facts, [peak / 2], 8, rank=1) is None  # another rank, which is not in the plan
+
+
+def test_states_that_a_host_cannot_hold_are_refused(root: Path) -> None:
+    """12 bytes of each of 7.6 * 10^9 parameters over all ranks of a host, and 2 GiB beside each of them."""
+    given = ("models.actor.layout.zero=1", "models.actor.optim.offload=true")
+    plans, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, given, 0.0), root)
+    host = measure(plans, facts).host
+    assert host is not None and host.by_host(8)[0] / GIB == pytest.approx(12 * 7.616e9 / GIB + 16, rel=0.01)
+    assert check_memory(plans, facts, H100, 8, host_memory=102 * GIB) is None
+    warning = check_memory(plans, facts, H100, 8, host_memory=95 * GIB)
+    assert warning is not None and "GiB of host memory" in warning and "that may be too much" in warning
+    for rank in (None, 5):
+        with pytest.raises(
+            ValueError, match=r"^host 0, ranks 0 to 7, would need 101\.\d GiB .* has 80\.0: of rank 0 actor opt"
+        ):
+            check_memory(plans, facts, H100, 8, rank, host_memory=80 * GIB)
+    assert check_memory(plans, facts, H100, 4, host_memory=60 * GIB) is None, "half of it on each of two hosts"
+    resident, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, given[:1], 0.0), root)
+    assert measure(resident, facts).host is None
+
+
+def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
+    """As vLLM: weights, cache, what a step works with and what training has left there take no more than that share."""
+    case = Fit("grpo", "llama3.1_8b", 2, H200, ("models.actor.generation.gpu_memory_utilization=0.3",), 0.0)
+    report, name = measure(*judged(case, root)), "actor.generate_sequences"
+    taken = sum(float(each[0]) for each in (*report.held.values(), *report.active[name].values()))
+    assert report.shares == {name: 0.3} and report.peaks[0] == pytest.approx(taken / 0.3)
+    assert f"{name} left free by gpu_memory_utilization" in dict(report.largest(0))
+    usual = measure(*judged(replace(case, more=()), root))
+    assert usual.shares == {name: 0.9} and usual.peaks[0] < report.peaks[0]
+    fixed = measure(*judged(replace(case, more=("models.actor.generation.num_pages=40",)), root))
+    assert fixed.shares == {}, "so many pages as are asked for"
+
+
+def test_a_thousand_ranks_are_a_few_kinds(root: Path) -> None:
+    case = Fit("grpo", "llama3.1_70b", 1024, H100, (*everyone("grpo", zero=1, tp=8, pp=4), "models.actor.generation.tp=8"), 0.0)
+    case = replace(case, more=(*case.more, "models.actor.generation.pp=4", "algorithm.ppo_mini_batch_size=128"))
+    ready, facts = case.checked(root)
+    started = time.process_time()
+    report = measure(ready.plans, facts)
+    assert time.process_time() - started < 0.5  # milliseconds; the bound is for busy machines
+    assert [len(ranks) for ranks in report.ranks] == [256] * 4
+    assert report.peaks.argmax() == 0  # most micro-batches in flight
+    assert np.concatenate(report.ranks).tolist() == list(range(1024))
+
+
+def test_roles_on_pools_of_their_own(root: Path) -> None:
+    """The critic's ranks hold nothing of the actor; a method elsewhere has weights only while it runs, or what ``delta`` keeps."""
+    pools = [
+        "placement.pools.a=[0,1]",
+        "placement.pools.b=[2,3]",
+        "models.actor.pool=a",
+        "models.reference.pool=a",
+        "models.critic.pool=b",
+    ]
+    case = Fit("ppo", "qwen2.5_0.5b", 4, H100, tuple(pools), 0.0)
+    plans, facts = judged(case, root)
+    report = measure(plans, facts)
+    assert [ranks.tolist() for ranks in report.ranks] == [[2, 3], [0, 1]] or [r.tolist() for r in report.ranks] == [
+        [0, 1],
+        [2, 3],
+    ]
+    actor, critic = (next(k for k, ranks in enumerate(report.ranks) if rank in ranks) for rank in (0, 2))
+    assert report.held["actor weights"][critic] == 0 < report.held["actor weights"][actor]
+    assert report.held["critic optimizer"][actor] == 0 < report.held["critic optimizer"][critic]
+    elsewhere = ["models.actor.calls.generate_sequences.pool=b"]
+    lent = measure(*judged(replace(case, more=(*pools, *elsewhere)), root))
+    weights = lent.active["actor.generate_sequences"]["weights"]
+    assert weights.max() == report.held["actor weights"][actor] and sorted(weights > 0) == [False, True]
+    kept = measure(*judged(replace(case, more=(*pools, *elsewhere, "models.actor.calls.generate_sequences.delta=true")), root))
+    assert kept.held["actor.generate_sequences weights"].max() == kept.held["actor as sent to generate_sequences"].max() > 0
+    assert "weights" not in kept.active["actor.generate_sequences"]
+
+
+def test_copies_of_weights_that_are_on_their_way_count(root: Path) -> None:
+    """Ahead of training: one to generate with, ``max_staleness`` that come, one more after a validation, and one with ``delta``."""
+    ahead = ("placement.strategy=separate", "placement.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
+    case = Fit("ppo", "qwen2.5_0.5b", 4, H100, ahead, 0.0)
+    copies = {}
+    for delta in ("false", "true"):
+        plans, facts = judged(case, root, f"models.actor.calls.generate_sequences.delta={delta}")
+        for validates in (False, True):
+            report = measure(plans, replace(facts, validates=validates))
+            there, home = report.held["actor.generate_sequences weights"].max(), report.held["actor weights"].max()
+            copies[delta, validates] = round(float(there / home), 2)
+    assert copies == {("false", False): 2, ("false", True): 3, ("true", False): 3, ("true", True): 4}
+
+
+def test_weights_that_come_early_lie_beside_the_call_before(root: Path) -> None:
+    case = Fit("ppo", "qwen2.5_0.5b", 2, H100, ("models.reference.offload=true", "models.critic.offload=true"), 0.0)
+    without = measure(*judged(case, root))
+    report = measure(*judged(case, root, "models.reference.prefetch=true"))
+    own = {
+        name: parts.keys() - without.active[name].keys()
+        for name, parts in report.active.items()
+        if parts != without.active[name]
+    }
+    assert [*own.values()] == [{"beside reference weights"}]
+    (before,) = own
+    early = report.active[before]["beside reference weights"]
+    assert (early == report.active["reference.compute_ref_log_prob"]["weights back"]).all() and early.min() > 0
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_what_a_container_leaves(files: tuple[str, str, str], tmp_path: Path) -> None:
+    limit, used, cached = files
+    assert container_bytes(tmp_path) == math.inf
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / used).write_text("700\n")
+    (tmp_path / limit).with_name("memory.stat").write_text(f"anon 500\n{cached} 150\n")
+    assert container_bytes(tmp_path) == 450
+    (tmp_path / limit).write_text("max\n")
+    assert container_bytes(tmp_path) == math.inf
+
+
+@pytest.mark.parametrize("model", ["qwen2.5_7b", "llama3.1_70b"])
+def test_ranks_refuse_a_model_that_is_too_large_for_this_machine(model: str, tmp_path: Path) -> None:
+    """In seconds, before anything of it exists: one line, and the exit status of bad input."""
+    room = total_bytes(torch.device("cpu"), 2)
+    if room > 25 * GIB:
+        pytest.skip(f"each of two ranks has {room / GIB:.0f} GiB here")
+    given = overrides(tmp_path, "grpo", model, "models.actor.activation_checkpointing=none")
+    program = Program(2, given, tmp_path / "output.txt", tasks.environment())
+    assert tasks.finish(program, tmp_path) == 2
+    (line,) = [line for line in (tmp_path / "output.txt").read_text().splitlines() if "would need" in line]
+    assert re.match(r"^.*rank [01] \(and 1 like it\) would need [\d.]+ GiB of memory and has", line)
+    assert "it would fit with" in line or "GiB per rank are missing" in line
+    assert json.loads((tmp_path / "run" / "exit_status.json").read_text())["class"] == "config"
+
+
+def modes(world: World, chosen: list[str], *given: str) -> list[Any]:
+    """How the layers of actor and reference run where each rank would decide by itself."""
+    _, models = build(world, *given, checkpointing=chosen[world.rank])
+    return [[chunk._run_layer.__name__, chunk.layers[0].run_part.__name__] for chunk in models.actor.engine.chunks]
+
+
+def test_ranks_of_a_role_recompute_alike() -> None:
+    """The one that has least memory decides for all."""
+    assert run_ranks(2, modes, ["none", "none"]) == [[[run.__name__, "run_part"]]] * 2
+    assert run_ranks(2, modes, ["none", "selective"]) == [[[run.__name__, run_part_again.__name__]]] * 2
+    assert run_ranks(2, modes, ["full", "none"]) == [[[run_again.__name__, "run_part"]]] * 2
+    fixed = "models.actor.activation_checkpointing=selective"
+    assert run_ranks(2, modes, ["none", "full"], fixed) == [[[run.__name__, run_part_again.__name__]]] * 2
+
+
+def test_auto_takes_the_first_that_fits(root: Path) -> None:
+    case = FITS[0]
+    ready, facts = case.checked(root)
+    peaks = [float(measure(with_checkpointing(ready.plans, mode), facts).peaks.max()) for mode in ("none", "selective", "full")]
+    assert peaks[0] > peaks[1] > peaks[2]
+    for peak, mode in zip(peaks, ("none", "selective", "full"), strict=True):
+        assert decide_checkpointing(ready.plans, facts, peak + 1) == mode
+    assert decide_checkpointing(ready.plans, facts, peaks[2] / 2) == "full"
+    fixed, facts = case.checked(root, "models.actor.activation_checkpointing=none")
+    assert with_checkpointing(fixed.plans, "full")["actor"].config.activation_checkpointing == "none"
+
+
+def small_run(world: World, run_dir: str, room: float) -> str:
+    """A run of the small task on devices of ``room`` bytes; returns what it begins with."""
+    fitting.total_bytes = lambda *_: room
+    try:
+        ready = train.prepare(SMALL, tasks.settings(Path(run_dir), 2), world.size, launch=world.launch)
+    finally:
+        fitting.total_bytes = total_bytes
+    create_run_dir(ready.config.run.dir)
+    train.train(ProgramContext(world, Board(world.launch, world.store), ready))
+    return describe(ready, world)
+
+
+def test_a_run_that_recomputes_for_want_of_memory_gives_the_same_bits(tmp_path: Path) -> None:
+    ready = train.prepare(SMALL, tasks.settings(tmp_path, 2), 2)
+    facts = step_facts(ready, train.trace(ready), torch.device("cpu"))
+    none, full = (float(measure(with_checkpointing(ready.plans, mode), facts).peaks.max()) for mode in ("none", "full"))
+    assert full < none
+    enough = run_ranks(2, small_run, str(tmp_path / "enough"), none + 1)
+    less = run_ranks(2, small_run, str(tmp_path / "less"), none - 1)
+    assert "activation_checkpointing auto: selective" in less[0] and "activation_checkpointing" not in enough[0]
+    small = run_ranks(2, small_run, str(tmp_path / "small"), full / 1.05)
+    assert "warning: rank 0" in small[0] and "that may be too much" in small[0] and "auto: full" in small[0]
+    runs = [tasks.read_run(tmp_path / name) for name in ("enough", "less", "small")]
+    assert runs[0].metrics == runs[1].metrics == runs[2].metrics
