@@ -1,26 +1,23 @@
 """What the controller costs: per call, and before the first one.
 
-python scripts/bench/controller.py calls --ranks 8 --verl verl_env/bin/python --out calls.json
-python scripts/bench/controller.py startup --counted 1024 --ranks 4 32 --out startup.json
-python scripts/bench/controller.py streaming --portions 1 2 4 8 --steps 6 --out streaming.json
+    python scripts/bench/controller.py calls --ranks 8 --verl-python PYTHON --out controller.json
+    python scripts/bench/controller.py startup --ranks 1024 --out startup.json
+
+Roles are toys whose bodies do nothing, so that what is measured is the controller itself.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import cpu_seconds, machine_facts, median, on_ranks, run_case, run_parts, run_program, save, table
+from measure import cpu_seconds, machine_facts, median, on_ranks, run_case, run_parts, save, table
 from peers import torch_alone, verl
 from torch import Tensor
-from train import WORK, settings_of, write_inputs
 
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
@@ -260,7 +257,7 @@ def calls(ranks: int = 4, repeats: int = 200, starts: int = 3, verl_python: str 
     save(report, out)
 
 
-# Start-up: communicators are counted for many ranks, and seconds taken on as many as this machine has room for
+# Start-up
 
 FORWARD = ("tp", "pp", "pp_back", "dp")
 CONNECTED = {  # by the first step, of each role's mesh
@@ -315,40 +312,15 @@ def count(size: int, placement: str, pools: Sequence[range]) -> dict[str, Any]:
     return {**row, "planning_s": round(median([seconds for _, seconds in planned]), 3)}
 
 
-def time_ranks(ranks: int, repeats: int) -> dict[str, Any]:
-    """Seconds beside the step: the least of ``repeats`` runs."""
-    runs = []
-    work = replace(WORK["tiny"], num_prompts=ranks)
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as directory:
-            write_inputs(Path(directory), work)
-            begun, cpu = time.perf_counter(), cpu_seconds()
-            (first, *_) = run_program(
-                Path(directory) / "run", ranks, settings_of("ppo", Path(directory), work, 1), stop_after=1
-            )
-            wall, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
-            runs.append((wall - first["timing_s/step"], first["timing_s/step"], cpu, cpu / ranks, first["memory/peak_gb"]))
-    keys = ("beside_step_s", "step_s", "cpu_s", "cpu_s_per_rank", "peak_gb")
-    return {"ranks": ranks, **{key: round(min(column), 3) for key, column in zip(keys, zip(*runs, strict=True), strict=True)}}
-
-
-def startup(counted: int = 1024, ranks: Sequence[int] = (4,), repeats: int = 3, out: Path | None = None) -> None:
-    """What a PPO run costs before its first step.
-
-    Counted for ``--counted`` ranks, a multiple of 64, without any process group: the communicators that a rank of actor, critic,
-    reference and reward model makes, its gloo connections and messages to the store (gloo: 2n + 1 of each rank in a group of n),
-    and the seconds in which it plans them. Timed on ``--ranks``, each with some 0.3 GB: one step of a tiny model under torchrun;
-    the wall and CPU seconds beside that step, with the launcher. On a machine that others use too, trust CPU seconds.
-    """
-    halves = [range(counted // 2), range(counted // 2, counted)]
-    placements = {"all roles on all ranks": [range(counted)] * 2, "two pools of half the ranks": halves}
-    found = [count(counted, name, pools) for name, pools in placements.items()]
+def startup(ranks: int = 1024, out: Path | None = None) -> None:
+    """What a PPO run connects before its first step, counted for ``--ranks``, a multiple of 64, without any process group: the
+    communicators that a rank of actor, critic, reference and reward model makes, its gloo connections and messages to the store (gloo:
+    2n + 1 of each rank in a group of n), and the seconds in which it plans them."""
+    halves = [range(ranks // 2), range(ranks // 2, ranks)]
+    placements = {"all roles on all ranks": [range(ranks)] * 2, "two pools of half the ranks": halves}
+    found = [count(ranks, name, pools) for name, pools in placements.items()]
     print(table(found, " ".join(found[0])))
-    report: dict[str, Any] = {"machine": machine_facts(), "counted": found, "timed": []}
-    for number in ranks:
-        report["timed"].append(time_ranks(number, repeats))
-        print(json.dumps(report["timed"][-1]), file=sys.stderr)
-    save(report, out)
+    save({"bench": "startup", "machine": machine_facts(), "counted": found}, out)
 
 
 if __name__ == "__main__":

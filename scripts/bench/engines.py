@@ -10,16 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from measure import device_kernels, join_world, median, peak_mib, run_parts, timed
+from measure import device_kernels, join_world, peak_mib, run_parts, timed
 from shapes import fill, has_weights, peer_model
 
 Rows = list[tuple[list[int], int]]  # prompt ids, tokens wanted
 Generate = Callable[[Rows], list[list[int]]]
-GROUP_PROMPT = 512
 
 
 def longest_row(case: dict[str, Any]) -> int:
@@ -203,37 +200,6 @@ STARTS = {
 }
 
 
-def group_sampling(generate: Generate, vocab: int, repeats: int) -> dict[str, float]:
-    """Seconds to prefill a 512-token prompt for one row, and for eight rows that share it; each draws its first token."""
-    prompt = [(i * 7919) % (vocab - 4) + 4 for i in range(GROUP_PROMPT)]
-    wall_s, cpu_s = {}, {}
-    for name, num_rows in {"one": 1, "eight": 8}.items():
-        rows: Rows = [(prompt, 1)] * num_rows
-        wall, cpu, _ = timed(partial(generate, rows), 0, repeats + 1)
-        wall_s[name], cpu_s[name] = median(wall[1:]), median(cpu[1:])
-    return {
-        "one_s": round(wall_s["one"], 4),
-        "eight_s": round(wall_s["eight"], 4),
-        "ratio": round(wall_s["eight"] / wall_s["one"], 3),
-        "cpu_ratio": round(cpu_s["eight"] / cpu_s["one"], 3),
-    }
-
-
-def profile_ours(generate: Generate, rows: Rows) -> list[list[Any]]:
-    """[function, calls, own CPU milliseconds] of one repetition, the 30 largest; a C++ kernel counts for its Python caller."""
-    import cProfile
-    import pstats
-
-    profiler = cProfile.Profile(time.process_time)
-    profiler.runcall(generate, rows)
-    functions = pstats.Stats(profiler).get_stats_profile().func_profiles
-    found = sorted(functions.items(), key=lambda item: -item[1].tottime)
-    return [
-        [f"{Path(one.file_name).name}:{one.line_number} {name}", one.ncalls, round(1e3 * one.tottime, 1)]
-        for name, one in found[:30]
-    ]
-
-
 def measure_engine(**case: Any) -> dict[str, Any] | None:
     """Start-up seconds (from the start of the process to the first token of a small prompt), wall and CPU seconds of each repetition,
     peak memory (resident, on GPUs that of all tensors), the tokens of the first repetition, and the rows that it made too short."""
@@ -246,9 +212,6 @@ def measure_engine(**case: Any) -> dict[str, Any] | None:
     figures = {"startup_s": round(startup, 2), "wall_s": wall, "cpu_s": cpu, "peak_mib": round(peak_mib(case["device"]), 1)}
     figures["tokens"] = made[0]
     figures["short"] = [i for i, (got, (_, n)) in enumerate(zip(made[0], rows, strict=True)) if len(got) != n]
-    if case["engine"] == "ours" and case["extras"]:
-        figures["group_sampling"] = group_sampling(generate, case["vocab"], 3 * case["repeats"])
-        figures["profile"] = profile_ours(generate, rows)
     if case["engine"] == "ours" and case["device"] == "cuda":
         figures["kernels"] = device_kernels(lambda: generate([(prompt, min(n, 32)) for prompt, n in rows]))
     return over_ranks(figures) if case["engine"] == "ours_2_ranks" else figures
@@ -261,18 +224,16 @@ def over_ranks(figures: dict[str, Any]) -> dict[str, Any] | None:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, figures)
     every = {key: [part[key] for part in parts] for key in figures}
-    return (
-        None
-        if dist.get_rank()
-        else {
-            "startup_s": max(every["startup_s"]),
-            "wall_s": [max(times) for times in zip(*every["wall_s"], strict=False)],
-            "cpu_s": [sum(times) for times in zip(*every["cpu_s"], strict=False)],
-            "peak_mib": sum(every["peak_mib"]),
-            "tokens": [next(row for row in rows if row) for rows in zip(*every["tokens"], strict=True)],
-            "short": [],
-        }
-    )
+    if dist.get_rank():
+        return None
+    return {
+        "startup_s": max(every["startup_s"]),
+        "wall_s": [max(times) for times in zip(*every["wall_s"], strict=False)],
+        "cpu_s": [sum(times) for times in zip(*every["cpu_s"], strict=False)],
+        "peak_mib": sum(every["peak_mib"]),
+        "tokens": [next(row for row in rows if row) for rows in zip(*every["tokens"], strict=True)],
+        "short": [],
+    }
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from engines import GROUP_PROMPT, export_openvino, measure_engine
+from engines import export_openvino, measure_engine
 from measure import (
     chosen,
     found_device,
@@ -204,8 +204,7 @@ def run_model(name: str, path: Path, exported: Path, options: Options, report: d
         torch.set_num_threads(1)
         report["rates"].append({"rates": {key: round(rate / 1e9, 1) for key, rate in rates.items()}, "threads": threads})
         for mode in options.modes:
-            extras = mode == "greedy" and threads == 1 and spec.max_position_embeddings > GROUP_PROMPT
-            case = {**base, "dtype": dtype, "threads": threads, "mode": mode, "extras": extras}
+            case = {**base, "dtype": dtype, "threads": threads, "mode": mode}
             yield from run_engines(case, options, rates, work_of(spec, rows, dtype), export)
 
 
@@ -238,22 +237,19 @@ COLUMNS = "model dtype threads mode engine startup_s tokens_per_s tokens_per_cpu
 
 def ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ours over every peer of the same case, per wall second (the faster of ours) and per CPU second (ours on one rank)."""
-    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for entry in results:
-        if "tokens_per_s" in entry:
-            key = tuple(entry[name] for name in KEY)
-            groups.setdefault(key, {})[entry["engine"]] = entry
     out = []
-    for key, done in groups.items():
-        one_rank = [entry for engine, entry in done.items() if engine.partition(" ")[0] == "ours"]
-        if not one_rank:
-            continue
-        ours = max(entry["tokens_per_s"] for engine, entry in done.items() if engine.startswith("ours"))
-        per_cpu = max(entry["tokens_per_cpu_s"] for entry in one_rank)
-        peers = {engine: entry for engine, entry in done.items() if not engine.startswith("ours")}
-        over = {engine: round(ours / entry["tokens_per_s"], 2) for engine, entry in peers.items()}
-        over_cpu = {engine: round(per_cpu / entry["tokens_per_cpu_s"], 2) for engine, entry in peers.items()}
-        out.append({**dict(zip(KEY, key, strict=True)), "ours_over": over, "ours_over_per_cpu": over_cpu})
+    done = [entry for entry in results if "tokens_per_s" in entry]
+    for key in dict.fromkeys(tuple(entry[name] for name in KEY) for entry in done):
+        alike = [entry for entry in done if tuple(entry[name] for name in KEY) == key]
+        peers = [entry for entry in alike if not entry["engine"].startswith("ours")]
+        row: dict[str, Any] = dict(zip(KEY, key, strict=True))
+        for head, speed, names in (
+            ("ours_over", "tokens_per_s", ("ours", "ours_2_ranks")),
+            ("ours_over_per_cpu", "tokens_per_cpu_s", ("ours",)),
+        ):
+            best = max((entry[speed] for entry in alike if entry["engine"].partition(" ")[0] in names), default=None)
+            row[head] = {entry["engine"]: round(best / entry[speed], 2) for entry in peers} if best else {}
+        out.append(row)
     return out
 
 
@@ -276,10 +272,6 @@ def engines(options: Options) -> None:
                 report["ratios"] = ratios(report["cases"])
                 print(line(entry, COLUMNS), flush=True)
                 save(report, options.out)
-    for entry in report["cases"]:
-        if "group_sampling" in entry:
-            case = f"{entry['model']} {entry['dtype']}"
-            print(f"{case}: 8 samples of a {GROUP_PROMPT}-token prompt, first token: {entry['group_sampling']}")
     print(json.dumps(report["ratios"], indent=1))
     save(report, options.out)
 

@@ -310,14 +310,12 @@ def run_program(
     ranks: int,
     settings: Mapping[str, Any],
     *more: str,
-    program: str = "rlhf_spmd.train",
     stop_after: int | None = None,
     **variables: str,
 ) -> list[dict[str, Any]]:
     """The metrics of each step of a run under torchrun. ``stop_after``: it is told to end after so many steps, since a run ends with a
     checkpoint, which takes longer than the steps of a large model. Raises :class:`RunError`."""
-    texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
-    command = [sys.executable, *torchrun(ranks), "-m", program, *(f"{key}={text}" for key, text in texts.items())]
+    command = [sys.executable, *torchrun(ranks), "-m", "rlhf_spmd.train", *texts_of(settings)]
     said = run_dir.with_name(f"{run_dir.name}.log")
     with said.open("w") as output:
         process = subprocess.Popen(
@@ -333,6 +331,10 @@ def run_program(
         ended = json.loads(status.read_text(encoding="utf-8")) if status.exists() else {"class": f"code {code}"}
         raise RunError(f"{ended['class']}: {ended.get('message') or said.read_text()[-4000:]}")
     return rows
+
+
+def texts_of(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """Memory of training and generation: by phase of a step, and over many steps.
 
-python scripts/bench/memory.py phases --model qwen2.5_0.5b:6 --out memory.json
-python scripts/bench/memory.py cycles --cycles 1000 --ranks 2 --out cycles.json
+    python scripts/bench/memory.py phases --model qwen2.5_0.5b:6 --out memory.json
+    python scripts/bench/memory.py cycles --cycles 1000 --ranks 2 --out cycles.json
+
+Models have random weights. Resident memory is the process's, from the kernel.
 """
 
 from __future__ import annotations

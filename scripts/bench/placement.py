@@ -1,8 +1,10 @@
 """Calls beside each other: one configuration under every placement, and how long rows wait with and without ``placement.stream``.
 
-python scripts/bench/placement.py strategies --config configs/quickstart_ppo.yaml --ranks 4 --out placements.json
-python scripts/bench/placement.py strategies --config configs/quickstart_grpo.yaml --learn --seeds 0 1 2 --out ahead.json
-python scripts/bench/placement.py streaming --portions 1 2 4 8 --steps 6 --out streaming.json
+    python scripts/bench/placement.py strategies --config configs/quickstart_ppo.yaml --ranks 4 --out placements.json
+    python scripts/bench/placement.py strategies --config configs/quickstart_grpo.yaml --learn --seeds 0 1 2 --out ahead.json
+    python scripts/bench/placement.py streaming --portions 1 2 4 8 --steps 6 --out streaming.json
+
+Real runs of ``rlhf_spmd.train``, whose trace says when each call ran on each rank.
 """
 
 from __future__ import annotations

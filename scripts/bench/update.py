@@ -15,10 +15,10 @@ same gradient clipping and fused AdamW. Each variant runs in a process of its ow
 - lora: ``--lora 16`` adds adapters of all matrices of the layers (rank 16, alpha 32), trained in place of the weights; peers by PEFT,
   whose adapters all begin with. ``--bits 4`` adds ours beside a base of so few bits.
 
-Tuned peers get what ours sets for itself on CPUs: float32 products through oneDNN, and freed memory kept; ``--untuned`` adds them
-without. The losses of the first steps are compared, so that the work is the same. Peak: of a step; on CPUs resident memory above the
-process after its imports, on GPUs that of all tensors. MFU: FLOPs of the model (6 per weight and token, and the attention's; what is
-computed twice counts once) over the rate of a large matrix product of the dtype, measured in the same run.
+Peers get what ours sets for itself on CPUs: float32 products through oneDNN, and freed memory kept. The losses of the first steps
+are compared, so that the work is the same. Peak: of a step; on CPUs resident memory above the process after its imports, on GPUs that
+of all tensors. MFU: FLOPs of the model (6 per weight and token, and the attention's; what is computed twice counts once) over the
+rate of a large matrix product of the dtype, measured in the same run.
 
 Ours takes 18 bytes per parameter with masters, 10 with ``no_masters``, 6 and 12 on the host with ``offload``; peers take 8. So of
 llama_8b (8.0 billion) 141 GB hold llama_8b:16 with masters, or all of it with ``--optimizer no_masters --micro-tokens 4096``, and
@@ -83,7 +83,6 @@ class Options:
     optimizer: Sequence[Literal["masters", "offload", "no_masters"]] = ("masters",)
     lora: Sequence[int] = ()
     bits: Sequence[int] = ()
-    untuned: bool = False
     compile_backend: str = "inductor"
     rows: Sequence[int] | None = None
     micro_tokens: int | None = None
@@ -113,7 +112,7 @@ def settled(options: Options) -> Options:
 def plan_cases(args: Options, model: str) -> list[dict[str, Any]]:
     assert args.peers is not None and args.layouts is not None
     large = is_large(model)
-    common = {"model": model, "device": args.device, "seconds": args.seconds, "least": args.least, "layout": {}, "tuned": True}
+    common = {"model": model, "device": args.device, "seconds": args.seconds, "least": args.least, "layout": {}}
     common |= {"rows": args.rows or ([32, 512, 4096] if large else None), "compile_backend": args.compile_backend}
     common |= {"lora": 0, "bits": None, "micro_rows": args.micro_rows or (2 if large else 8), "optimizer": args.optimizer[0]}
     ours_tokens = args.micro_tokens or (8192 if large else 768)
@@ -127,10 +126,8 @@ def plan_cases(args: Options, model: str) -> list[dict[str, Any]]:
         for states in args.optimizer:
             name = f"ours{suffix}" + (f", {states}" if len(args.optimizer) > 1 else "")
             alike.append({**ours, "optimizer": states, "name": name})
-        for tuned in (True, False) if dtype == "float32" and args.untuned else (True,):
-            for variant in args.peers if kept != "selective" else ():
-                name = variant + suffix + ("" if tuned else ", untuned")
-                alike.append({**shared, "variant": variant, "tuned": tuned, "name": name, "micro_tokens": tokens[variant]})
+        for variant in args.peers if kept != "selective" else ():
+            alike.append({**shared, "variant": variant, "name": variant + suffix, "micro_tokens": tokens[variant]})
         cases += alike
         for rank in args.lora if kept == "none" else ():
             cases += [{**case, "lora": rank, "name": f"{case['name']}, lora {rank}"} for case in alike]
@@ -142,36 +139,23 @@ def plan_cases(args: Options, model: str) -> list[dict[str, Any]]:
 
 
 def compare(model: str, cases: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """What the figures come to, per dtype and rank of adapters: ours over the peers, the best of each, and two ranks over one."""
+    """Per dtype and rank of adapters: the speed of the fastest of ours on one rank over every other case's, its memory over theirs, and
+    how far losses differ."""
     ratios: dict[str, Any] = {"model": model}
     speed = "tokens_per_cpu_s" if device == "cpu" else "tokens_per_s"
     for kind in dict.fromkeys((case["dtype"], case["lora"], case["bits"]) for case in cases):
-        dtype, rank, bits = kind
-        alike = [case for case in cases if (case["dtype"], case["lora"], case["bits"]) == kind]
-        done = {case["name"]: case for case in alike if "error" not in case}
-        single = [case for case in done.values() if case["variant"] == "ours" and not case["layout"]]
-        if not single:
-            continue
-        ours = max(single, key=lambda case: case[speed])
-        peers = {name: case for name, case in done.items() if case["variant"] != "ours" and case["tuned"]}
-        entry: dict[str, Any] = {"ours": ours["name"]}
-        padded = [case[speed] for case in peers.values() if case["variant"] == "padded"]
-        if padded:
-            entry["speed_over_padded"] = round(ours[speed] / max(padded), 2)
-        if peers:
-            best = max(peers, key=lambda name: peers[name][speed])
-            entry |= {"best_peer": best, "speed_over_best": round(ours[speed] / peers[best][speed], 2)}
-        packed = [case["peak_mib"] for name, case in peers.items() if "packed" in name]
-        if packed:
-            entry["memory_over_packed"] = round(ours["peak_mib"] / min(packed), 2)
-        first = ours["losses"]
-        entry["loss_difference"] = max(
-            (abs(a - b) / abs(b) for case in done.values() for a, b in zip(case["losses"], first, strict=True)), default=0.0
-        )
-        entry["two_ranks_over_one"] = {
-            name: round(case["tokens_per_s"] / ours["tokens_per_s"], 2) for name, case in done.items() if case["layout"]
-        }
-        ratios[dtype + (f", lora {rank}" if rank else "") + (f", {bits} bits" if bits else "")] = entry
+        alike = [case for case in cases if (case["dtype"], case["lora"], case["bits"]) == kind and "error" not in case]
+        single = [case for case in alike if case["variant"] == "ours" and not case["layout"]]
+        if single:
+            ours = max(single, key=lambda case: case[speed])
+            name = ", ".join(filter(None, [kind[0], kind[1] and f"lora {kind[1]}", kind[2] and f"{kind[2]} bits"]))
+            pairs = [pair for case in alike for pair in zip(case["losses"], ours["losses"], strict=True)]
+            ratios[name] = {
+                "ours": ours["name"],
+                "speed_over": {case["name"]: round(ours[speed] / case[speed], 2) for case in alike},
+                "memory_over": {case["name"]: round(ours["peak_mib"] / case["peak_mib"], 2) for case in alike},
+                "loss_difference": max(abs(a - b) / abs(b) for a, b in pairs),
+            }
     return ratios
 
 
@@ -200,6 +184,8 @@ def update(options: Options) -> None:
                 made = run_case(measure_case, {**case, "path": str(path)}, size, timeout_s=args.timeout)
                 if "error" not in made:
                     made["mfu"] = rounded(made.pop("flops_per_s") / rates[f"{case['dtype']}_flops"] / size)
+                if "mib_sent" in made:
+                    made["sent_mib"] = max(sum(sent.values()) for sent in made["mib_sent"])
                 done.append({**case, **made})
                 report["cases"].append(done[-1])
                 print(line(done[-1], COLUMNS), flush=True)

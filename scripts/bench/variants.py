@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,7 @@ def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
 
     torch.set_num_threads(1)
     device, attention = case["device"], case["variant"].rpartition("packed_")[2]
-    if case["tuned"] and device == "cpu":
+    if device == "cpu":
         choose_cpu_matmul()
         keep_freed_memory()
     names = {"flex": "flex_attention", "flash": "flash_attention_2", "eager": "eager"}
@@ -238,45 +237,27 @@ def measure_case(**case: Any) -> dict[str, Any] | None:
 
 
 def over_ranks(figures: dict[str, Any], step: Step) -> dict[str, Any] | None:
-    """Rank 0: the slowest rank's seconds, all ranks' CPU seconds, the largest peak, and one step's communication per rank."""
+    """Rank 0: the slowest rank's seconds, all ranks' CPU seconds, the largest peak, and what each rank sends in a step. What its main
+    thread waited is ``blocked_s``: wall without CPU time."""
     import torch.distributed as dist
 
-    figures["communication"] = communication(step)
     parts: list[Any] = [None] * step.ranks
-    dist.all_gather_object(parts, figures)
-    if dist.get_rank():
-        return None
-    every = {key: [part[key] for part in parts] for key in figures}
-    steps = {key: zip(*every[key], strict=True) for key in ("wall", "cpu")}
-    return {
-        **{key: every[key] for key in ("blocked_s", "communication")},
-        "wall": [max(times) for times in steps["wall"]],
-        "cpu": [sum(times) for times in steps["cpu"]],
-        "peak_mib": max(every["peak_mib"]),
-        "losses": figures["losses"],
-    }
+    dist.all_gather_object(parts, {**figures, "mib_sent": mib_sent(step)})
+    every = {key: [part[key] for part in parts] for key in parts[0]}
+    figures |= {key: every[key] for key in ("blocked_s", "mib_sent")} | {"peak_mib": max(every["peak_mib"])}
+    figures["wall"] = [max(times) for times in zip(*every["wall"], strict=True)]
+    figures["cpu"] = [sum(times) for times in zip(*every["cpu"], strict=True)]
+    return None if dist.get_rank() else figures
 
 
-def communication(step: Step) -> dict[str, Any]:
-    """One more step under torch's profiler: MiB by label, as the collectives module counts them, and seconds by gloo operation.
-
-    Seconds run from a collective's start to its end: they include waiting for the other rank, and compute that overlapped (a
-    send ends when it is received). What the main thread waited in the timed steps is ``blocked_s``: wall without CPU time.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
+def mib_sent(step: Step) -> dict[str, float]:
+    """By one more step, by label."""
     from rlhf_spmd.parallel.collectives import RECORDER
 
     RECORDER.sent.clear()
-    RECORDER.received.clear()
     step.barrier()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step.run()
-    found = [event for event in profiler.events() if event.name.startswith("gloo:")]
-    calls = Counter(event.name for event in found)
-    seconds = {name: sum(event.time_range.elapsed_us() for event in found if event.name == name) / 1e6 for name in calls}
-    mib = {label: round(n / MIB, 3) for label, n in sorted(RECORDER.sent.items()) if label not in ("bench", "control")}
-    return {"mib_sent": mib, "seconds": {name: round(value, 4) for name, value in seconds.items()}, "calls": calls}
+    step.run()
+    return {label: round(n / MIB, 3) for label, n in sorted(RECORDER.sent.items()) if label not in ("bench", "control")}
 
 
 if __name__ == "__main__":
