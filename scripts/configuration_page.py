@@ -1,11 +1,9 @@
-"""Writes the tables of docs/configuration.md from the dataclasses: their keys, defaults and what their docstrings say of each key.
+"""Prints every key of every program as a page of Markdown: its default, and what the docstring of its dataclass says.
 
-    python scripts/configuration_page.py            # the page is changed in place
-    python scripts/configuration_page.py --check    # status 1 if it would be
+    python scripts/configuration_page.py > docs/configuration.md
 
-A table stands between ``<!-- keys NAME: PATTERNS -->`` and ``<!-- end -->``; all else on the page is written by hand. NAME is a
-program, or an algorithm, for ``train`` with it. PATTERNS choose keys, those with ``!`` leave some out; ``beyond OTHER ...`` leaves out
-what is the same there, default included.
+The page is not part of the repository: the dataclasses are, and ``rlhf-spmd PROGRAM --help`` says the same. Its links are those of a
+page in ``docs/``.
 """
 
 from __future__ import annotations
@@ -13,48 +11,73 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
+from itertools import groupby
 
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import available
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
-TABLE = re.compile(r"(<!-- keys ([\w ]+): (.*?)(?: beyond ([\w ]+))? -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-PROGRAMS = ("plan", "generate", "evaluate", "score")  # beside train, which has the algorithms
+USUAL = "ppo"  # the algorithm of the tables of `train`
+PROGRAMS = ("plan", "generate", "evaluate", "score", "serve")  # beside `train`, which has the algorithms
+HEAD = """# Configuration
+
+Every key of every program. `rlhf-spmd PROGRAM --help` prints the same, `--help WORD` the keys that contain WORD. [The
+quickstart](quickstart.md#settings) explains how values are written.
+
+## train
+
+With `algorithm.name=ppo`. What other algorithms have follows below.
+"""
 
 
 @cache
-def keys_of(name: str) -> list[Key]:
+def keys_of(name: str) -> tuple[Key, ...]:
+    """The keys of a program, or of ``train`` with an algorithm."""
     program = importlib.import_module(f"rlhf_spmd.{name if name in PROGRAMS else 'train'}")
-    return list(program.keys(() if name in PROGRAMS else [f"algorithm.name={name}"]))
+    return tuple(program.keys(() if name in PROGRAMS else [f"algorithm.name={name}"]))
 
 
-def names() -> list[str]:
-    """All that a table can be of."""
-    return [*available("rlhf_spmd.algorithms", exports="step"), *PROGRAMS]
+def algorithms() -> list[str]:
+    return available("rlhf_spmd.algorithms", exports="step")
 
 
-def chosen(name: str, patterns: Sequence[str], others: Sequence[str]) -> list[Key]:
-    left_out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    elsewhere = {key for other in others for key in keys_of(other)}
-    return [
-        key
-        for key in keys_of(name)
-        if any(fnmatchcase(key.name, pattern) for pattern in patterns)
-        and not any(fnmatchcase(key.name, pattern) for pattern in left_out)
-        and key not in elsewhere
-    ]
+def page() -> str:
+    """Raises ValueError for a key about which its dataclass says nothing."""
+    parts = [HEAD]
+    for section, keys in groupby(keys_of(USUAL), key=lambda key: key.name.partition(".")[0]):
+        parts.append(f"### {section}\n\n{table(keys)}")
+    for name in algorithms():
+        if name != USUAL:
+            parts.append(f"## algorithm.name={name}\n\n{difference(name)}")
+    for name in PROGRAMS:
+        own = [key for key in keys_of(name) if name != "plan" or key not in keys_of(USUAL)]
+        above = "All keys of `train`, and:\n\n" * (name == "plan")
+        parts.append(f"## {name}\n\n{above}{table(own)}")
+    return "\n".join(parts)
 
 
-def table(name: str, patterns: Sequence[str], others: Sequence[str]) -> str:
-    """Raises ValueError for a table without rows, and for a key that its dataclass says nothing about."""
-    keys = chosen(name, patterns, others)
-    if not keys:
-        raise ValueError(f"keys {name}: {' '.join(patterns)}: there is no such key")
-    return "\n".join(["\n| key | default | |", "|---|---|---|", *map(row, keys), "\n"])
+def difference(name: str) -> str:
+    """What ``train`` with another algorithm has otherwise than with the usual one."""
+    usual, own = keys_of(USUAL), keys_of(name)
+    names = {key.name for key in own}
+    missing = sorted({_section(key.name, names) for key in usual if key.name not in names})
+    told = f"Without {', '.join(f'`{one}`' for one in missing)}.\n\n" if missing else ""
+    return told + table(key for key in own if key not in usual)
+
+
+def _section(missing: str, names: set[str]) -> str:
+    """The key, or the longest part of it below which there is nothing."""
+    parts = missing.split(".")
+    for end in range(1, len(parts)):
+        above = ".".join(parts[:end])
+        if not any(name == above or name.startswith(f"{above}.") for name in names):
+            return above
+    return missing
+
+
+def table(keys: Iterable[Key]) -> str:
+    return "\n".join(["| key | default | |", "|---|---|---|", *map(row, keys), ""])
 
 
 def row(key: Key) -> str:
@@ -70,22 +93,5 @@ def plain(default: str) -> str:
     return default[1:-1] if re.fullmatch(r'"[\w./${}-]*"', default) else default
 
 
-def written(page: str) -> str:
-    def replaced(found: re.Match[str]) -> str:
-        opening, name, patterns, others, closing = found.groups()
-        return opening + table(name, patterns.split(), (others or "").split()) + closing
-
-    return TABLE.sub(replaced, page)
-
-
-def main(arguments: Sequence[str]) -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    made = written(text)
-    if "--check" in arguments:
-        return int(made != text)
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.stdout.write(page())

@@ -191,38 +191,48 @@ def judge(preset: Preset, folder: Path) -> tuple[float, float, str | None]:
     run = plan.read_run(str(path), [*cluster, *steps, "plan.fixed=config", f"plan.out={folder / 'plan.yaml'}"])
     planned = plan.plan(run)
     calls = planned.file.calls.values()
-    return max(call.memory_gb for call in calls), float(planned.file.told["step_seconds"]), planned.verdict
+    return max(call.memory_gb for call in calls), planned.seconds, planned.refusal or planned.warning
 
 
 def page(found: Sequence[tuple[Preset, float, float, str | None]]) -> str:
+    """docs/presets.md: a row for each model and number of GPUs, a column for each algorithm."""
+    cells: dict[tuple[str, int], dict[str, str]] = {}
+    for preset, memory, seconds, _ in found:
+        model = f"{MODELS[preset.model].partition('/')[2]}{', LoRA' if preset.lora else ''}"
+        link = f"[{memory:.0f}, {seconds:.0f}](../configs/presets/{preset.name}.yaml)"
+        cells.setdefault((model, preset.gpus), {})[preset.algorithm] = link
     rows = "".join(
-        f"| [`{preset.name}`](../configs/presets/{preset.name}.yaml) | {preset.gpus} | {memory:.0f} | {seconds:.0f} |\n"
-        for preset, memory, seconds, _ in found
+        f"| {model} | {gpus} | {' | '.join(links.get(name, '') for name in RECIPES)} |\n"
+        for (model, gpus), links in cells.items()
     )
-    return HEAD + "| preset | GPUs | GiB of 79.2 | s per step |\n|---|--:|--:|--:|\n" + rows + TAIL
+    heads = "".join(f" {name.upper()} |" for name in RECIPES)
+    return f"{HEAD}| model | GPUs |{heads}\n|---|--:|{'--:|' * len(RECIPES)}\n{rows}"
 
 
 HEAD = """# Presets
 
-Settings to start from: one file for a model, an algorithm and a number of GPUs. Written by `scripts/presets.py` and judged by
-[`plan`](planner.md), which a test repeats: each fits into GPUs of 80 GB. The first lines of a file say how to start it.
+Configurations to start from: one file for a model, an algorithm and a number of GPUs. Each fits into GPUs of 80 GB by the estimate of
+[`plan`](placement.md), which a test repeats. The first lines of a file say how to start it:
 
     sbatch --nodes=1 launch/slurm_one_node.sbatch configs/presets/grpo_qwen2.5_7b_8gpu.yaml run.steps=50
 
-GRPO and PPO learn GSM8K by rule (256 prompts * 8 responses, or 512 prompts, of up to 1,024 tokens); DPO takes UltraFeedback's pairs,
-SFT Capybara's conversations (128 rows of up to 2,048 tokens). `lora` trains [adapters](parallelism.md#adapters-lora). Models and data come
-from the Hugging Face hub by name; where ranks have no network, fetch them before (`hf download NAME`, `hf download NAME --repo-type
-dataset`) and set `HF_HUB_OFFLINE=1`. Another model of the same size needs only `models.actor.path`.
+| algorithm | data, from the Hugging Face hub | rows per step | tokens |
+|---|---|--:|--:|
+| GRPO | GSM8K, scored by rule | 256 prompts * 8 | 1,024 |
+| PPO | the same | 512 prompts | 1,024 |
+| DPO | UltraFeedback's pairs | 128 | 2,048 |
+| SFT | Capybara's conversations | 128 | 2,048 |
 
-Memory and seconds are predictions for H100, rows at their limits; they were not measured. For rows as long as yours
+LoRA trains [adapters](parallelism.md#adapters-lora). Another model of the same size needs only `models.actor.path`. Where ranks have no
+network, run `hf download NAME` (data: with `--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
 
-    python -m rlhf_spmd.plan --config FILE plan.fixed=config cluster.nodes=N 'workload.response_lengths=[200,300,500]'
+Each cell has the GiB of the fullest GPU (of 79.2) and the seconds of a step on H100, with rows at their limits. Both are predicted, not
+measured. For rows as long as yours:
 
-says what a step takes; without `plan.fixed` it looks for a faster layout.
+    rlhf-spmd plan --config FILE plan.fixed=config cluster.nodes=N 'workload.response_lengths=[200,300,500]'
 
-"""
-TAIL = """
-GiB: the fullest GPU in the largest call, keys and values included as far as `gpu_memory_utilization` lets them grow.
+Without `plan.fixed` the planner looks for a faster layout.
+
 """
 
 

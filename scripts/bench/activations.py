@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import MIB, ROOT, machine_facts, median, run_parts, save, settle, table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from measure import MIB, ROOT, machine_facts, median, run_parts, save, settle, table
 from rlhf_spmd.kernels import suspended
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
@@ -94,7 +94,8 @@ def head_cases(decoder: Decoder, shape: Shape) -> Iterator[dict[str, Any]]:
     weight, labels = decoder.head_weight, torch.randint(shape.vocab, (tokens,), device=shape.device)
 
     def ours(entropy: bool) -> Tensor:
-        return -sum(x.sum() for x in token_log_probs(decoder, hidden, labels, entropy=entropy) if x is not None)
+        log_probs, entropies = token_log_probs(decoder, hidden, labels, entropy=entropy)
+        return -log_probs.sum() if entropies is None else -log_probs.sum() - entropies.sum()
 
     cases: dict[str, Callable[[], Any]] = {
         "ours": partial(ours, False),

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import cpu_seconds, machine_facts, median, on_ranks, run_case, run_parts, save, table
-from peers import torch_alone, verl
 from torch import Tensor
 
+from measure import cpu_seconds, machine_facts, median, on_ranks, run_case, run_parts, save, table
+from peers import torch_alone, verl
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
@@ -248,9 +248,9 @@ def calls(ranks: int = 4, repeats: int = 200, starts: int = 3, verl_python: str 
     report["peer"] = {}
     for name, serializer in {"verl": "", "verl_numpy": "numpy"}.items():
         case = {"ranks": ranks, "repeats": min(repeats, 60), "sizes": SIZES, "begun": time.time()}
-        how = {"python": verl_python, "timeout_s": 900, "VERL_DATAPROTO_SERIALIZATION_METHOD": serializer}
+        how = {"VERL_DATAPROTO_SERIALIZATION_METHOD": serializer}
         missing = {"error": "not measured, since no --verl-python was given; see controller.py calls --help"}
-        report["peer"][name] = run_case(verl, case, **how) if verl_python else missing
+        report["peer"][name] = run_case(verl, case, 1, verl_python, 900, False, **how) if verl_python else missing
     print(table(report["cases"], "case calls median_us p90_us own_cpu_us all_cpu_us"), end="\n\n")
     print(table(beside(report), "case bare ours verl verl_numpy"))
     print(*(f"{name}: {peer['error']}" for name, peer in report["peer"].items() if "error" in peer), sep="\n")

@@ -36,8 +36,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
 from engines import export_openvino, measure_engine
 from measure import (
+    Device,
     chosen,
     found_device,
     line,
@@ -50,11 +52,10 @@ from measure import (
     save,
     table,
 )
-from shapes import is_large, write_model
-
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.parallel.world import choose_cpu_matmul
+from shapes import is_large, write_model
 
 ENGINES = ("ours", "ours_2_ranks", "transformers", "transformers_cb", "vllm", "openvino")
 PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai"}
@@ -98,7 +99,7 @@ def work_of(spec: ModelSpec, rows: Rows, dtype: str) -> tuple[float, float]:
 class Options:
     models: Sequence[str] = ("S",)
     model_dir: Path | None = None
-    device: Literal["cpu", "cuda"] | None = None
+    device: Device | None = None
     dtypes: Sequence[Literal["float32", "bfloat16"]] = ("float32", "bfloat16")
     threads: Sequence[int] = (1,)
     modes: Sequence[Literal["greedy", "sampled"]] = ("greedy",)
@@ -146,7 +147,7 @@ def spawn(engine: str, case: dict[str, Any], options: Options) -> dict[str, Any]
     threads = str(case["threads"] // ranks)
     body = export_openvino if engine == "export_openvino" else measure_engine
     case = {**case, "engine": engine, "spawned": time.time()}
-    return run_case(body, case, ranks, python, options.timeout, OMP_NUM_THREADS=threads, **quiet)
+    return run_case(body, case, ranks, python, options.timeout, False, OMP_NUM_THREADS=threads, **quiet)
 
 
 def engines_of(case: dict[str, Any], options: Options) -> list[tuple[str, dict[str, Any]]]:
@@ -181,7 +182,7 @@ def run_engines(
             entries[-1]["export_s"] = export["seconds"]
         yield entries[-1]
     drawn = {name: tokens for name, tokens in drawn.items() if tokens}
-    reference = "transformers" if "transformers" in drawn else next(iter(drawn), None)
+    reference = "transformers" if "transformers" in drawn else next(iter(drawn), "")
     for entry in entries:
         if entry["engine"] in drawn and case["mode"] == "greedy" and entry["engine"] != reference:
             entry["agreement"] = agreement(drawn[entry["engine"]], drawn[reference])
@@ -200,7 +201,7 @@ def run_model(name: str, path: Path, exported: Path, options: Options, report: d
     if device == "cpu" and "openvino" in engines and ("openvino" in options.peers or find_spec("openvino_genai")):
         export = spawn("export_openvino", {**base, "threads": 2}, options)
     for dtype, threads in product(options.dtypes, options.threads):
-        rates = machine_rates(threads, [dtype], device)
+        rates = machine_rates(threads, [dtype], device or found_device())
         torch.set_num_threads(1)
         report["rates"].append({"rates": {key: round(rate / 1e9, 1) for key, rate in rates.items()}, "threads": threads})
         for mode in options.modes:

@@ -14,11 +14,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
+
 from measure import (
     ROOT,
+    Device,
     chosen,
     found_device,
     line,
@@ -30,13 +33,10 @@ from measure import (
     table,
     timed,
 )
-from torch import Tensor
-
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.generation.sequence import SequenceState, SequenceWork
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -46,8 +46,6 @@ from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
-
-Device = Literal["cpu", "cuda"]
 
 # Attention
 
@@ -106,7 +104,7 @@ def prefill(tokens: int, device: str, seconds: float) -> dict[str, Any]:
     layers = 4 if device == "cuda" else 1
     cache = build_cache(-(-tokens // PAGE), layers, device)
     row = SequenceState(Request(0, 0, [0] * tokens, 1), pages=list(range(cache.num_pages)))
-    attention = cache.backend.for_step([Work(row, 0, tokens, True)], cache, HEADS)
+    attention = cache.backend.for_step([SequenceWork(row, 0, tokens, True)], cache, HEADS)
     qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
     took = measured(lambda layer: attention.attend(layer, q, k, v, RULE), layers, device, seconds)

@@ -118,7 +118,10 @@ def slowest(world: World, bodies: Sequence[Callable[[], object]], repeats: int) 
 # The machine
 
 
-def found_device() -> str:
+Device = Literal["cpu", "cuda"]
+
+
+def found_device() -> Device:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,7 +193,7 @@ def run_parts(*parts: Callable[..., int | None]) -> None:
         first = about.partition("\n")[0].replace("%", "%%")
         own = commands.add_parser(part.__name__, description=about, help=first, formatter_class=style) if commands else parser
         flags = list(inspect.signature(part, eval_str=True).parameters.values())
-        fields = flags[0].annotation if flags and dataclasses.is_dataclass(flags[0].annotation) else None
+        fields: Any = flags[0].annotation if flags and dataclasses.is_dataclass(flags[0].annotation) else None
         own.set_defaults(call=(lambda part=part, fields=fields, **given: part(fields(**given))) if fields else part)
         for flag in inspect.signature(fields, eval_str=True).parameters.values() if fields else flags:
             _add_flag(own, flag)

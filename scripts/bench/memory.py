@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, join_world, machine_facts, memory_mib, on_ranks, reset_peak, run_parts, save, table
-from shapes import write_model
 from torch import Tensor
 
+from measure import MIB, join_world, machine_facts, memory_mib, on_ranks, reset_peak, run_parts, save, table
 from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.models.decoder import Decoder
@@ -37,7 +36,8 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
+from shapes import write_model
 
 
 class MallInfo(ctypes.Structure):

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import join_world, machine_facts, median, on_ranks, run_parts, save, table
 from torch import Tensor
 
+from measure import join_world, machine_facts, median, on_ranks, run_parts, save, table
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward

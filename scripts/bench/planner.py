@@ -19,20 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from measure import ROOT, line, machine_facts, run_parts, save, table
 from planner_search import run_searches
-
 from rlhf_spmd import plan
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.planner.costs import Calibration, Formulas
+from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import GPUS, Machine
-from rlhf_spmd.planner.meshes import RankRanges
-from rlhf_spmd.planner.problem import Problem, RankRange
-from rlhf_spmd.planner.search.candidates import Candidates
-from rlhf_spmd.planner.search.filling import fill, whole_plan
-from rlhf_spmd.planner.shape import Workload, choices, shape_of
-from rlhf_spmd.planner.simulate import simulate
-from rlhf_spmd.training.planning import Planning
+from rlhf_spmd.planner.planning import ProblemBuilder
+from rlhf_spmd.planner.problem import Problem, RankRange, simulate
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, whole_plan
+from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 
 # Seconds of published calls
 
@@ -87,16 +84,16 @@ def estimate(call: Call, calibration: Calibration, spec: ModelSpec = LLAMA_7B, m
     if call.name.endswith("Train"):
         work, number = Workload(ROWS, 0, (length,), MINI_BATCHES), call.split * (2 * call.pp if call.pp > 1 else 1)
         tokens = ROWS // MINI_BATCHES // call.dp // number * length
-        how = choices(layout, micro_tokens=[tokens], zero=[1], checkpointing=[2])
-        return float(Formulas(machine, calibration).train_seconds(shape, work, how)[0])
+        how = call_settings(layout, micro_tokens=[tokens], zero=[1], checkpointing=[2])
+        return float(FormulaTimes(machine, calibration).train_seconds(shape, work, how)[0])
     if call.name.endswith("Inf"):
         part = Workload(ROWS // call.split, 0, (length,))
-        how = choices(layout, micro_tokens=[rows // call.pp * length])
+        how = call_settings(layout, micro_tokens=[rows // call.pp * length])
         alone = replace(calibration, call=0.0)
-        return calibration.call + call.split * float(Formulas(machine, alone).infer_seconds(shape, part, how)[0])
+        return calibration.call + call.split * float(FormulaTimes(machine, alone).infer_seconds(shape, part, how)[0])
     work = Workload(ROWS, PROMPT, (RESPONSE,))
-    how = choices(layout, micro_tokens=[rows // call.pp * PROMPT], max_num_seqs=[rows], graphs=[int(call.graphs)])
-    return float(Formulas(machine, calibration).generate_seconds(shape, work, how, math.inf)[0])
+    how = call_settings(layout, micro_tokens=[rows // call.pp * PROMPT], max_num_seqs=[rows], graphs=[int(call.graphs)])
+    return float(FormulaTimes(machine, calibration).generate_seconds(shape, work, how, math.inf)[0])
 
 
 def step_seconds(seconds: Sequence[float], plan: str, graphs: bool) -> float:
@@ -211,7 +208,7 @@ def planning(
     network: float = 50.0,
     ahead: int = 0,
     vocab: int = 128256,
-) -> Planning:
+) -> ProblemBuilder:
     """``models``: role -> size; others as the actor. ``network``: GB/s of a GPU to other hosts."""
     sizes = [
         f"models.{role}.spec.{key}={value}"
@@ -231,7 +228,7 @@ def planning(
     )
     cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu=gpu, network_gb_s=network)  # type: ignore[attr-defined]
     machine, _ = plan.machine_of(cluster)
-    return Planning(run.nodes, machine, Formulas(machine, Calibration()), 16384, ahead)
+    return ProblemBuilder(run.calls, machine, FormulaTimes(machine, Calibration()), 16384, ahead)
 
 
 def search(
@@ -259,16 +256,16 @@ def search(
 
 def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
     """Seconds of the fastest step whose roles share ranks as ``groups`` say, over all numbers of ranks; inf where none fits."""
-    meshes, ways, best = RankRanges(problem), Candidates(problem), float("inf")
-    for sizes in product(*([size for size in meshes.of if size >= problem.size // 16] for _ in groups)):
+    ranges, ways, best = RankRanges(problem), CandidateTables(problem), float("inf")
+    for sizes in product(*([size for size in ranges.by_size if size >= problem.size // 16] for _ in groups)):
         if sum(sizes) != problem.size:
             continue
         at, homes = 0, dict[str, RankRange]()
         for group, size in zip(groups, sizes, strict=True):
-            mesh = next((mesh for mesh in meshes.of[size] if mesh.first == at), None)
-            if mesh is None:
+            ranks = next((ranks for ranks in ranges.by_size[size] if ranks.first == at), None)
+            if ranks is None:
                 break
-            homes |= dict.fromkeys(group, mesh)
+            homes |= dict.fromkeys(group, ranks)
             at += size
         else:
             found = fill(ways, homes, {node: homes[problem.calls[node].role] for node in problem.lent})
@@ -295,7 +292,7 @@ def crossover(out: Path | None = None) -> None:
     """HybridFlow, section 8.3: PPO on A100, 8 a host, 200 Gb/s a host, 1,024 rows of 1,024 + 1,024; all roles together, two sets
     (actor and reference; critic and reward), or each alone, every set on its best number of ranks, every call in its best
     layout."""
-    found = []
+    found = list[dict[str, Any]]()
     for (actor, critic), best in HYBRIDFLOW.items():
         for gpus, said in best.items():
             models = {"actor": actor, "critic": critic, "reward": critic}
@@ -320,7 +317,7 @@ def pretraining_layout(problem: Problem) -> float:
         if not all(call.options for call in calls):
             continue
         smaller = replace(problem, calls=tuple(calls))
-        found = fill(Candidates(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
+        found = fill(CandidateTables(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
         if found:
             schedule = simulate(smaller, whole_plan(found))
             if schedule.fits:
@@ -359,10 +356,10 @@ def separation(out: Path | None = None) -> None:
 
 def best_separated(problem: Problem) -> float:
     """Generation on the first ranks, everything else on the others, over all shares."""
-    meshes, ways, best = RankRanges(problem), Candidates(problem), float("inf")
-    for size in meshes.of:
-        apart = next((mesh for mesh in meshes.of[size] if mesh.first == 0), None)
-        rest = next((mesh for mesh in meshes.of.get(problem.size - size, ()) if mesh.first == size), None)
+    ranges, ways, best = RankRanges(problem), CandidateTables(problem), float("inf")
+    for size in ranges.by_size:
+        apart = next((ranks for ranks in ranges.by_size[size] if ranks.first == 0), None)
+        rest = next((ranks for ranks in ranges.by_size.get(problem.size - size, ()) if ranks.first == size), None)
         if apart is None or rest is None:
             continue
         lent = {node: apart if node in problem.generating else rest for node in problem.lent}

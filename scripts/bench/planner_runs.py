@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import environment, machine_facts, run_parts, run_program, save, table, texts_of
-from train import WORK, Work, settings_of, write_inputs
 
+from measure import environment, machine_facts, run_parts, run_program, save, table, texts_of
 from rlhf_spmd import train
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.plan_page import measured_seconds
 from rlhf_spmd.training.memory import measure, step_facts
+from train import WORK, Work, settings_of, write_inputs
 
 # Memory
 

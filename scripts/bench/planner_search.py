@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from measure import chosen, line, run_parts, save, table
-
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.planner.problem import Call, Option, Problem
+from rlhf_spmd.planner.problem import CallNode, Option, Problem
 
 LOCAL, MEMORY, FLOPS, BANDWIDTH, LINK, NETWORK = 8, 76e9, 0.55 * 989e12, 2.6e12, 350e9, 40e9
 PROMPT, RESPONSE = 1024, 1024
@@ -63,7 +62,15 @@ def train(model: Model, ranks: int, rows: int, mini_batches: int = 8) -> Iterato
         sync = mini_batches * part * (4 if zero < 3 else 4 * (1 + batches)) / (LINK if size <= LOCAL else NETWORK) * (dp > 1)
         held = part * {0: 18, 1: 6 + 12 / dp, 3: 18 / dp}[zero]
         kept = min(pp, batches) * micro * model.hidden * model.layers / pp * ((2 + 34 / model.layers * pp) if full else 34) / tp
-        yield Option(size, pp, tp, compute + sync, held, kept + (part * 2 if zero == 3 else 0), (zero, micro, full))
+        yield Option(
+            size,
+            pp,
+            tp,
+            compute + sync,
+            held,
+            kept + (part * 2 if zero == 3 else 0),
+            settings={"zero": zero, "micro_tokens": micro, "full": full},
+        )
 
 
 def infer(model: Model, ranks: int, rows: int) -> Iterator[Option]:
@@ -73,7 +80,15 @@ def infer(model: Model, ranks: int, rows: int) -> Iterator[Option]:
             batches = max(math.ceil(tokens / dp / micro), 1)
             slices = 1 + 0.05 * math.log2(tp) + 0.15 * model.hidden / (micro * 8)
             seconds = 2 * model.params * tokens / size / FLOPS * slices * (1 + (pp - 1) / batches)
-            yield Option(size, pp, tp, seconds, 2 * model.params / (tp * pp), micro * model.hidden * 34 / tp, micro)
+            yield Option(
+                size,
+                pp,
+                tp,
+                seconds,
+                2 * model.params / (tp * pp),
+                micro * model.hidden * 34 / tp,
+                settings={"micro_tokens": micro},
+            )
 
 
 def generate(model: Model, ranks: int, rows: int) -> Iterator[Option]:
@@ -85,19 +100,27 @@ def generate(model: Model, ranks: int, rows: int) -> Iterator[Option]:
             host = model.layers / pp * (2e-6 * (tp > 1) * 20 + (5e-6 if graphs else 300e-6))
             step = max(read, 2 * model.params * at_once / (tp * pp) / FLOPS) + host
             seconds = waves * RESPONSE * step * pp + 2 * model.params * rows * PROMPT / size / FLOPS
-            yield Option(size, pp, tp, seconds, 0.0, cache * (1.1 if graphs else 1.0), (flying, graphs))
+            yield Option(
+                size,
+                pp,
+                tp,
+                seconds,
+                0.0,
+                cache * (1.1 if graphs else 1.0),
+                settings={"max_num_seqs": flying, "graphs": graphs},
+            )
 
 
 def problem(algorithm: str, ranks: int, large: str, small: str, rows: int, ahead: int = 0) -> Problem:
     """Actor and reference are ``large``, all others ``small``; by default of as many rows as the ranks."""
     graph = [(role, kind) for role, _, kind in (text.partition(":") for text in GRAPHS[algorithm].split())]
-    infers, calls = [n for n, (_, kind) in enumerate(graph) if not kind or kind.isdecimal()], list[Call]()
+    infers, calls = [n for n, (_, kind) in enumerate(graph) if not kind or kind.isdecimal()], list[CallNode]()
     for n, (role, kind) in enumerate(graph):
         model = MODELS[large if role in ("actor", "reference") else small]
         before = infers if kind == "train" else [] if kind == "generate" else [int(kind or 0)]
         home = kind == "train" if (role, "train") in graph else not any(call.role == role for call in calls)
         options = {"generate": generate, "train": train}.get(kind, infer)(model, ranks, rows)
-        calls.append(Call(f"{n}.{role}", role, frozenset(before), tuple(options), home))
+        calls.append(CallNode(f"{n}.{role}", role, frozenset(before), tuple(options), home))
     weights = {call.role: 2 * MODELS[large if call.role in ("actor", "reference") else small].params for call in calls}
     generating = frozenset(n for n, (_, kind) in enumerate(graph) if kind == "generate")
     return Problem(tuple(calls), LOCAL, (MEMORY,) * ranks, weights, LINK, NETWORK, ahead, generating if ahead else frozenset())

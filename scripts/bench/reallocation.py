@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import join_world, machine_facts, median, on_ranks, run_parts, save, slowest, table
 
+from measure import join_world, machine_facts, median, on_ranks, run_parts, save, slowest, table
 from reshard import MODEL, describe
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
@@ -28,7 +28,7 @@ from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import Endpoints, plan_steps
+from rlhf_spmd.reshard.messages import TransferContext, plan_steps
 from rlhf_spmd.reshard.plan import Plan
 from rlhf_spmd.workers.engine import rank_shards
 
@@ -68,7 +68,7 @@ def shards_of(side: list[Holding], rank: int) -> dict[str, ParamShard]:
 def move_between(world: World, number: int, source: Place, target: Place, repeats: int) -> dict[str, Any]:
     """One row. Collective over the world: every rank of it must call, in program order."""
     ranks = sorted({*source[1], *target[1]})
-    group = world.group(ranks, "loan", channel=f"bench{number}")
+    group = world.group(ranks, "weight_sync", channel=f"bench{number}")
     if group is not None:
         group.connect()
     before, after = (holdings_of(MODEL, *place) for place in (source, target))
@@ -78,7 +78,7 @@ def move_between(world: World, number: int, source: Place, target: Place, repeat
     plan = plan_transfer(before, after, lambda rank: 0, world.rank)
     sends = {to: torch.zeros(n) for (giver, to), n in plan.traffic.items() if giver == world.rank}
     receives = {giver: torch.zeros(n) for (giver, to), n in plan.traffic.items() if to == world.rank}
-    start, buffers = RECORDER.received["loan"], [0]
+    start, buffers = RECORDER.received["weight_sync"], [0]
     steps = transfer_steps(plan, world.rank, sources, targets, ranks, torch.float32)
 
     def move() -> None:
@@ -93,10 +93,10 @@ def move_between(world: World, number: int, source: Place, target: Place, repeat
             wait_all([*works, *(group.isend(flat, group.ranks.index(rank), "bench") for rank, flat in sends.items())])
 
     seconds, plain_seconds = slowest(world, [move, plain], repeats)
-    mine = [(RECORDER.received["loan"] - start) / (repeats + 1), 4 * missing_elements(held, wanted), len(receives)]
+    mine = [(RECORDER.received["weight_sync"] - start) / (repeats + 1), 4 * missing_elements(held, wanted), len(receives)]
     received, lacked, pairs = world.all.all_reduce(torch.tensor(mine, dtype=torch.float64), "bench").tolist()
     peak = int(world.all.all_reduce(torch.tensor(max(buffers)), "bench", "max"))
-    row = {"pair": " -> ".join(f"{describe(layout)} on {list(ranks)}" for layout, ranks in (source, target))}
+    row: dict[str, Any] = {"pair": " -> ".join(f"{describe(layout)} on {list(ranks)}" for layout, ranks in (source, target))}
     row |= {"pairs_of_ranks": pairs, "received_bytes": received, "lacked_bytes": lacked, "buffer_bytes": peak}
     ratio = {"of_plain": seconds / plain_seconds} if received else {}
     return {**row, "seconds": seconds, "plain_seconds": plain_seconds, **ratio}
@@ -131,7 +131,12 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
         sent[giver] += elements
     total = sum(sent.values())
     abroad = sum(n for (giver, taker), n in traffic.items() if host_of(giver) != host_of(taker))
-    row = {"ranks": source.size, "source": str(source), "target": str(target), "mean_received_bytes": 2 * total / source.size}
+    row: dict[str, Any] = {
+        "ranks": source.size,
+        "source": str(source),
+        "target": str(target),
+        "mean_received_bytes": 2 * total / source.size,
+    }
     row |= {"from_other_hosts": abroad / max(total, 1)}
     row |= {"busiest": max(sent.values(), default=0) * source.size / max(total, 1)}
     row |= {"peers": max(len(plan.traffic) for _, plan in parts)}
@@ -143,7 +148,7 @@ def messages(sides: Sequence[list[Holding]], plan: Plan, rank: int) -> int:
     """Those that a rank sends and receives, of 32 MiB at most."""
     sources, targets = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in sides)
     ranks = sorted({*chain.from_iterable(holding.ranks for side in sides for holding in side)})
-    return sum(len(step.messages) for step in plan_steps(plan, Endpoints(rank, ranks, sources, targets, False, 16 << 20)))
+    return sum(len(step.messages) for step in plan_steps(plan, TransferContext(rank, ranks, sources, targets, False, 16 << 20)))
 
 
 def reallocation(repeats: int = 7, plans: int = len(PLANS), out: Path | None = None) -> None:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, join_world, line, machine_facts, median, on_ranks, run_parts, save, slowest, table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from measure import MIB, join_world, line, machine_facts, median, on_ranks, run_parts, save, slowest, table
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
@@ -99,8 +99,8 @@ def num_shards(layout: GenerationLayout) -> int:
 
 
 def shards_at(spec: ModelSpec, layout: Layout | GenerationLayout) -> ShardsAt:
-    blocks = [layout.blocks] if isinstance(layout, GenerationLayout) else []
-    return cache(lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, *blocks))
+    blocks = layout.blocks if isinstance(layout, GenerationLayout) else 1
+    return cache(lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, blocks))
 
 
 def shards_of(spec: ModelSpec, layout: GenerationLayout, index: int) -> tuple[Shards, Shards]:
@@ -205,7 +205,12 @@ def transition(world: World, name: str, train: Layout, pp: int, tp: int, repeats
     local = [done.bytes_received, replicated, done.peak_bytes, 4 * norms, lacks, hybrid.bucket_bytes]
     received, replicated, peak, held_norms, lacked, bucket = mean(world, local)
     formula = float(costs.received * whole) if costs.received is not None else lacked - replicated
-    row = {"layout": f"{describe(train)} -> {pp}-{tp}", "ranks": world.size, "engine": name, "group": group.size}
+    row: dict[str, Any] = {
+        "layout": f"{describe(train)} -> {pp}-{tp}",
+        "ranks": world.size,
+        "engine": name,
+        "group": group.size,
+    }
     row |= {"formula_bytes": formula, "counted_bytes": received - replicated, "replicated_bytes": replicated}
     held = float(costs.peak * whole) + held_norms
     row |= {"exact": received - replicated == formula, "formula_peak_bytes": held, "counted_peak_bytes": peak}
@@ -266,7 +271,7 @@ def planned_transition(model: str, name: str, train: Layout, pp: int, tp: int) -
         held, _ = shards_of(spec, layout, index)
         sums += torch.tensor([*group_mean(plan, index, len(method.gather_ranks(layout, index))), planned_peak(plan, held)])
     received, norms, peak = (2 * sums / len(indices)).tolist()
-    row = {"model": model, "ranks": train.size, "layout": f"{describe(train)} -> {pp}-{tp}", "engine": name}
+    row: dict[str, Any] = {"model": model, "ranks": train.size, "layout": f"{describe(train)} -> {pp}-{tp}", "engine": name}
     row |= {"formula_bytes": None if costs.received is None else float(costs.received * whole)}
     row |= {"planned_bytes": received - norms, "norms_bytes": norms, "formula_peak_bytes": float(costs.peak * whole)}
     row |= {"planned_peak_bytes": peak, "twice_bytes": float(costs.twice * whole)}
@@ -304,7 +309,7 @@ def planned_peak(plan: TransitionPlan, held: Shards) -> int:
     whose values it and later ones need. (Execution starts further ones as far as all stay within one bucket, see docs.)"""
     sizes = {name: math.prod(shard.shape) for name, shard in plan.made.items()}
     left = sum(math.prod(shard.shape) for shard in held.values())
-    if not plan.homes:
+    if not plan.places:
         return left + sum(sizes.values())
     most = 0
     made = accumulate(sum(sizes[target] for target in bucket) for bucket in plan.buckets)

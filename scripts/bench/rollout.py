@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import join_world, machine_facts, on_ranks, run_parts, save, table
-from shapes import write_model
 from torch import Tensor
 
+from measure import join_world, machine_facts, on_ranks, run_parts, save, table
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
@@ -39,7 +38,8 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.engine import Packed, TrainEngine
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
+from shapes import write_model
 
 
 class OptionCases:

@@ -207,14 +207,14 @@ def iteration(
     """
     from rlhf_spmd.parallel.world import choose_cpu_matmul
 
-    matmul, report = choose_cpu_matmul(), []
+    matmul, report = choose_cpu_matmul(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         prompts = write_iteration(root)
         for title in chosen(cases, CASES):
             algorithm, kl = CASES[title]
             for number in ranks:
-                found = {"ours": our_iteration(root, algorithm, kl, number, steps)}
+                found: dict[str, Any] = {"ours": our_iteration(root, algorithm, kl, number, steps)}
                 case = {"algorithm": algorithm, "kl": kl, "ranks": number, "steps": steps, "rows": NUM_ROWS, "n": GROUP}
                 case |= {"length": LENGTH, "matmul": matmul, "prompts": prompts}
                 case |= {key: str(root / key) for key in ("model", "scorer", "scratch")}

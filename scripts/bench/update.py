@@ -40,7 +40,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
 from measure import (
+    Device,
     chosen,
     found_device,
     line,
@@ -52,11 +54,10 @@ from measure import (
     save,
     table,
 )
-from shapes import is_large, write_model
-from variants import measure_case, write_adapter
-
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import choose_cpu_matmul
+from shapes import is_large, write_model
+from variants import measure_case, write_adapter
 
 # tokens in a micro-batch at which each was the fastest of 512, 1024, 2048 and 4096 ("padded" counts rows)
 PEERS = {"padded": 0, "sorted": 1024, "packed_sdpa": 512, "packed_eager": 512, "packed_flex": 1024, "packed_flash": 1024}
@@ -75,7 +76,7 @@ LAYOUTS = {
 @dataclasses.dataclass(frozen=True)
 class Options:
     models: Sequence[str] = ("S", "M")
-    device: Literal["cpu", "cuda"] | None = None
+    device: Device | None = None
     dtypes: Sequence[Literal["float32", "bfloat16"]] = ("float32",)
     peers: Sequence[str] | None = None
     layouts: Sequence[str] | None = None
@@ -112,7 +113,7 @@ def settled(options: Options) -> Options:
 def plan_cases(args: Options, model: str) -> list[dict[str, Any]]:
     assert args.peers is not None and args.layouts is not None
     large = is_large(model)
-    common = {"model": model, "device": args.device, "seconds": args.seconds, "least": args.least, "layout": {}}
+    common: dict[str, Any] = {"model": model, "device": args.device, "seconds": args.seconds, "least": args.least, "layout": {}}
     common |= {"rows": args.rows or ([32, 512, 4096] if large else None), "compile_backend": args.compile_backend}
     common |= {"lora": 0, "bits": None, "micro_rows": args.micro_rows or (2 if large else 8), "optimizer": args.optimizer[0]}
     ours_tokens = args.micro_tokens or (8192 if large else 768)

@@ -87,6 +87,17 @@ def test_each_key_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "| keys" not in lines and max(map(len, lines[at:])) < 200
 
 
+def test_a_word_chooses_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        train.main(["algorithm.name=rloo", "--help", "kl_ctrl"])
+    keys = re.findall(r"^  ([\w.<>]+) ", told := capsys.readouterr().out, flags=re.MULTILINE)
+    assert ending.value.code == 0 and keys and all("kl_ctrl" in key for key in keys)
+    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number)" in told and "usage" not in told
+    with pytest.raises(SystemExit) as ending:
+        train.main(["--help", "zebra"])
+    assert ending.value.code == 2 and "--help zebra: no key contains that" in capsys.readouterr().err
+
+
 def test_two_ranks_say_it_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *tasks.one_node(2), "-m", "rlhf_spmd.sft", "--help"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -26,7 +27,8 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 SOURCE = ROOT / "src" / "rlhf_spmd"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = "configuration.md"  # scripts/configuration_page.py makes it for whoever wants it
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != GENERATED)]
 APART = ("README.md", "tasks.md")  # the first's code is an excerpt; the second's belongs together: tests/project/test_tasks.py
 
 
@@ -65,9 +67,10 @@ def test_code_that_is_said_to_be_a_file_s_is() -> None:
     assert own_algorithm("python", '"""GRPO') == (SOURCE / "algorithms" / "grpo.py").read_text()
 
 
-def test_the_readme_s_table_of_files_tells_their_lengths() -> None:
+def test_the_table_of_files_of_a_step_tells_their_lengths() -> None:
     """To a tenth, so that not every line that is added changes the table."""
-    rows = re.findall(r"^\| \d+ \| `([\w/.]+)` \| (\d+) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `([\w/.]+)` \| (\d+) \|", page, flags=re.MULTILINE)
     assert len(rows) > 10
     for file, told in rows:
         assert len((SOURCE / file).read_text().splitlines()) == pytest.approx(int(told), rel=0.1), file
@@ -130,12 +133,22 @@ def test_every_class_of_an_ending_is_explained() -> None:
 
 def test_links_lead_to_files_and_headings() -> None:
     for page in PAGES:
-        for target, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([^)]*))?\)", page.read_text()):
-            file = page.parent / target if target else page
-            assert file.exists(), f"{page.name}: {target}"
-            if anchor:
-                headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
-                assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
+        check_links(page, page.read_text())
+
+
+def test_links_in_what_docstrings_say_of_keys_do_too() -> None:
+    generator = runpy.run_path(str(ROOT / "scripts" / "configuration_page.py"))
+    check_links(ROOT / "docs" / GENERATED, generator["page"]())
+
+
+def check_links(page: Path, text: str) -> None:
+    for target, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([^)]*))?\)", text):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", text if file == page else file.read_text(), flags=re.MULTILINE)
+            names = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in names, f"{page.name}: {target}#{anchor}"
 
 
 def test_tables_are_those_of_the_figures() -> None:

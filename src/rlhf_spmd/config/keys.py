@@ -32,7 +32,7 @@ class Key:
     def lines(self, width: int) -> str:
         """For ``--help``."""
         default = "must be given" if self.default is None else f"= {self.default}"
-        said = re.sub(r"\[[^]]*\]\(([^)#]*)[^)]*\)", lambda link: f"docs/{link[1] or 'configuration.md'}", self.text)
+        said = re.sub(r"\[[^]]*\]\(([^)#]*)[^)]*\)", r"docs/\1", self.text)
         return f"  {self.name} {default} ({self.kind})\n{textwrap.indent(textwrap.fill(said, width - 6), ' ' * 6)}".rstrip()
 
 

@@ -1,0 +1,203 @@
+"""What the cost and memory models count: a model's sizes, a call's rows, and the settings that it may run with. No tensors.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.models.lora import LoraConfig, is_adapter
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder in elements.
+
+    ``queries`` and ``keys``: heads * head_dim of queries and of keys; values are like keys. ``intermediate``: columns of the
+    MLP that a token meets, in a mixture of experts those of all its experts. ``active``: matrix weights of a layer that a token
+    is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
+    layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head.
+    """
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    active: float
+    layer: float
+    embed: int
+    head: int
+    outputs: int
+    tied: bool
+
+    @property
+    def params(self) -> float:
+        return self.layers * self.layer + self.embed + self.head
+
+    def stage_params(self, pp: Any, tp: Any) -> Any:
+        """Parameters of the fullest (pipeline stage, tp slice), for numbers or arrays. Small replicated ones count as sliced."""
+        per_stage = np.ceil(self.layers / np.asarray(pp)) * self.layer
+        ends = np.where(np.asarray(pp) == 1, self.embed + self.head, max(self.embed, self.embed if self.tied else self.head))
+        return (per_stage + ends) / tp
+
+
+def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
+    """Elements of the adapters of an average layer."""
+    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.rank else {}
+    return sum(float(np.prod(shard.shape)) for name, shard in plan.items() if is_adapter(name)) / spec.num_hidden_layers
+
+
+def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
+    """Elements of the matrices of an average layer that are quantized to ``lora.bits``."""
+    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
+    matrices = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
+    return sum(float(np.prod(plan[name].shape)) for name in matrices) / spec.num_hidden_layers
+
+
+@cache
+def shape_of(spec: ModelSpec, head: str) -> ModelShape:
+    """The sizes of a model with this ``head``, as ``models.sharding.plan_params`` names it."""
+    held: dict[str, int] = {}
+    for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
+        part = name.split(".")[0]
+        held[part] = held.get(part, 0) + int(np.prod(shard.shape))
+    queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    columns = routers = 0.0
+    for layer in range(spec.num_hidden_layers):
+        experts = spec.experts_of(layer)
+        columns += spec.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
+        routers += 0 if experts is None else experts.count
+    columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
+    active = spec.hidden_size * (2 * queries + 2 * keys + 3 * columns + routers)
+    outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
+    return ModelShape(
+        spec.num_hidden_layers,
+        spec.hidden_size,
+        queries,
+        keys,
+        spec.num_key_value_heads,
+        int(columns),
+        spec.vocab_size,
+        active,
+        held["layers"] / spec.num_hidden_layers,
+        held["embed"],
+        held.get("head", 0) + held.get("norm", 0) + held.get("value", 0),
+        outputs,
+        spec.tie_word_embeddings and head in ("lm", "both"),
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The rows of one call, and the optimizer steps (``mini_batches``) of each epoch if it trains.
+
+    ``prompt``: tokens of an average prompt. ``responses``: response lengths at equally likely quantiles, ascending, so their
+    mean is the mean length and the last one is the longest. ``group``: rows that have the same prompt.
+    """
+
+    rows: int
+    prompt: float
+    responses: tuple[float, ...]
+    mini_batches: int = 1
+    epochs: int = 1
+    group: int = 1
+
+    @property
+    def response(self) -> float:
+        return sum(self.responses) / len(self.responses)
+
+    @property
+    def length(self) -> float:
+        """Tokens of an average row."""
+        return self.prompt + self.response
+
+    @property
+    def longest(self) -> float:
+        return self.prompt + self.responses[-1]
+
+    def micro_batches(self, rows: float, settings: CallSettings) -> tuple[np.ndarray, np.ndarray]:
+        """(micro-batches of each replica, tokens of each), [n] both, if ``rows`` whole rows are dealt evenly over dp."""
+        own = np.maximum(np.ceil(rows / settings.dp), 1)
+        number = np.ceil(own / np.maximum(settings.micro_tokens // self.length, 1))
+        return number, own * self.length / number
+
+    def computed(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens of a micro-batch that go through the layers: rows of a group have their prompt in common."""
+        together = np.clip(tokens / self.length, 1, self.group)
+        return tokens * (self.response + self.prompt / together) / self.length
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """Settings of a call that are compared: n alternatives, each field an int64 array [n].
+
+    ``micro_tokens``: token budget of a micro-batch. ``zero_size``: ranks of dp that ZeRO shards over, 0 for all.
+    ``checkpointing``: index into ``models.activations.CHECKPOINTING``. ``sequence_parallel``: 0 or 1. For generation ``dp``
+    counts replicas, ``max_num_seqs`` the rows in flight on each, and ``graphs`` is 1 if decode steps are captured as CUDA
+    graphs.
+    """
+
+    pp: np.ndarray
+    tp: np.ndarray
+    dp: np.ndarray
+    zero: np.ndarray
+    zero_size: np.ndarray
+    micro_tokens: np.ndarray
+    checkpointing: np.ndarray
+    sequence_parallel: np.ndarray
+    max_num_seqs: np.ndarray
+    graphs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    @property
+    def size(self) -> np.ndarray:
+        """Ranks of the layout."""
+        return self.pp * self.tp * self.dp
+
+    @property
+    def dp_shard(self) -> np.ndarray:
+        """Neighbouring ranks of dp that share one copy of what ZeRO shards, 1 without ZeRO."""
+        return np.where(self.zero > 0, np.where(self.zero_size > 0, self.zero_size, self.dp), 1)
+
+    @property
+    def dp_replicate(self) -> np.ndarray:
+        """Copies of the model over dp."""
+        return self.dp // self.dp_shard
+
+    def take(self, index: Any) -> CallSettings:
+        """The alternatives at ``index``, which is numbers or a mask."""
+        return CallSettings(*(np.atleast_1d(getattr(self, f.name)[index]) for f in fields(self)))
+
+    def set(self, **values: Any) -> CallSettings:
+        """The same alternatives with some fields replaced by numbers or arrays [n]."""
+        shape = self.pp.shape
+        return replace(self, **{name: np.broadcast_to(np.asarray(x, dtype=np.int64), shape) for name, x in values.items()})
+
+    def one(self, index: int) -> dict[str, int]:
+        """One alternative, field by field."""
+        return {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
+
+
+def call_settings(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> CallSettings:
+    """All combinations of (pp, tp, dp) with the given values of other fields. A field that is not given has one usual value."""
+    usual = {"zero": 0, "zero_size": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0}
+    usual |= {"max_num_seqs": 256, "graphs": 0}
+    values = [options.get(name, (one,)) for name, one in usual.items()]
+    rows = [(*layout, *rest) for layout in layouts for rest in product(*values)]
+    return CallSettings(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,289 @@
+"""Under pressure, in groups, and interrupted: the tokens are those of one quiet call."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of, training_log_probs
+from generators import backend as backend  # a fixture
+from ranks import run_ranks
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.balancing import pack, unpack
+from rlhf_spmd.generation.finished_groups import FinishedGroups
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
+
+S = SamplingConfig(temperature=0.9)
+PENALISED = replace(S, repetition_penalty=1.2, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("model") / "llama"
+    write_random_model(root, {**MODELS["llama"], "max_position_embeddings": 1024}, seed=7)
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Other weights."""
+    root = tmp_path_factory.mktemp("model") / "other"
+    write_random_model(root, {**MODELS["llama"], "max_position_embeddings": 1024}, seed=8)
+    return str(root)
+
+
+def build(path: str, **changes: Any) -> Generator:
+    mesh = alone()[1]
+    return Generator(load(path, mesh), mesh, replace(SMALL, **changes), {2})
+
+
+def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
+    assert tokens_of(found) == tokens_of(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a.log_probs, b.log_probs) and torch.equal(a.log_probs_t1, b.log_probs_t1)
+        assert (a.row_id, a.finish_reason) == (b.row_id, b.finish_reason)
+        assert len(a.versions) == len(a.token_ids)
+
+
+def test_a_pool_of_a_twentieth_of_the_need_changes_no_token(path: str) -> None:
+    requests = [Request(i, i // 2, [3 + i // 2, 5, 7 + i // 4], 37 + i % 5) for i in range(64)]
+    need = sum(-(-(3 + r.max_new_tokens - 1) // 4) for r in requests)
+    s = replace(S, ignore_eos=True)
+    wanted = build(path, page_size=4, max_num_seqs=64).generate(requests, s, 1, 2)
+    tight = build(path, page_size=4, max_num_seqs=64, num_pages=need // 20)
+    assert_same(tight.generate(requests, s, 1, 2), wanted)
+    assert tight.stats.num_pages <= 0.05 * need and tight.stats.preemptions > 20
+
+
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"steps_per_sync": 3, "micro_batches": 2}, {"speculative_tokens": 2}])
+def test_whole_groups_leave_before_the_call_ends(path: str, changes: dict[str, Any]) -> None:
+    requests, number = ragged_requests(num_prompts=7, samples=3), 4
+    sent: list[list[Completion]] = []
+    wanted = {c.row_id: c for c in build(path, **changes).generate(requests, PENALISED, 1, 2)}
+    found = build(path, **changes).generate(
+        requests, PENALISED, 1, 2, finished_groups=FinishedGroups(requests, number, sent.append)
+    )
+    assert_same(found, list(wanted.values()))
+    assert 1 < len(sent) < number
+    for portion in sent:
+        assert_same(portion, [wanted[c.row_id] for c in portion])
+        assert all(torch.equal(c.top_log_probs[1], wanted[c.row_id].top_log_probs[1]) for c in portion)  # type: ignore[index]
+    groups = [[request.group_id for c in portion for request in requests if request.row_id == c.row_id] for portion in sent]
+    assert all(count == 3 for portion in groups for count in Counter(portion).values())
+    least = [-(-7 * part // number) for part in range(1, number)]  # groups that have ended when so many portions are due
+    totals = [len({group for portion in groups[: i + 1] for group in portion}) for i in range(len(sent))]
+    assert all(total in range(least[0], 8) for total in totals) and totals[-1] >= least[-1]
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_group_of_eight_costs_the_prefill_of_one(path: str, page_size: int) -> None:
+    prompt = [3 + (7 * i) % 290 for i in range(512)]
+    generator = build(path, page_size=page_size, max_num_batched_tokens=128)
+    computed = []
+    for n in (1, 8):
+        generator.generate([Request(i, 0, prompt, 1) for i in range(n)], S, 0, 0)
+        computed.append(generator.stats.prefill_tokens + generator.stats.decode_tokens)
+    assert computed == [512, 511 + 8] and computed[1] <= 1.3 * computed[0]
+
+
+def in_pieces(
+    generator: Generator, requests: list[Request], sampling: SamplingConfig, until: GenerationLimits, drop: bool
+) -> list[Completion]:
+    """Half of the rows at first, the others with the second call; a piece at a time until all have ended."""
+    found: list[Completion] = []
+    waiting = [requests[: len(requests) // 2], requests[len(requests) // 2 :]]
+    totals, calls = Counter[str](), 0
+    while waiting or generator.kept:
+        new = waiting.pop(0) if waiting else []
+        ended = generator.generate_until(new, sampling, 3, 5, until, version=1)
+        assert ended or until.tokens, "a call that was to end some groups ended none"
+        found += ended
+        totals.update(prefill=generator.stats.prefill_tokens, decode=generator.stats.decode_tokens)
+        calls += 1
+        if drop:
+            generator.before_training()
+    assert calls > 2 and totals["decode"] == sum(len(c.token_ids) for c in found)
+    order = [r.row_id for r in requests]
+    generator.stats.prefill_tokens = totals["prefill"]
+    return sorted(found, key=lambda c: order.index(c.row_id))
+
+
+@pytest.mark.parametrize("sampling", [S, PENALISED], ids=["plain", "penalised"])
+@pytest.mark.parametrize(
+    "until", [GenerationLimits(tokens=40), GenerationLimits(fraction=0.3), GenerationLimits(tokens=1)], ids=str
+)
+@pytest.mark.parametrize("num_pages", [None, 24])
+def test_interrupted_rows_come_out_as_if_never_interrupted(
+    path: str, sampling: SamplingConfig, until: GenerationLimits, num_pages: int | None
+) -> None:
+    requests = ragged_requests(samples=2, max_new_tokens=14)
+    generator = build(path, num_pages=num_pages)
+    wanted = generator.generate(requests, sampling, 3, 5)
+    once = generator.stats.prefill_tokens
+    kept = in_pieces(generator, requests, sampling, until, drop=False)
+    assert_same(kept, wanted)
+    with_pages = generator.stats.prefill_tokens
+    dropped = in_pieces(generator, requests, sampling, until, drop=True)
+    assert_same(dropped, wanted)
+    assert generator.stats.prefill_tokens > with_pages >= once if num_pages is None else True
+    for a, b in zip(dropped, wanted, strict=True):
+        assert (a.top_log_probs is None) == (b.top_log_probs is None)
+        if a.top_log_probs is not None and b.top_log_probs is not None:
+            assert all(map(torch.equal, a.top_log_probs, b.top_log_probs))
+    assert generator._micro_batches is None and not generator.kept
+
+
+def test_pages_are_kept_under_the_same_weights_only(path: str) -> None:
+    generator = build(path)
+    requests = ragged_requests(samples=1, max_new_tokens=20)
+    generator.generate_until(requests, S, 3, 5, GenerationLimits(tokens=30), version=1)
+    generator.generate_until([], S, 3, 5, GenerationLimits(tokens=30), version=1)
+    assert generator.stats.prefill_tokens == 0
+    generator.generate_until([], S, 3, 5, GenerationLimits(tokens=30), version=2)
+    assert generator.stats.prefill_tokens > 0
+
+
+def test_tokens_follow_the_weights_of_their_version(path: str, other: str) -> None:
+    generator, second = build(path), build(other)
+    requests = ragged_requests(samples=2, max_new_tokens=20)
+    ended = generator.generate_until(requests, S, 3, 5, GenerationLimits(tokens=100), version=1)
+    generator.decoder, first = second.decoder, generator.decoder
+    ended += generator.generate_until([], S, 3, 5, GenerationLimits(), version=2)
+    assert {v for c in ended for v in c.versions.tolist()} == {1, 2}
+    by_id = {r.row_id: r for r in requests}
+    asked = [by_id[c.row_id] for c in ended]
+    exact = zip(
+        training_log_probs(first, asked, ended, 0.9), training_log_probs(second.decoder, asked, ended, 0.9), ended, strict=True
+    )
+    for old, new, completion in exact:
+        assert completion.versions.tolist() == sorted(completion.versions.tolist())
+        assert torch.equal(completion.log_probs, torch.where(completion.versions == 1, old, new))
+
+
+def test_fractions_count_whole_groups(path: str) -> None:
+    requests = [Request(i, i // 3, [3, 4, 5 + i // 3], 4 + 3 * (i // 3)) for i in range(12)]  # groups end in their order
+    generator, s = build(path), replace(S, ignore_eos=True)
+    for fraction, groups in ((0.25, [0]), (0.5, [1, 2]), (1.0, [3])):
+        ended = generator.generate_until(requests, s, 0, 0, GenerationLimits(fraction=fraction), 1)
+        assert sorted({c.row_id // 3 for c in ended}) == groups and len(ended) == 3 * len(groups)
+        requests = []
+    assert generator.generate_until([], s, 0, 0, GenerationLimits(), 1) == []
+    for bad in ({"tokens": 0}, {"seconds": -1.0}, {"fraction": 1.5}):
+        with pytest.raises(ValueError, match=r"limits\."):
+            GenerationLimits(**bad)
+
+
+def test_continued_rows_keep_the_step_they_began_with(path: str) -> None:
+    generator = build(path)
+    early, late = ragged_requests(samples=1), [replace(r, row_id=r.row_id + 100) for r in ragged_requests(samples=1)]
+    wanted = generator.generate(early, S, 3, 5) + generator.generate(late, S, 3, 6)
+    found = generator.generate_until(early, S, 3, 5, GenerationLimits(tokens=50), 1)
+    found += generator.generate_until(late, S, 3, 6, GenerationLimits(), 2)
+    assert_same(sorted(found, key=lambda c: c.row_id), wanted)
+
+
+def interrupt_by_the_clock(world: World, path: str, layout: Layout) -> list[Any]:
+    """Ranks whose clocks disagree: each waits for its own time, the first rank's decides."""
+    mesh = build_mesh(world, list(range(world.size)), layout)
+    generator = Generator(load(path, mesh), mesh, SMALL, {2})
+    requests = ragged_requests(samples=2)
+    pieces = []
+    while requests or generator.kept:
+        until = GenerationLimits(seconds=0.05 * (1 + 3 * world.rank), fraction=0.9)
+        ended = generator.generate_until(requests, S, 3, 5, until, 1, lambda: time.sleep(0.01))
+        pieces.append([(c.row_id, c.token_ids) for c in ended])
+        requests = []
+    return pieces
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_all_ranks_of_a_replica_stop_at_the_same_step(path: str, layout: Layout) -> None:
+    wanted = build(path).generate(ragged_requests(samples=2), S, 3, 5)
+    first, second = run_ranks(2, interrupt_by_the_clock, path, layout)
+    assert first == second and len(first) > 2
+    assert sorted(row for piece in first for row in piece) == [(c.row_id, c.token_ids) for c in wanted]
+
+
+def test_rows_in_flight_survive_json(path: str, tmp_path: Path) -> None:
+
+    generator = build(path)
+    requests = ragged_requests(samples=2)
+    wanted = generator.generate(requests, PENALISED, 3, 5)
+    ended = generator.generate_until(requests, PENALISED, 3, 5, GenerationLimits(tokens=200), 1)
+    (tmp_path / "kept.json").write_text(json.dumps([pack(0, row) for row in generator.kept]))
+    fresh, saved = build(path), json.loads((tmp_path / "kept.json").read_text())
+    fresh.kept = [unpack(row, torch.float32)[1] for row in saved]
+    ended += fresh.generate_until([], PENALISED, 3, 5, GenerationLimits(), 1)
+    assert_same(sorted(ended, key=lambda c: c.row_id), wanted)
+
+
+def live_bytes() -> int:
+    """Of all storages that a tensor that the garbage collector knows refers to."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return sum({(s := t.untyped_storage())._cdata: s.nbytes() for t in tensors if t.device.type == "cpu"}.values())
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kv_cache", ["keep", "offload"])
+def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
+    gc.collect()
+    gc.freeze()  # what lives already is not looked at again and again
+    requests = ragged_requests(samples=2, max_new_tokens=30)
+    wanted = build(path).generate(requests, PENALISED, 3, 5)
+    generator = build(path, kv_cache=kv_cache, max_num_batched_tokens=50, num_pages=300)
+    found, computed, fresh = [], 0, requests
+    before = live_bytes()
+    while fresh or generator.kept:
+        found += generator.generate_until(fresh, PENALISED, 3, 5, GenerationLimits(steps=7), version=1)
+        computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
+        fresh = []
+        pool = generator._micro_batches.micro_batches[0].cache if generator._micro_batches is not None else None
+        if pool is None:
+            break
+        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._micro_batches.micro_batches[0].scheduler.pages.used)
+        generator.before_training()
+        given_back = whole - live_bytes()
+        if kv_cache == "keep":
+            assert given_back == 0
+        else:  # all of the pool but the pages of rows in flight, and what the torch attention gathers into
+            assert size * (300 - used) // 300 - 8 * used <= given_back and used < 150
+        found += generator.generate_until([], PENALISED, 3, 5, GenerationLimits(steps=1), version=1)
+        computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
+    assert_same(sorted(found, key=lambda c: c.row_id), wanted)
+    assert computed <= sum(len(r.prompt_ids) for r in requests) + sum(len(c.token_ids) for c in found)  # no token twice
+    assert generator._micro_batches is None and live_bytes() < before + 100_000
+
+
+def test_rows_go_on_from_what_older_weights_computed(path: str, other: str) -> None:
+    """Under other weights: only the last token of a row is new to them, and rows of a prompt that begin later share nothing."""
+    first, second = build(path).decoder, build(other).decoder
+    row = Request(0, 0, [5, 6, 7, 8, 9] * 5, 12)
+    late = [replace(row, row_id=1), replace(row, row_id=2)]
+    ended = {}
+    for kv_cache in ("free", "keep", "offload"):
+        generator = build(path, kv_cache=kv_cache, num_pages=40)
+        generator.decoder = first
+        assert generator.generate_until([row], S, 3, 5, GenerationLimits(steps=4), 1) == []
+        generator.before_training()
+        generator.decoder = second
+        ended[kv_cache] = sorted(generator.generate_until(late, S, 3, 5, GenerationLimits(), 2), key=lambda c: c.row_id)
+        counts = generator.stats.prefill_tokens, generator.stats.hit_tokens
+        # the early row computes its 25 + 4 tokens again, for the others too; or one of the others computes the prompt
+        assert counts == ((28, 48) if kv_cache == "free" else (24, 24))
+    assert_same(ended["offload"], ended["keep"])
+    assert_same(ended["free"][1:], build(other).generate(late, S, 3, 5))
+    assert_same(ended["keep"][1:], ended["free"][1:])
+    old, new = ended["free"][0], ended["keep"][0]
+    assert torch.equal(old.log_probs[:4], new.log_probs[:4]) and not torch.equal(old.log_probs[4:], new.log_probs[4:])

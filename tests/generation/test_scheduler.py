@@ -1,0 +1,372 @@
+"""Random schedules: no page leaks, none is freed twice, every row ends, prompts are computed once."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generators import row_of
+from places import ROOT
+from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.page_allocator import PageAllocator, PrefixTable
+from rlhf_spmd.generation.scheduler import Scheduler
+from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
+
+
+class FakeCache:
+    """Remembers which token of which text each cache slot holds, as the runner would write it, and since when: ``epoch`` counts
+    how often prompts were forgotten."""
+
+    def __init__(self, limits: GenerationConfig, texts: list[list[int]]) -> None:
+        self.page_size, self.texts = limits.page_size, texts
+        self.slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        self.epoch = 0
+        self.begun: dict[int, int] = {}  # the epoch in which each row was admitted last
+
+    def run(self, step: ScheduledStep) -> None:
+        for source, to in step.copies:
+            self.slots.update({(to, i): self.slots[source, i] for i in range(self.page_size) if (source, i) in self.slots})
+        known = {}
+        for row, start, count, _ in step.work:
+            known[row.index] = now = tuple(self.texts[row.index][: row.length] + row.draft)
+            for position in range(start, start + count):
+                self.slots[row.pages[position // self.page_size], position % self.page_size] = (self.epoch, now[: position + 1])
+        for row, start, count, _ in step.work:  # what attention reads is the row's own history
+            now, begun = known[row.index], self.begun[row.index]
+            for position in range(start + count):
+                epoch, held = self.slots[row.pages[position // self.page_size], position % self.page_size]
+                assert held == now[: position + 1], f"row {row.index} reads a foreign token"
+                assert epoch >= begun, f"row {row.index} reads what was forgotten before it began"
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    references = Counter(page for row in scheduler.running for page in row.pages)
+    pages = scheduler.pages
+    for page in range(pages.num_pages):
+        assert pages.references(page) == references[page]
+    assert pages.num_free == sum(references[page] == 0 for page in range(pages.num_pages))
+    assert not any(row.pages for rows in (scheduler.waiting, scheduler.paused) for row in rows)
+
+
+class Chaos:
+    """What others do to a scheduler between its steps, each with probability ``often``: environments hold rows and let them go
+    on with more tokens, rows leave for other replicas, weights change, guesses come, and several tokens are drawn at once."""
+
+    def __init__(self, rng: random.Random, often: float, most: int) -> None:
+        self.rng, self.often, self.most = rng, often, most
+        self.done = Counter[str]()
+
+    def act(
+        self, scheduler: Scheduler, rows: list[SequenceState], texts: list[list[int]], lasts: list[int], cache: FakeCache
+    ) -> None:
+        """``lasts``: length of each row at its end."""
+        rng = self.rng
+        if rng.random() < self.often:
+            scheduler.forget_prefixes()
+            cache.epoch += 1
+            self.done["forget"] += 1
+        for row in [row for row in rows if not row.ended and rng.random() < self.often]:
+            if row.held:
+                self.let_go(scheduler, row, texts[row.index], lasts[row.index])
+            elif rng.random() < 0.2:
+                scheduler.remove(row)
+                rows.remove(row)
+                self.done["remove"] += 1
+            elif rng.random() < 0.5:
+                row.draft = []
+                scheduler.hold(row)
+                self.done["hold"] += 1
+            elif row in scheduler.running:
+                right = rng.randint(0, min(self.most, row.limit - row.length - 1))
+                row.draft = texts[row.index][row.length : row.length + right]
+                if row.draft and rng.random() < 0.5:
+                    row.draft[rng.randrange(right)] = -1
+                self.done["draft"] += bool(row.draft)
+
+    def let_go(self, scheduler: Scheduler, row: SequenceState, text: list[int], last: int) -> None:
+        self.done["pause"] += row in scheduler.paused
+        more = self.rng.randint(0, max(min(3, last - 1 - row.length), 0))
+        row.tokens += text[row.length : row.length + more]
+        scheduler.resume(row)
+
+    def look_ahead(self, scheduler: Scheduler, step: ScheduledStep, texts: list[list[int]]) -> None:
+        """As the loop on the device: rows have guessed all of their tokens but the last, and rightly."""
+        most = self.rng.randint(2, 5) if self.rng.random() < self.often else 0
+        if most:
+            scheduler.look_ahead(step, most)
+        if (tokens := step.repeats) > 1:
+            for i, item in enumerate(step.work):
+                if not item.decodes:
+                    continue
+                row, count = item.row, min(tokens, item.row.limit - item.row.length)
+                row.draft = texts[row.index][row.length : row.length + count - 1]
+                step.work[i] = step.work[i]._replace(num_tokens=count)
+            self.done["look ahead"] += 1
+
+
+QUIET = Chaos(random.Random(0), 0.0, 0)
+
+
+def draw(row: SequenceState, text: list[int], last: int, stops: bool) -> None:
+    """All tokens up to the first that the row's draft did not foresee, or the row's end."""
+    for guess in (*row.draft, None):
+        token = text[row.length]
+        row.tokens.append(token)
+        row.stopped = stops and row.length == last
+        if token != guess or row.stopped:
+            break
+    row.draft = []
+
+
+def end_rows(scheduler: Scheduler, step: ScheduledStep) -> None:
+    for row in (item.row for item in step.work if item.samples):
+        if row.stopped or row.length >= row.limit:
+            scheduler.end(row)
+
+
+def run_to_the_end(
+    limits: GenerationConfig, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
+) -> Scheduler:
+    prefix_table = PrefixTable(limits.page_size)
+    responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
+    texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    lasts = [len(text) - 3 for text in texts]
+    scheduler = Scheduler(limits)
+    rows = []
+    for i, (prompt, n, stop) in enumerate(zip(prompts, response_lengths, stops, strict=True)):
+        rows.append(row_of(i, prompt, n + (3 if stop else 0), prefix_ids=prefix_table.prefix_ids(prompt)))
+        scheduler.add(rows[-1])
+    cache = FakeCache(limits, texts)
+    num_steps = 0
+    while not scheduler.finished:
+        if chaos.often:
+            before = sum(chaos.done.values())
+            chaos.act(scheduler, rows, texts, lasts, cache)
+            check_pages(scheduler)
+            num_steps = 0 if sum(chaos.done.values()) > before else num_steps
+            if scheduler.finished:
+                break
+        here = set(scheduler.running)
+        step = scheduler.schedule()
+        cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
+        check_pages(scheduler)
+        if not step.work:
+            held = [row for row in rows if row.held]
+            assert held, "nothing runs, and nobody is waited for"
+            for row in held:
+                chaos.let_go(scheduler, row, texts[row.index], lasts[row.index])
+            continue
+        assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
+        assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
+        assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.held for work in step.work)
+        chaos.look_ahead(scheduler, step, texts)
+        check_pages(scheduler)
+        cache.run(step)
+        for row, _, _, samples in step.work:
+            if samples:
+                draw(row, texts[row.index], lasts[row.index], stops[row.index])
+        scheduler.advance(step)
+        end_rows(scheduler, step)
+        check_pages(scheduler)
+        num_steps += 1
+        # left alone, the oldest row is never preempted and gains a token in every step
+        assert num_steps <= sum(row.limit for row in rows), "starvation"
+    assert scheduler.pages.num_free == limits.num_pages
+    assert [row.length for row in rows] == [lasts[row.index] for row in rows] and all(row.ended for row in rows)
+    assert not scheduler._pending_prefixes
+    return scheduler
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_random_schedules(data: st.DataObject) -> None:
+    page_size = data.draw(st.integers(1, 9))
+    stems = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4))
+    row = st.tuples(st.integers(0, len(stems) - 1), st.integers(0, 12), st.integers(1, 20), st.booleans())
+    rows = data.draw(st.lists(row, max_size=16))
+    prompts = [stems[stem] + [7] * (extra if extra < 4 else 0) for stem, extra, _, _ in rows]
+    longest = max([-(-(len(p) + n + 3) // page_size) for p, (_, _, n, _) in zip(prompts, rows, strict=True)], default=1)
+    max_num_seqs = data.draw(st.integers(1, 8))
+    limits = GenerationConfig(
+        page_size=page_size,
+        num_pages=longest + data.draw(st.integers(0, 20)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + data.draw(st.integers(0, 60)),
+        enable_prefix_caching=data.draw(st.booleans()),
+    )
+    run_to_the_end(limits, prompts, [n for _, _, n, _ in rows], [stop for _, _, _, stop in rows])
+
+
+def random_schedule(rng: random.Random, chaos: Chaos) -> Scheduler:
+    """A few rows on a small pool; some share their prompts' beginnings, some stop before their limit."""
+    page_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
+    stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
+    count = rng.randint(1, 6)
+    prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
+    lengths = [rng.randint(1, 7) for _ in range(count)]
+    longest = max(-(-(len(prompt) + n + 3) // page_size) for prompt, n in zip(prompts, lengths, strict=True))
+    limits = GenerationConfig(
+        page_size=page_size,
+        num_pages=longest + rng.choice((0, 0, 1, 2, 5, 20)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
+        enable_prefix_caching=rng.random() < 0.8,
+    )
+    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)], chaos)
+
+
+def test_ten_thousand_random_schedules() -> None:
+    """Half of them disturbed."""
+    rng = random.Random(0)
+    chaos = Chaos(rng, 0.1, 4)
+    counts = Counter[str]()
+    for number in range(10_000):
+        scheduler = random_schedule(rng, chaos if number % 2 else QUIET)
+        counts["preempted"] += scheduler.stats.preemptions > 0
+        counts["shared"] += scheduler.stats.hit_tokens > 0
+    assert min(counts["preempted"], counts["shared"]) > 1000, counts  # the schedules are not all easy
+    assert len(chaos.done) == 6 and min(chaos.done.values()) > 500, chaos.done
+
+
+def run_ahead(rng: random.Random, most: int) -> Scheduler:
+    """As on a device: up to ``most`` steps are planned before the tokens of the first are read, placeholders stand for these, and
+    rows that have stopped go on till it is known."""
+    page_size, max_num_seqs, count = rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 6)
+    stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
+    prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
+    news = [rng.randint(1, 9) for _ in prompts]
+    ends = [len(prompt) + rng.randint(1, new) for prompt, new in zip(prompts, news, strict=True)]  # some stop at their limit
+    texts = [prompt + [1000 * (i + 1) + j for j in range(news[i])] for i, prompt in enumerate(prompts)]
+    limits = GenerationConfig(
+        page_size=page_size,
+        num_pages=max(-(-len(text) // page_size) for text in texts) + rng.choice((0, 0, 1, 2, 5, 20)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
+    )
+    scheduler, prefix_table, cache = Scheduler(limits), PrefixTable(page_size), FakeCache(limits, texts)
+    rows = [row_of(i, prompt, news[i], prefix_ids=prefix_table.prefix_ids(prompt)) for i, prompt in enumerate(prompts)]
+    for row in rows:
+        scheduler.add(row)
+    launched: list[list[tuple[SequenceState, int, int]]] = []
+    while not scheduler.finished:
+        here = set(scheduler.running)
+        step = scheduler.schedule()
+        cache.begun |= {row.index: 0 for row in scheduler.running if row not in here}
+        check_pages(scheduler)
+        if step.work:
+            repeats, drawn = scheduler.look_ahead(step, rng.randint(1, 4)) if rng.random() < 0.7 else 0, []
+            for i, item in enumerate(step.work):
+                row, length = item.row, item.row.length
+                number = min(repeats, row.limit - length) if repeats and item.decodes else 1
+                if item.samples:
+                    drawn.append((row, length, number))
+                    row.draft = texts[row.index][length : length + number - 1]
+                step.work[i] = item._replace(num_tokens=item.num_tokens + len(row.draft))
+            cache.run(step)
+            for row, _, number in drawn:
+                row.draft = []
+                row.tokens += [-1] * number
+            scheduler.advance(step)
+            launched.append(drawn)
+        for _ in range(max(len(launched) - most, 0) if step.work else 1):
+            for row, first, number in launched.pop(0):
+                last = ends[row.index]
+                if not row.ended and first < last <= first + number:
+                    del row.tokens[last:]
+                    scheduler.end(row)
+            check_pages(scheduler)
+    assert scheduler.pages.num_free == limits.num_pages and not scheduler._pending_prefixes
+    assert [row.length for row in rows] == ends and all(row.ended for row in rows)
+    return scheduler
+
+
+def test_schedules_that_are_planned_before_tokens_are_read() -> None:
+    rng, preempted = random.Random(1), 0
+    for number in range(4000):
+        preempted += run_ahead(rng, number % 3).stats.preemptions > 0
+    assert preempted > 300
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12), extra=st.integers(0, 10))
+def test_whole_prompts_without_chunking(lengths: list[tuple[int, int]], extra: int) -> None:
+    limits = GenerationConfig(
+        page_size=4, num_pages=14 + extra, max_num_seqs=5, max_num_batched_tokens=55, enable_chunked_prefill=False
+    )
+    prompts = [list(range(n)) for n, _ in lengths]
+    run_to_the_end(limits, prompts, [n for _, n in lengths], [False] * len(lengths))
+
+
+@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 16, 17, 50])
+def test_a_prompt_is_computed_once(prompt_length: int) -> None:
+    limits = GenerationConfig(page_size=8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
+    prompts = [list(range(prompt_length))] * 6 + [[99] * prompt_length] * 6
+    scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12)
+    # all rows but the first of each prompt; the last prompt token is every row's own
+    assert scheduler.stats.hit_tokens == (prompt_length - 1) * 10
+    assert scheduler.stats.preemptions == 0
+
+
+def test_pressure_preempts_and_still_ends() -> None:
+    limits = GenerationConfig(page_size=4, num_pages=10, max_num_seqs=8, max_num_batched_tokens=64)
+    scheduler = run_to_the_end(limits, [[i, i + 1, i + 2] for i in range(8)], [30] * 8, [False] * 8)
+    assert scheduler.stats.preemptions > 0
+
+
+def test_rows_that_cannot_fit_are_refused() -> None:
+    scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
+    with pytest.raises(ValueError, match="num_pages=2: a row may have up to 10 tokens, which need 3 pages of page_size=4"):
+        scheduler.add(row_of(0, [0] * 5, 5, prefix_ids=(0, 1)))
+    scheduler.add(row_of(0, [0] * 5, 4, prefix_ids=(0, 1)))  # the last token is never written
+    whole = Scheduler(
+        GenerationConfig(page_size=4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, enable_chunked_prefill=False)
+    )
+    with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
+        whole.add(row_of(0, [0] * 15, 2, prefix_ids=(0, 1, 2, 3)))
+
+
+def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
+    manager = PageAllocator(2)
+    a, b = manager.allocate(), manager.allocate()
+    manager.register(a, 10)
+    manager.register(b, 11)
+    manager.release([b])
+    manager.release([a])
+    manager.share(a)
+    assert manager.references(a) == 1 and manager.num_free == 1
+    manager.release([a])
+    assert manager.allocate() == b  # freed before a's second release
+    assert manager.find(11) is None and manager.find(10) == a
+    with pytest.raises(AssertionError, match="released once too often"):
+        manager.release([a])
+
+
+def test_the_schedulers_half_imports_no_torch() -> None:
+    names = ", ".join(("sequence", "page_allocator", "scheduler"))
+    code = f"import sys; from rlhf_spmd.generation import {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, cwd=ROOT).returncode == 0
+
+
+def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:
+    """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
+    scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64))
+    table = PrefixTable(4)
+    prompt = [1, 2, 3, 4, 5, 6]
+    first, second = (row_of(i, prompt, 14, prefix_ids=table.prefix_ids(prompt)) for i in range(2))
+    scheduler.add(first)
+    step = scheduler.schedule()
+    first.tokens.append(7)
+    first.stopped = True
+    scheduler.advance(step)
+    end_rows(scheduler, step)
+    second.tokens += [7, 8, 9]  # it was preempted with three tokens
+    scheduler.add(second)
+    (work,) = scheduler.schedule().work
+    assert (work.start, work.num_tokens) == (5, 4) and scheduler.stats.hit_tokens == 5
