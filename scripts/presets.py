@@ -191,7 +191,7 @@ def judge(preset: Preset, folder: Path) -> tuple[float, float, str | None]:
     run = plan.read_run(str(path), [*cluster, *steps, "plan.fixed=config", f"plan.out={folder / 'plan.yaml'}"])
     planned = plan.plan(run)
     calls = planned.file.calls.values()
-    return max(call.memory_gb for call in calls), float(planned.file.told["step_seconds"]), planned.verdict
+    return max(call.memory_gb for call in calls), planned.seconds, planned.refusal or planned.warning
 
 
 def page(found: Sequence[tuple[Preset, float, float, str | None]]) -> str:

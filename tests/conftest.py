@@ -23,6 +23,22 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
 
+# The files that take longest, which begin first: else a worker has one of them left when the others have nothing more to do.
+LONGEST = [
+    "test_bench",
+    "test_ppo_layouts",
+    "test_algorithms",
+    "test_placements",
+    "test_program",
+    "test_launch",
+    "test_memory",
+    "test_exact_gpu",
+    "test_lora_runs",
+    "test_sequence_parallel",
+    "test_lora_training",
+    "test_plan",
+]
+
 
 @pytest.fixture(autouse=True)
 def as_on_a_rank() -> None:
@@ -45,6 +61,11 @@ def no_process_group_for_the_next_file() -> Iterator[None]:
 
         join_world.cache_clear()
         distributed.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 def pytest_collection_finish() -> None:

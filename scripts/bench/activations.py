@@ -29,7 +29,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
 from live_memory import LiveMemory
 from measure import machine_facts, median, table
-
 from rlhf_spmd.kernels import suspended
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention

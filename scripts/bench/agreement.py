@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import add_device, device_facts, line, machine_facts, save, table
 from torch import Tensor
 
+from measure import add_device, device_facts, line, machine_facts, save, table
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder

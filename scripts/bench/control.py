@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import cpu_seconds, device_facts, machine_facts, on_ranks, run_case, save
-from measure import table as markdown
 from torch import Tensor
 
+from measure import cpu_seconds, device_facts, machine_facts, on_ranks, run_case, save
+from measure import table as markdown
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all

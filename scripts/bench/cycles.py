@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, memory_mib, on_ranks, table
 from torch import Tensor
 
+from measure import machine_facts, memory_mib, on_ranks, table
 from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -42,7 +42,7 @@ from rlhf_spmd.parallel.world import World, connect_store, init_world, read_laun
 from rlhf_spmd.process.ending import end_process
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
 
 MODEL = {
     "model_type": "llama",

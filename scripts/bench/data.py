@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from measure import memory_mib, reset_peak
-
-from rlhf_spmd.data.loader import Loader
+from rlhf_spmd.data.loader import Loader, load_dataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sort_digits import write_tokenizer
-from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 
 FIELDS = {"own": "RssAnon", "mapped": "RssFile", "peak": "VmHWM"}

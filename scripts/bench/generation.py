@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from generation_engines import GROUP_PROMPT
 from measure import add_device, device_facts, machine_facts, machine_rates, median, rounded, run_case, save, table
-from shapes import MODELS_HELP, is_large, model_name, write_model
-
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, read_spec
+from shapes import MODELS_HELP, is_large, model_name, write_model
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ENGINES = ("ours", "ours_2_ranks", "transformers", "transformers_cb", "vllm", "openvino")

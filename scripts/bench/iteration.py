@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, run_case, save, table
-from step import FIRST_ID, SOURCE, WORK, write_model
 
+from measure import machine_facts, run_case, save, table
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import choose_cpu_matmul
+from step import FIRST_ID, SOURCE, WORK, write_model
 
 HERE = Path(__file__).parent
 ROWS, GROUP, PROMPT, RESPONSE = 64, 8, 64, 64

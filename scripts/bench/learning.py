@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measure import machine_facts, run_case, save, table
 from omegaconf import OmegaConf
+
+from measure import machine_facts, run_case, save, table
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, machine_facts, memory_mib, on_ranks, reset_peak, save, table
-from shapes import MODELS_HELP, model_name, write_model
 from torch import Tensor
 
+from measure import MIB, machine_facts, memory_mib, on_ranks, reset_peak, save, table
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.sequence import Request
@@ -39,7 +38,8 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.engine import Packed, TrainEngine, rank_shards
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
+from shapes import MODELS_HELP, model_name, write_model
 
 RANKS, ROWS, PROMPT, NEW = 2, 4, 128, 128  # rows per micro-batch
 PHASES = ("load", "generate", "log_probs", "update", "step")

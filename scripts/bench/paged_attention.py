@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import add_device, device_facts, line, machine_facts, machine_rates, median, save, table, timed
 
+from measure import add_device, device_facts, line, machine_facts, machine_rates, median, save, table, timed
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.sequence import Request, SequenceState
+from rlhf_spmd.generation.sequence import Request, SequenceState, SequenceWork
 from rlhf_spmd.kernels import AttentionRule
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 64
@@ -82,7 +81,7 @@ def prefill(tokens: int, device: str, seconds: float) -> dict[str, Any]:
     layers = 4 if device == "cuda" else 1
     cache = build_cache(-(-tokens // PAGE), layers, device)
     row = SequenceState(Request(0, 0, [0] * tokens, 1), pages=list(range(cache.num_pages)))
-    attention = cache.backend.for_step([Work(row, 0, tokens, True)], cache, HEADS)
+    attention = cache.backend.for_step([SequenceWork(row, 0, tokens, True)], cache, HEADS)
     qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
     took = measured(lambda layer: attention.attend(layer, q, k, v, RULE), layers, device, seconds)

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import device_facts, machine_facts, on_ranks, save
 from torch import Tensor
 
+from measure import device_facts, machine_facts, on_ranks, save
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward

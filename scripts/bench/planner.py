@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import save, table
 
+from measure import save, table
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.planner.costs import Calibration, Formulas
+from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import GPUS, Machine
-from rlhf_spmd.planner.shape import Workload, choices, shape_of
+from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 
 LLAMA_7B = ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128)
 H100S = Machine(16, 8, GPUS["h100"], (GPUS["h100"].memory,) * 16, 50e9)
@@ -79,16 +79,16 @@ def estimate(call: Call, calibration: Calibration, spec: ModelSpec = LLAMA_7B, m
     if call.name.endswith("Train"):
         work, number = Workload(ROWS, 0, (length,), MINI_BATCHES), call.split * (2 * call.pp if call.pp > 1 else 1)
         tokens = ROWS // MINI_BATCHES // call.dp // number * length
-        how = choices(layout, micro_tokens=[tokens], zero=[1], checkpointing=[2])
-        return float(Formulas(machine, calibration).train_seconds(shape, work, how)[0])
+        how = call_settings(layout, micro_tokens=[tokens], zero=[1], checkpointing=[2])
+        return float(FormulaTimes(machine, calibration).train_seconds(shape, work, how)[0])
     if call.name.endswith("Inf"):
         part = Workload(ROWS // call.split, 0, (length,))
-        how = choices(layout, micro_tokens=[rows // call.pp * length])
+        how = call_settings(layout, micro_tokens=[rows // call.pp * length])
         alone = replace(calibration, call=0.0)
-        return calibration.call + call.split * float(Formulas(machine, alone).infer_seconds(shape, part, how)[0])
+        return calibration.call + call.split * float(FormulaTimes(machine, alone).infer_seconds(shape, part, how)[0])
     work = Workload(ROWS, PROMPT, (RESPONSE,))
-    how = choices(layout, micro_tokens=[rows // call.pp * PROMPT], max_num_seqs=[rows], graphs=[int(call.graphs)])
-    return float(Formulas(machine, calibration).generate_seconds(shape, work, how, math.inf)[0])
+    how = call_settings(layout, micro_tokens=[rows // call.pp * PROMPT], max_num_seqs=[rows], graphs=[int(call.graphs)])
+    return float(FormulaTimes(machine, calibration).generate_seconds(shape, work, how, math.inf)[0])
 
 
 def step_seconds(seconds: Sequence[float], plan: str, graphs: bool) -> float:

@@ -26,17 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from measure import machine_facts, save, table
-
 from rlhf_spmd import plan
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.planner.costs import Calibration, Formulas
-from rlhf_spmd.planner.meshes import RankRanges
-from rlhf_spmd.planner.problem import Problem, RankRange
+from rlhf_spmd.planner.costs import Calibration, FormulaTimes
+from rlhf_spmd.planner.planning import ProblemBuilder
+from rlhf_spmd.planner.problem import Problem, RankRange, simulate
 from rlhf_spmd.planner.search import NoPlanError
-from rlhf_spmd.planner.search.candidates import Candidates
-from rlhf_spmd.planner.search.filling import fill, whole_plan
-from rlhf_spmd.planner.simulate import simulate
-from rlhf_spmd.training.planning import Planning
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, whole_plan
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHAPES = {  # ReaL's table 1; HybridFlow's models are Llama's of the same sizes
@@ -63,7 +59,7 @@ def planning(
     network: float = 50.0,
     ahead: int = 0,
     vocab: int = 128256,
-) -> Planning:
+) -> ProblemBuilder:
     """``models``: role -> size; others as the actor. ``network``: GB/s of a GPU to other hosts."""
     sizes = [
         f"models.{role}.spec.{key}={value}"
@@ -81,7 +77,7 @@ def planning(
     run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), [*sizes, *lengths, *batch, "reward.function=null"])
     cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu=gpu, network_gb_s=network)  # type: ignore[attr-defined]
     machine, _ = plan.machine_of(cluster)
-    return Planning(run.nodes, machine, Formulas(machine, Calibration()), 16384, ahead)
+    return ProblemBuilder(run.calls, machine, FormulaTimes(machine, Calibration()), 16384, ahead)
 
 
 def search_part(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -136,16 +132,16 @@ def search_part(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
     """Seconds of the fastest step whose roles share ranks as ``groups`` say, over all numbers of ranks; inf where none fits."""
-    meshes, ways, best = RankRanges(problem), Candidates(problem), float("inf")
-    for sizes in product(*([size for size in meshes.of if size >= problem.size // 16] for _ in groups)):
+    ranges, ways, best = RankRanges(problem), CandidateTables(problem), float("inf")
+    for sizes in product(*([size for size in ranges.by_size if size >= problem.size // 16] for _ in groups)):
         if sum(sizes) != problem.size:
             continue
         at, homes = 0, dict[str, RankRange]()
         for group, size in zip(groups, sizes, strict=True):
-            mesh = next((mesh for mesh in meshes.of[size] if mesh.first == at), None)
-            if mesh is None:
+            ranks = next((ranks for ranks in ranges.by_size[size] if ranks.first == at), None)
+            if ranks is None:
                 break
-            homes |= dict.fromkeys(group, mesh)
+            homes |= dict.fromkeys(group, ranks)
             at += size
         else:
             found = fill(ways, homes, {node: homes[problem.calls[node].role] for node in problem.lent})
@@ -194,7 +190,7 @@ def pretraining_layout(problem: Problem) -> float:
         if not all(call.options for call in calls):
             continue
         smaller = replace(problem, calls=tuple(calls))
-        found = fill(Candidates(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
+        found = fill(CandidateTables(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
         if found:
             schedule = simulate(smaller, whole_plan(found))
             if schedule.fits:
@@ -238,10 +234,10 @@ def separation_part(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def best_separated(problem: Problem) -> float:
     """Generation on the first ranks, everything else on the others, over all shares."""
-    meshes, ways, best = RankRanges(problem), Candidates(problem), float("inf")
-    for size in meshes.of:
-        apart = next((mesh for mesh in meshes.of[size] if mesh.first == 0), None)
-        rest = next((mesh for mesh in meshes.of.get(problem.size - size, ()) if mesh.first == size), None)
+    ranges, ways, best = RankRanges(problem), CandidateTables(problem), float("inf")
+    for size in ranges.by_size:
+        apart = next((ranks for ranks in ranges.by_size[size] if ranks.first == 0), None)
+        rest = next((ranks for ranks in ranges.by_size.get(problem.size - size, ()) if ranks.first == size), None)
         if apart is None or rest is None:
             continue
         lent = {node: apart if node in problem.generating else rest for node in problem.lent}

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine_facts, save, table
 
+from measure import machine_facts, save, table
 from rlhf_spmd import train
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.training.memory import measure, step_facts

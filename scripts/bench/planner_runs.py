@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from measure import machine_facts, save, table
-from step import SOURCE, WORK, overrides, write_model, write_rows
-
 from rlhf_spmd.planner.plan_page import measured_seconds
+from step import SOURCE, WORK, overrides, write_model, write_rows
 
 TP2, PP2 = "layout.tp=2", "layout.pp=2"
 ROLES = ("actor", "critic", "reference")

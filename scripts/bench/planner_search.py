@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.planner.problem import Call, Option, Problem
-from rlhf_spmd.planner.search import Found
+from rlhf_spmd.planner.problem import CallNode, Option, Problem
+from rlhf_spmd.planner.search import SearchResult
 
 LOCAL, MEMORY, FLOPS, BANDWIDTH, LINK, NETWORK = 8, 76e9, 0.55 * 989e12, 2.6e12, 350e9, 40e9
 PROMPT, RESPONSE = 1024, 1024
@@ -120,13 +120,13 @@ def problem(algorithm: str, ranks: int, large: str, small: str, rows: int, ahead
     graph = ALGORITHMS[algorithm]
     names = [name for name, *_ in graph]
     kinds = {"train": train, "infer": infer, "generate": generate}
-    calls: list[Call] = []
+    calls: list[CallNode] = []
     for name, role, kind, before in graph:
         model = MODELS[large if role in ("actor", "reference") else small]
         trained = any(other == role and k == "train" for _, other, k, _ in graph)
         home = kind == "train" if trained else not any(call.role == role for call in calls)
         options = tuple(kinds[kind](model, ranks, rows))
-        calls.append(Call(name, role, frozenset(map(names.index, before)), options, home))
+        calls.append(CallNode(name, role, frozenset(map(names.index, before)), options, home))
     weights = {call.role: 2 * MODELS[large if call.role in ("actor", "reference") else small].params for call in calls}
     generating = frozenset(n for n, (_, _, kind, _) in enumerate(graph) if kind == "generate")
     return Problem(tuple(calls), LOCAL, (MEMORY,) * ranks, weights, LINK, NETWORK, ahead, generating if ahead else frozenset())
@@ -151,7 +151,7 @@ def main() -> None:
     for ranks in args.ranks:
         for (large, small, rows), algorithm in product(CASES[ranks], args.algorithms):
             table = problem(algorithm, ranks, large, small, rows, args.ahead)
-            best: Found | None = None
+            best: SearchResult | None = None
             for name in args.searches:
                 module = find("plan.search", "rlhf_spmd.planner.search", name, exports="search")
                 try:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, machine_facts, median, on_ranks, table
 
+from measure import MIB, machine_facts, median, on_ranks, table
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
@@ -33,7 +33,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.process.ending import end_process
 from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import Endpoints, plan_steps
+from rlhf_spmd.reshard.messages import TransferContext, plan_steps
 from rlhf_spmd.reshard.plan import Plan
 from rlhf_spmd.workers.engine import rank_shards
 
@@ -74,7 +74,7 @@ def shards_of(side: list[Holding], rank: int) -> dict[str, ParamShard]:
 def measure(world: World, number: int, source: Place, target: Place, repeats: int) -> dict[str, Any]:
     """One row. Collective over the world: every rank of it must call, in program order."""
     ranks = sorted({*source[1], *target[1]})
-    group = world.group(ranks, "loan", channel=f"bench{number}")
+    group = world.group(ranks, "weight_sync", channel=f"bench{number}")
     if group is not None:
         group.connect()
     before, after = (holdings_of(MODEL, *place) for place in (source, target))
@@ -85,7 +85,7 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
     sends = {to: n for (giver, to), n in plan.traffic.items() if giver == world.rank}
     receives = {giver: n for (giver, to), n in plan.traffic.items() if to == world.rank}
     flats = [{rank: torch.zeros(n) for rank, n in side.items()} for side in (sends, receives)]
-    start, buffers = RECORDER.received["loan"], [0]
+    start, buffers = RECORDER.received["weight_sync"], [0]
 
     steps = transfer_steps(plan, world.rank, sources, targets, ranks, torch.float32)
 
@@ -101,7 +101,7 @@ def measure(world: World, number: int, source: Place, target: Place, repeats: in
             wait_all([*works, *(group.isend(flat, group.ranks.index(rank), "bench") for rank, flat in flats[0].items())])
 
     seconds = [slowest(world, body, repeats) for body in (move, plain)]
-    mine = [(RECORDER.received["loan"] - start) / (repeats + 1), 4 * missing_elements(held, wanted), len(receives)]
+    mine = [(RECORDER.received["weight_sync"] - start) / (repeats + 1), 4 * missing_elements(held, wanted), len(receives)]
     received, lacked, pairs = world.all.all_reduce(torch.tensor(mine, dtype=torch.float64), "bench").tolist()
     peak = int(world.all.all_reduce(torch.tensor(max(buffers)), "bench", "max"))
     names = [
@@ -183,7 +183,7 @@ def messages(sides: Sequence[list[Holding]], plan: Plan, rank: int) -> int:
     """Those that a rank sends and receives, of 32 MiB at most."""
     sources, targets = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in sides)
     ranks = sorted({*chain.from_iterable(holding.ranks for side in sides for holding in side)})
-    return sum(len(step.messages) for step in plan_steps(plan, Endpoints(rank, ranks, sources, targets, False, 16 << 20)))
+    return sum(len(step.messages) for step in plan_steps(plan, TransferContext(rank, ranks, sources, targets, False, 16 << 20)))
 
 
 def row_cells(row: dict[str, Any]) -> list[str]:

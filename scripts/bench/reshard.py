@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, machine_facts, median, on_ranks, table
-from reshard_costs import costs_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from measure import MIB, machine_facts, median, on_ranks, table
+from reshard_costs import costs_of
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
@@ -384,7 +384,7 @@ def planned_peak(plan: TransitionPlan, held: Shards) -> int:
     sizes = {name: math.prod(shard.shape) for name, shard in plan.made.items()}
     train = sum(math.prod(shard.shape) for shard in held.values())
     made = list(accumulate(sum(sizes[target] for target in bucket) for bucket in plan.buckets))
-    if not plan.homes:
+    if not plan.places:
         return train + sum(sizes.values())
     left, most = train, 0
     finished = plan.finished(held)

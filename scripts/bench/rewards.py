@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.rewards.binding import Row
+from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
 
@@ -25,19 +25,19 @@ def read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def gsm8k(data: Path) -> tuple[list[Row], list[bool]]:
+def gsm8k(data: Path) -> tuple[list[RewardRow], list[bool]]:
     """Output of real models, and the published judgement. The last ``A:`` of a solution is what ``####`` is today."""
     found = read(data / "gsm8k" / "model_solutions.jsonl.gz")
     marked = [{key: "####".join(item[key].rsplit("A:", 1)) for key in ("solution", "ground_truth")} for item in found]
-    rows: list[Row] = [
+    rows: list[RewardRow] = [
         (item["question"], m["solution"], {"answer": m["ground_truth"]}) for item, m in zip(found, marked, strict=True)
     ]
     return rows, [bool(item["is_correct"]) for item in found]
 
 
-def math500(data: Path) -> tuple[list[Row], list[bool]]:
+def math500(data: Path) -> tuple[list[RewardRow], list[bool]]:
     """Every answer against itself, and with its last digit changed."""
-    rows: list[Row] = []
+    rows: list[RewardRow] = []
     right = []
     for item in read(data / "math500" / "test.jsonl"):
         answer, row = item["answer"], {"answer": item["answer"]}
@@ -51,9 +51,9 @@ def math500(data: Path) -> tuple[list[Row], list[bool]]:
     return rows, right
 
 
-def programs(data: Path) -> tuple[list[Row], list[bool]]:
+def programs(data: Path) -> tuple[list[RewardRow], list[bool]]:
     """Reference solutions, and programs that end or answer wrong."""
-    rows: list[Row] = []
+    rows: list[RewardRow] = []
     for item in read(data / "humaneval" / "test.jsonl.gz"):
         rows += [(item["prompt"], text, item) for text in (item["canonical_solution"], "    return object()\n")]
     for item in read(data / "mbpp" / "all.jsonl.gz"):
@@ -64,7 +64,7 @@ def programs(data: Path) -> tuple[list[Row], list[bool]]:
     return rows, [True, False] * (len(rows) // 2)
 
 
-def measure(name: str, rows: list[Row], right: list[bool], num_workers: int, repeats: int) -> dict[str, Any]:
+def measure(name: str, rows: list[RewardRow], right: list[bool], num_workers: int, repeats: int) -> dict[str, Any]:
     """The best of ``repeats`` passes over all rows, after one to warm up; and the verdicts."""
     with RewardRunner(RewardConfig(function=name, num_workers=num_workers, timeout_s=60.0, default=-1.0)) as runner:
         runner.score(rows[:num_workers])

@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import machine_facts, on_ranks, table
 from torch import Tensor
 
+from measure import machine_facts, on_ranks, table
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.sort_digits import LLAMA
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
@@ -44,7 +44,7 @@ from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
 from rlhf_spmd.process.ending import end_process
 from rlhf_spmd.workers.engine import Packed, TrainEngine
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 8},

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import cpu_seconds, machine_facts, median, save, table
-from step import WORK, overrides, run_program, write_model, write_rows
 
+from measure import cpu_seconds, machine_facts, median, save, table
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.reshard import choose_method
+from step import WORK, overrides, run_program, write_model, write_rows
 
 FORWARD = ("tp", "pp", "pp_back", "dp")
 CONNECTED = {  # by the first step, of each role's mesh

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import config_of
 
 from rlhf_spmd.data.sort_digits import LLAMA
+from shapes import config_of
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 FIRST_ID = 4  # below it are the special tokens

@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from measure import add_device, device_facts, line, machine_facts, machine_rates, rounded, run_case, save, table
+from rlhf_spmd.parallel.layout import Layout
 from shapes import MODELS_HELP, is_large, model_name, write_model
 from train_variants import OPTIMIZERS, write_adapter
-
-from rlhf_spmd.parallel.layout import Layout
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 # tokens in a micro-batch at which each was the fastest of 512, 1024, 2048 and 4096 ("padded" counts rows)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import device_kernels, median, memory_mib, peak_mib, reset_peak, timed
-from shapes import config_of, fill, has_weights, is_large, peer_model
 from torch import Tensor
 
+from measure import device_kernels, median, memory_mib, peak_mib, reset_peak, timed
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.flops import forward_flops
+from shapes import config_of, fill, has_weights, is_large, peer_model
 
 NUM_ROWS = {"tiny": 6, "S": 32, "M": 16}
 # ours, "optimizer": what the states are
@@ -139,7 +139,7 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.parallel.mesh import build_mesh
     from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
     from rlhf_spmd.workers.engine import Packed, TrainEngine
-    from rlhf_spmd.workers.optimizer import OptimConfig
+    from rlhf_spmd.workers.optim_config import OptimConfig
 
     launch = read_launch()
     world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)

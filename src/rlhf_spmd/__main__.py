@@ -21,9 +21,17 @@ from rlhf_spmd.config.keys import check_names
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.registry import available, find
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.process.arguments import RANKS, help_text, read_arguments, read_words, shared_parser
-from rlhf_spmd.process.output import let_readers_go
-from rlhf_spmd.process.remembered import ProgramKeys, recall, remember
+from rlhf_spmd.process.arguments import (
+    RANKS,
+    ProgramKeys,
+    help_text,
+    ignore_closed_pipes,
+    load_keys,
+    read_arguments,
+    read_words,
+    save_keys,
+    shared_parser,
+)
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -55,7 +63,7 @@ FISH_WORDS = "complete -c rlhf-spmd -n '__fish_seen_subcommand_from %s' -a '%s'\
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process with the program's exit code."""
-    let_readers_go()
+    ignore_closed_pipes()
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, for the user's own modules
     given = list(sys.argv[1:] if argv is None else argv)
@@ -88,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def answer_early(name: str, arguments: Sequence[str]) -> None:
     """Ends the process where help is asked for, or a key is none of the program's, and its keys are known without importing it. Ranks
     ask the program, which makes one line of theirs."""
-    known = None if {"RANK", "WORLD_SIZE"} & {*os.environ} else recall(name)
+    known = None if {"RANK", "WORLD_SIZE"} & {*os.environ} else load_keys(name)
     if known is None:
         return
     words = [
@@ -116,13 +124,13 @@ def answer_early(name: str, arguments: Sequence[str]) -> None:
 
 def remember_keys(name: str, program: Any) -> None:
     """For the next time, of each algorithm."""
-    if name in OTHERS or recall(name) is not None:
+    if name in OTHERS or load_keys(name) is not None:
         return
     trains = name in ("train", "sft", "plan")
     algorithms = available("rlhf_spmd.algorithms", exports="step") if trains else [""]
     keys = {one: list(program.keys([f"algorithm.name={one}"] if one else [])) for one in algorithms}
     default = ("sft" if name == "sft" else "ppo") if trains else ""
-    remember(name, ProgramKeys(program.__doc__ or "", default, keys))
+    save_keys(name, ProgramKeys(program.__doc__ or "", default, keys))
 
 
 def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
@@ -130,7 +138,7 @@ def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
     the command several times."""
     from rlhf_spmd.parallel.world import num_tasks
     from rlhf_spmd.process.command_line import launched
-    from rlhf_spmd.process.launcher import usual_number
+    from rlhf_spmd.process.launcher import default_num_ranks
 
     is_said = any(one.partition("=")[0] in RANKS for one in arguments)
     is_alone = name in ONE_PROCESS and list(arguments[:1]) != ["profile"]
@@ -145,7 +153,7 @@ def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
 
         with suppress(ValueError):  # which the program itself refuses
             return ["--nproc-per-node", str(read_config(ServeConfig, *read_words(arguments)).layout.tp)]
-    return ["--nproc-per-node", str(usual_number())]
+    return ["--nproc-per-node", str(default_num_ranks())]
 
 
 def completion(shell: str) -> str:

@@ -35,7 +35,7 @@ from rlhf_spmd.config.shell_script import last_command
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.config.written import Plain, resolve
 from rlhf_spmd.data.prompts import DataConfig
-from rlhf_spmd.process.output import let_readers_go
+from rlhf_spmd.process.arguments import ignore_closed_pipes
 from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
@@ -373,7 +373,7 @@ def default_of(config: type, key: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    let_readers_go()
+    ignore_closed_pipes()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__, file=sys.stdout if arguments else sys.stderr)

@@ -1,13 +1,14 @@
-"""How good a model's responses are, on one set of prompts or several. After ``scripts/quickstart.sh``, which makes both:
+"""Measures how good a model's responses are, on one or more sets of prompts. After ``scripts/quickstart.sh``, which makes both:
 
 rlhf-spmd evaluate --nproc-per-node 2 model.path=runs/quickstart/ppo/export \\
     data.path=[runs/quickstart/task/val.jsonl] reward.function=exact_match sampling.n=4 out=runs/quickstart/evaluation
 
 ``model.path`` is a Hugging Face directory, a run's directory or one of its checkpoints. Each file of ``data.path`` is a set with
-the file's name; ``sets.<name>`` has others, which may have ``reward`` and ``sampling`` of their own. In ``out``: ``results.json`` with
-``<set>/mean@k``, ``<set>/pass@k``, ``<set>/maj@k``, ``<set>/ci95`` and ``<set>/n`` (prompts), the same for each ``data_source`` of a
-set that has several, and ``job``, a hash of what makes them the same; and ``rows.jsonl``, ``sampling.n`` rows per prompt in input
-order. See docs/evaluation.md.
+the file's name. ``sets.<name>`` are further sets, which may have a ``reward`` and ``sampling`` of their own.
+
+``out`` gets two files. ``results.json`` has ``<set>/mean@k``, ``<set>/pass@k``, ``<set>/maj@k``, ``<set>/ci95`` and ``<set>/n``
+(prompts); the same for each ``data_source`` of a set that has several; and ``job``, a hash of what decides the results.
+``rows.jsonl`` has ``sampling.n`` rows per prompt in input order. See docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.config.schema import PART, ConfigError, Reader
 from rlhf_spmd.data.encoding import read_template
-from rlhf_spmd.data.files import list_paths, names_of, read_rows
+from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.inference.job import check_out, inference_program, read_config, read_weights, write_rows
-from rlhf_spmd.inference.journal import Journal, other_job
-from rlhf_spmd.inference.loading import check_cache
-from rlhf_spmd.inference.responses import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
+from rlhf_spmd.inference.engine import check_cache
+from rlhf_spmd.inference.job import Journal, check_out, inference_program, other_job, read_config, read_weights, write_rows
+from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
@@ -50,7 +50,7 @@ class SetConfig:
     - path: file or data set
     - split: null: `data.split`
     - subset: null: `data.subset`
-    - max_samples: read only the first rows
+    - max_samples: read only that many rows
     - reward: keys of `reward` that differ from the common ones
     - sampling: keys of `sampling` that differ from the common ones
     """
@@ -71,7 +71,7 @@ class EvaluationDataConfig(QuestionsConfig):
     """``data`` of ``evaluate``.
 
     - path: a file of prompts, or a list of files, each a set with the file's name
-    - split: of `datasets` names
+    - split: of data sets that are given by name
     """
 
     def check_path(self, where: str) -> None:
@@ -84,8 +84,8 @@ class EvaluateConfig(AnswerConfig):
     """Everything that ``evaluate`` takes.
 
     - out: directory for `results.json` and `rows.jsonl`
-    - sets: more sets by name
-    - pass_score: the least score that passes, for pass@k
+    - sets: further sets by name
+    - pass_score: the lowest score that passes, for pass@k
     """
 
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
@@ -98,7 +98,7 @@ class EvaluateConfig(AnswerConfig):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
-    """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Read and check the input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
     chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
@@ -119,21 +119,21 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
     spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
-    asked = []
+    checked = []
     for name, given in sets.items():
         data = config.data
         rows = read_rows(given.path, given.split or data.split, given.subset or data.subset, given.max_samples)
         key = f"sets.{name}.reward" if given.reward else "reward"
-        asked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
-    job = job_of(config, checkpoint, asked)
+        checked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
+    job = job_of(config, checkpoint, checked)
     if launch.rank == 0:
         check_results(Path(config.out) / RESULTS_FILE, job)
     journal = Journal(Path(config.out) / "part", job, config.out, checks=launch.rank == 0)
-    return InferJob(config, spec, layout, checkpoint, tokenizer, asked, journal, keeps_tokens=False)
+    return InferJob(config, spec, layout, checkpoint, tokenizer, checked, journal, keeps_tokens=False)
 
 
 def check_results(file: Path, job: str) -> None:
-    """Raises ValueError where there are results of another job, which this one would replace."""
+    """Raises ValueError if there are results of another job, which this one would replace."""
     try:
         found = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
     except (ValueError, AttributeError):
@@ -143,9 +143,9 @@ def check_results(file: Path, job: str) -> None:
 
 
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
-    """The files of ``data.path`` by the shortest end of their paths that tells them apart, and ``sets``. Raises ValueError."""
+    """All sets by name. A file of ``data.path`` is named by the shortest end of its path that is unique. Raises ValueError."""
     found = dict(config.sets)
-    for name, path in names_of(list_paths(config.data.path or [])).items():
+    for name, path in set_names(list_paths(config.data.path or [])).items():
         if name in found:
             raise ValueError(f"data.path={path} is the set {name!r}, and so is sets.{name}; give one of them another name")
         found[name] = SetConfig(path)
@@ -167,69 +167,76 @@ def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
 def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all sets, write ``out`` on rank 0 and print the table there.
 
-    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
     results: dict[str, Any] = {}
 
     def write(made: list[list[dict[str, Any]]]) -> None:
-        rows = [output_rows(asked, its) for asked, its in zip(ready.sets, made, strict=True)]
-        for asked, its in zip(ready.sets, rows, strict=True):
-            results.update(measure_set(asked, its, ready.config.pass_score))
+        rows = [output_rows(prompts, row_results) for prompts, row_results in zip(ready.sets, made, strict=True)]
+        for prompts, scored in zip(ready.sets, rows, strict=True):
+            results.update(measure_set(prompts, scored, ready.config.pass_score))
         out = Path(ready.config.out)
-        write_rows(str(out / ROWS_FILE), (row for its in rows for row in its))
+        write_rows(str(out / ROWS_FILE), (row for scored in rows for row in scored))
         atomic_write_json(out / RESULTS_FILE, {**results, "job": ready.journal.job})
 
-    said = answer(ready, world, tick, write)
-    if said is not None:
+    line = answer(ready, world, tick, write)
+    if line is not None:
         print(table(results))
-        print(said, file=sys.stderr)
+        print(line, file=sys.stderr)
 
 
-def output_rows(asked: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ``rows.jsonl`` has. ``made``: what each row got, empty for prompts that are not answered: they score 0, if
-    the reward is for them."""
+def output_rows(prompts: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of ``rows.jsonl``. ``made``: the result of each row, empty for prompts that are not answered.
+
+    These score 0, if the reward is for them.
+    """
     rows = []
     for row_id, row in enumerate(made):
-        number = row_id // asked.sampling.n
-        seen = asked.rows[number]
-        named = {"id": seen["id"], "prompt": seen["prompt"], "answer": seen["answer"]}
-        place = {"set": asked.name, "data_source": seen["data_source"]}
-        nothing = {"response": "", "score": 0.0 if asked.reward.chooses(seen) else None, "finish_reason": None, "length": 0}
+        number = row_id // prompts.sampling.n
+        given = prompts.rows[number]
+        named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"]}
+        place = {"set": prompts.name, "data_source": given["data_source"]}
+        nothing = {"response": "", "score": 0.0 if prompts.reward.chooses(given) else None, "finish_reason": None, "length": 0}
         got = {key: row[key] for key in nothing} if row else nothing
-        rows.append({**named, **got, **place, **({} if row else {"error": asked.errors[number]})})
+        rows.append({**named, **got, **place, **({} if row else {"error": prompts.errors[number]})})
     return rows
 
 
-def measure_set(asked: PromptSet, rows: Sequence[dict[str, Any]], pass_score: float) -> dict[str, Any]:
-    """``<set>/...`` of all its prompts, and ``<set>/<data_source>/...`` where there are several. A prompt with a response that the
-    reward does not score counts in ``num_unscored`` only; ``num_unanswered``: those without room in the model's context."""
-    n = asked.sampling.n
-    prompts = [rows[start : start + n] for start in range(0, len(rows), n)]
-    sources = sorted({str(its[0]["data_source"]) for its in prompts})
-    parts = {asked.name: prompts}
-    if len(sources) > 1:
-        parts |= {
-            f"{asked.name}/{source}": [its for its in prompts if str(its[0]["data_source"]) == source] for source in sources
-        }
+def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: float) -> dict[str, Any]:
+    """The results ``<set>/...`` of all prompts, and ``<set>/<data_source>/...`` if there are several sources.
+
+    A prompt with a response that the reward does not score counts only in ``num_unscored``. ``num_unanswered`` counts prompts
+    without room in the model's context.
+    """
+    n = prompts.sampling.n
+    groups = [rows[start : start + n] for start in range(0, len(rows), n)]  # the responses to each prompt
+    by_source: dict[str, list[Sequence[dict[str, Any]]]] = {}
+    for group in groups:
+        by_source.setdefault(str(group[0]["data_source"]), []).append(group)
+    parts = {prompts.name: groups}
+    if len(by_source) > 1:
+        parts |= {f"{prompts.name}/{source}": by_source[source] for source in sorted(by_source)}
     found: dict[str, Any] = {}
     for name, part in parts.items():
-        scored = [its for its in part if all(row["score"] is not None for row in its)]
+        scored = [group for group in part if all(row["score"] is not None for row in group)]
         if scored:
-            scores = np.array([[row["score"] for row in its] for its in scored], dtype=np.float64)
-            answers = [[final_answer(row["response"], row["answer"]) for row in its] for its in scored]
+            scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
+            answers = [[final_answer(row["response"], row["answer"]) for row in group] for group in scored]
             found |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
-            sure = interval(scores)
-            found[f"{name}/ci95"] = None if sure is None else list(sure)
-            found[f"{name}/length_mean"] = float(np.mean([row["length"] for its in scored for row in its]))
-            found[f"{name}/clip_ratio"] = float(np.mean([row["finish_reason"] == "length" for its in scored for row in its]))
+            ci95 = interval(scores)
+            found[f"{name}/ci95"] = None if ci95 is None else list(ci95)
+            found[f"{name}/length_mean"] = float(np.mean([row["length"] for group in scored for row in group]))
+            found[f"{name}/clip_ratio"] = float(
+                np.mean([row["finish_reason"] == "length" for group in scored for row in group])
+            )
         found[f"{name}/n"] = len(scored)
         found[f"{name}/num_unscored"] = len(part) - len(scored)
-        found[f"{name}/num_unanswered"] = sum("error" in its[0] for its in part)
+        found[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
     return found
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Sets as lines, what is said of them as columns."""
+    """The results as text, with a line per set and a column per measure."""
     names = dict.fromkeys(key.rpartition("/")[0] for key in results)
     columns = sorted({key.rpartition("/")[2] for key in results}, key=_order)
     lines = [["set", *columns]]

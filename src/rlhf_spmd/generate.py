@@ -1,16 +1,20 @@
-"""Responses to prompts, ``sampling.n`` to each. After ``scripts/quickstart.sh``, which makes a model and prompts:
+"""Generates ``sampling.n`` responses to each prompt. After ``scripts/quickstart.sh``, which makes a model and prompts:
 
 rlhf-spmd generate --nproc-per-node 2 model.path=runs/quickstart/ppo/export \\
     data.path=runs/quickstart/task/val.jsonl out=answers.jsonl
 
-In: one row per prompt with ``prompt`` (text or chat messages) or ``prompt_ids``, optional ``id`` (else the row's number), ``answer``,
-``max_response_length`` (else ``sampling.max_response_length``, else what the context leaves) and ``min_response_length``.
-Out, in input order, ``sampling.n`` rows per prompt: ``id``, ``prompt`` (text), ``answer``, ``prompt_ids``, ``response_ids`` (stop token
-included), ``log_probs`` (temperature 1), ``text`` (null without a tokenizer), ``finish_reason`` (``stop``, or ``length``: the limit or
-the end of the model's context); with ``reward.function`` also ``score``; with ``sampling.logprobs`` also ``top_log_probs``: for each
-token [id, log-prob] of the likeliest; with ``environment.cls`` also ``response_mask`` (1: the model's token, 0: the environment's),
-``environment_reward``, ``num_turns``. A prompt that the model's context has no room for has ``error`` in place of a response.
-With ``keep`` a data set in place of these: the best responses, or pairs. A job that was killed goes on where it was.
+Input: one row per prompt with ``prompt`` (text or chat messages) or ``prompt_ids``. Optional: ``id`` (else the row's number),
+``answer``, ``max_response_length`` (else ``sampling.max_response_length``, else what the context leaves) and
+``min_response_length``.
+
+Output, in input order, ``sampling.n`` rows per prompt: ``id``, ``prompt`` (text), ``answer``, ``prompt_ids``, ``response_ids``
+(with the stop token), ``log_probs`` (temperature 1), ``text`` (null without a tokenizer) and ``finish_reason`` (``stop``, or
+``length`` at the limit or the end of the model's context). ``reward.function`` adds ``score``. ``sampling.logprobs`` adds
+``top_log_probs``: [id, log-prob] of the likeliest tokens. ``environment.cls`` adds ``response_mask`` (1: the model's token, 0:
+the environment's), ``environment_reward`` and ``num_turns``. A prompt without room in the model's context has ``error`` in
+place of a response.
+
+With ``keep`` the output is a data set instead: the best responses, or pairs. A job that was killed goes on where it was.
 """
 
 from __future__ import annotations
@@ -30,10 +34,9 @@ from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
-from rlhf_spmd.inference.job import check_out, inference_program, read_config, read_weights, write_rows
-from rlhf_spmd.inference.journal import Journal
-from rlhf_spmd.inference.loading import check_cache
-from rlhf_spmd.inference.responses import AnswerConfig, InferJob, answer, check_set, job_of
+from rlhf_spmd.inference.engine import check_cache
+from rlhf_spmd.inference.job import Journal, check_out, inference_program, read_config, read_weights, write_rows
+from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.world import Launch, World
 
@@ -44,11 +47,10 @@ KEEP = ("all", "best", "pairs")
 class GenerateConfig(AnswerConfig):
     """Everything that ``generate`` takes.
 
-    - out: jsonl file to write; while the job goes on, rows that have ended lie in `<out>.part`, with which it goes on after a
-      kill
+    - out: jsonl file to write. Until the job is done, finished rows are in `<out>.part`, from which it goes on after a kill
     - environments: environments by name, each with the keys of `environment`; a row's column `environment` names its own
-    - keep: of a prompt's responses: `all`; `best`, or a number of the best, as rows for SFT; `pairs`: the best and the worst,
-      as `chosen` and `rejected`. All but `all` need `reward.function`
+    - keep: which of a prompt's responses: `all`; `best`, or a number of the best, as rows for SFT; `pairs`: the best and the
+      worst, as `chosen` and `rejected`. All but `all` need `reward.function`
     """
 
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -70,7 +72,7 @@ class GenerateConfig(AnswerConfig):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
-    """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Read and check the input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))
@@ -83,16 +85,16 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     needed = has_text or bool(config.sampling.stop or environments) or config.reward.function is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
     spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
-    asked = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
-    check_rows(environments, asked.rows, [row.where for row in rows], scored=True)
-    journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [asked]), config.out, checks=launch.rank == 0)
-    return InferJob(config, spec, layout, checkpoint, tokenizer, [asked], journal, environments)
+    prompts = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
+    check_rows(environments, prompts.rows, [row.where for row in rows], scored=True)
+    journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [prompts]), config.out, checks=launch.rank == 0)
+    return InferJob(config, spec, layout, checkpoint, tokenizer, [prompts], journal, environments)
 
 
 def generate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
-    """Generate for all prompts and write the file on rank 0; ``tick`` is called after each step of the generator.
+    """Answer all prompts and write the file on rank 0. ``tick`` is called after each step of the generator.
 
-    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
 
     def write(sets: list[list[dict[str, Any]]]) -> None:
@@ -100,44 +102,45 @@ def generate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: N
         keep_earlier(ready.config.out)
         write_rows(ready.config.out, chosen)
 
-    said = answer(ready, world, tick, write)
-    if said is not None:
-        print(said, file=sys.stderr)
+    line = answer(ready, world, tick, write)
+    if line is not None:
+        print(line, file=sys.stderr)
 
 
 def keep_earlier(out: str) -> None:
-    """What another job left at ``out`` took hours: it becomes ``<out>.before``, in place of an older one."""
+    """Rename what another job left at ``out`` to ``<out>.before``: it may have taken hours."""
     with contextlib.suppress(FileNotFoundError):
         os.replace(out, f"{out}.before")
         print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
 def output_rows(ready: InferJob, made: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """``made``: what each row got, empty for prompts that are not answered."""
-    asked = ready.sets[0]
+    """The output for all rows. ``made``: the result of each row, empty for prompts that are not answered."""
+    prompts = ready.sets[0]
     for row_id, row in enumerate(made):
-        number = row_id // asked.sampling.n
-        seen = asked.rows[number]
-        named = {"id": seen["id"], "prompt": seen["prompt"], "answer": seen["answer"], "prompt_ids": asked.prompts[number]}
+        number = row_id // prompts.sampling.n
+        given = prompts.rows[number]
+        named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"], "prompt_ids": prompts.prompts[number]}
         if row:
             text = response_text(ready, row)
             yield {**named, **{key: value for key, value in row.items() if key not in ("response", "length")}, "text": text}
         else:
             empty: dict[str, Any] = {"response_ids": [], "log_probs": [], "text": None, "finish_reason": None}
-            yield {**named, **empty, "error": asked.errors[number]}
+            yield {**named, **empty, "error": prompts.errors[number]}
 
 
 def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
-    """The best responses of each prompt, or its best and its worst one, with the prompt as it was given; of equal scores the first.
+    """The best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
-    A prompt whose responses all have one score makes no pair. Tells how many prompts gave nothing. Raises ValueError if all did.
+    Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
+    give nothing. Raises ValueError if all do.
     """
-    asked, rows, none = ready.sets[0], [], 0
-    n = asked.sampling.n
-    for number, given in enumerate(asked.given):
+    prompts, rows, none = ready.sets[0], [], 0
+    n = prompts.sampling.n
+    for number, given in enumerate(prompts.given):
         scored = [row for row in made[number * n : (number + 1) * n] if row and row["score"] is not None]
         ranked = sorted(scored, key=lambda row: -row["score"])
-        seen = asked.rows[number]
+        seen = prompts.rows[number]
         named = {"id": seen["id"], "prompt": seen["prompt"] if given is None else given, "answer": seen["answer"]}
         none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
         if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
@@ -151,7 +154,7 @@ def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) 
     if not rows:
         raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
     if none:
-        print(f"keep={keep}: {none} of {len(asked.given)} prompts {why} and are left out", file=sys.stderr)
+        print(f"keep={keep}: {none} of {len(prompts.given)} prompts {why} and are left out", file=sys.stderr)
     wrong = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
     if wrong:
         print(
@@ -162,7 +165,7 @@ def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) 
 
 
 def response_text(ready: InferJob, row: dict[str, Any]) -> str | None:
-    """None without a tokenizer. Ends before the stop string that ended the response, unless it is to be included."""
+    """The text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
     decode, sampling, token_ids = decoding(ready.tokenizer), ready.config.sampling, row["response_ids"]
     if decode is None:
         return None

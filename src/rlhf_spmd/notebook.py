@@ -21,8 +21,7 @@ from rlhf_spmd.config.written import MOST_DEPTH
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.world import Launch, choose_matmul, read_launch
 from rlhf_spmd.process.program import run_program
-from rlhf_spmd.telemetry.jsonl import json_value
-from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir
+from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir, json_value
 from rlhf_spmd.training.notebook_source import importable_name, source_of
 from rlhf_spmd.training.run_config import RunConfig
 

@@ -12,18 +12,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_spmd.process.arguments import Parser
+from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
 from rlhf_spmd.process.command_line import refuse
-from rlhf_spmd.process.output import let_readers_go
-from rlhf_spmd.telemetry.report import read_run, render
-from rlhf_spmd.telemetry.report_server import open_server
+from rlhf_spmd.telemetry.report import open_server, read_run, render
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_FILE, REPORT_FILE, atomic_write_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. Ends the process with 2 and one line for a directory that is no run, an ``out`` that cannot be written, or a port
     that is taken."""
-    let_readers_go()
+    ignore_closed_pipes()
     parser = Parser("report", __doc__)
     parser.add_argument("run", nargs="*", help="the run.dir of a run, finished or not; out=FILE: where the page is written")
     parser.add_argument(

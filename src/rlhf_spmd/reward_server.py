@@ -18,8 +18,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlhf_spmd.process.arguments import Parser
-from rlhf_spmd.process.output import let_readers_go
+from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
 from rlhf_spmd.rewards.binding import BoundReward
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.worker import read_result
@@ -61,7 +60,7 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Ends the process with 2 and one line where it cannot serve; otherwise serves until it is interrupted."""
-    let_readers_go()
+    ignore_closed_pipes()
     parser = Parser("reward-server", __doc__)
     parser.add_argument("--function", required=True, help="as reward.function")
     parser.add_argument("--host", default="127.0.0.1")

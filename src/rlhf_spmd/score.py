@@ -1,12 +1,13 @@
-"""Log-probs of responses. After ``scripts/quickstart.sh``, which makes a model and pairs:
+"""Computes log-probs of responses. After ``scripts/quickstart.sh``, which makes a model and pairs:
 
 rlhf-spmd score --nproc-per-node 2 model.path=runs/quickstart/ppo/export \\
     data.path=runs/quickstart/task/sft.jsonl out=scores.jsonl
 
-In: one row per response with ``prompt_ids`` and ``response_ids``, or with ``prompt`` (text or chat messages) and ``response``
+Input: one row per response with ``prompt_ids`` and ``response_ids``, or with ``prompt`` (text or chat messages) and ``response``
 (text); optional ``id`` (else the row's number). Nothing is appended to a response.
 ``model.path`` is a Hugging Face directory, a run's directory or one of its checkpoints.
-Out, in input order: ``id``, ``response_ids``, ``log_probs`` (of the response tokens, temperature 1, in nats, full precision).
+
+Output, in input order: ``id``, ``response_ids``, ``log_probs`` (of the response tokens, temperature 1, in nats, full precision).
 The numbers come from the forward pass and the head that training uses.
 """
 
@@ -30,9 +31,21 @@ from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths
-from rlhf_spmd.data.sft import ID_KEYS, PairsConfig, encode_pairs, has_ids
+from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.inference import job as inference
+from rlhf_spmd.inference.engine import gather_records, own_rows
+from rlhf_spmd.inference.job import (
+    InferenceConfig,
+    LoadedModel,
+    base_directory,
+    check_out,
+    inference_program,
+    load_from_checkpoint,
+    not_finite,
+    read_config,
+    read_weights,
+    write_rows,
+)
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -42,13 +55,13 @@ from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_
 
 
 @dataclass(frozen=True)
-class ScoreConfig(inference.InferenceConfig):
+class ScoreConfig(InferenceConfig):
     """Everything that ``score`` takes.
 
     - max_token_len_per_gpu: tokens of a micro-batch on one rank
     """
 
-    data: PairsConfig = field(default_factory=PairsConfig)
+    data: PromptResponseConfig = field(default_factory=PromptResponseConfig)
     max_token_len_per_gpu: int = 16384
 
     def check(self, where: str) -> None:
@@ -57,25 +70,25 @@ class ScoreConfig(inference.InferenceConfig):
 
 
 @dataclass(frozen=True)
-class ScoreJob(inference.LoadedModel):
-    """The checked input. ``batch``: prompt_ids and response_ids, rows in input order; ``ids``: what names each row outside."""
+class ScoreJob(LoadedModel):
+    """The checked input. ``batch``: prompt_ids and response_ids, in input order; ``ids``: the rows' ids in the input."""
 
     ids: list[Any]
     batch: Batch
 
     @property
     def alike(self) -> dict[str, str]:
-        """See :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
         return {"set of rows": str([len(self.ids), *tokens]), **super().alike}
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> ScoreJob:
-    """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
-    config = inference.read_config(ScoreConfig, path, overrides)
+    """Read and check the input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    config = read_config(ScoreConfig, path, overrides)
     if launch.rank == 0:
-        inference.check_out(Path(config.out), *list_paths(config.data.path))
-    config, spec, layout, checkpoint = inference.read_weights(config, launch)
+        check_out(Path(config.out), *list_paths(config.data.path))
+    config, spec, layout, checkpoint = read_weights(config, launch)
     rows = config.data.read()
     tokenizer = None if all(map(has_ids, rows)) else load_tokenizer(config.model.path, required=False)
     pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
@@ -91,44 +104,42 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Score
 
 def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
     """Raises DataError for a row beyond the model's context, ValueError for one beyond the micro-batch's budget."""
-    said = f"{row.where}: prompt({prompt}) + response({response}) = {prompt + response} tokens"
+    size = f"{row.where}: prompt({prompt}) + response({response}) = {prompt + response} tokens"
     if prompt + response > spec.max_position_embeddings:
         raise DataError(
-            f"{said}, but the model's context is max_position_embeddings={spec.max_position_embeddings}; shorten the row"
+            f"{size}, but the model's context is max_position_embeddings={spec.max_position_embeddings}; shorten the row"
         )
     if prompt + response > config.max_token_len_per_gpu:
-        raise ValueError(f"{said}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
+        raise ValueError(f"{size}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
 
 
 def score(ready: ScoreJob, world: World) -> None:
     """Score all rows and write the file on rank 0.
 
-    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
     started = time.perf_counter()
     config, layout, model = ready.config, ready.layout, ready.config.model
     mesh = build_mesh(world, range(world.size), layout)
     dtype = model.torch_dtype(world.device)
-    source = inference.read_first(model.path, ready.checkpoint)
+    source = base_directory(model.path, ready.checkpoint)
     engine = TrainEngine(ready.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
     held = RoleState(engine.param_shards(), engine.local_tensors())
-    inference.take_checkpoint(ready.spec, held, model.path, ready.checkpoint, world)
-    # before any rank computes: one that cannot load its weights must not leave the others in a collective for long
+    load_from_checkpoint(ready.spec, held, model.path, ready.checkpoint, world)
+    # before any rank computes: the others must not wait in a collective for one that cannot load its weights
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
     lengths = sequence_lengths(ready.batch)
-    mine = ready.batch.take(inference.own_rows(lengths, mesh))
+    mine = ready.batch.take(own_rows(lengths, mesh))
     records = score_rows(engine, mine, config.max_token_len_per_gpu)
-    scored = inference.gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
+    scored = gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
     if scored is None:
         return
     for row, log_probs in scored:
         if not all(map(math.isfinite, log_probs)):
-            raise inference.not_finite(row, ready.ids[row], config.model)
+            raise not_finite(row, ready.ids[row], config.model)
     responses = ready.batch["response_ids"].rows()
-    inference.write_rows(
-        config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored)
-    )
+    write_rows(config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
     seconds = time.perf_counter() - loaded
     everything = [log_prob for _, row in scored for log_prob in row]
     print(
@@ -140,7 +151,7 @@ def score(ready: ScoreJob, world: World) -> None:
 
 
 def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple[int, list[float]]]:
-    """Row ids, and the log-probs of the rows' response tokens; none off the last stage.
+    """(row id, log-probs of its response tokens) on the last stage; nothing on the others.
 
     Collective over the pool: every rank of it must call, in program order.
     """
@@ -162,9 +173,7 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     return records
 
 
-keys, main = inference.inference_program(
-    "score", __doc__, ScoreConfig, prepare, lambda ready, world, board: score(ready, world)
-)
+keys, main = inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, board: score(ready, world))
 
 
 if __name__ == "__main__":

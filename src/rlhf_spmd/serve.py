@@ -1,12 +1,13 @@
-"""A model behind OpenAI's interface, for judges, agents and whatever else speaks it. After ``scripts/quickstart.sh``:
+"""Serves a model behind OpenAI's HTTP interface, for judges, agents and other clients. After ``scripts/quickstart.sh``:
 
 rlhf-spmd serve --nproc-per-node 2 model.path=runs/quickstart/ppo/export layout.tp=2
 
-``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``, also as streams, ``/health`` and ``/version``, for this machine alone
-unless ``host`` says otherwise. Beside OpenAI's fields a request may have those of ``SamplingParams``: ``top_k``, ``min_p``,
-``repetition_penalty``, ``stop_token_ids`` and the others; unknown ones are refused. Requests that come while others run join these
-after a moment, if they differ from them only in lengths and in how a token is drawn (temperature, top_p, top_k, min_p, seed); else
-they wait until those have ended. All ranks hold the one model together.
+It has ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``, also as streams, ``/health`` and ``/version``. Only
+this machine can ask, unless ``host`` says otherwise. Beside OpenAI's fields a request may have those of ``SamplingParams``,
+such as ``top_k``, ``min_p``, ``repetition_penalty`` and ``stop_token_ids``. Unknown fields are refused.
+
+A request that comes while others run joins them after a moment, if it differs from them only in lengths and in how a token is drawn
+(temperature, top_p, top_k, min_p, seed). Otherwise it waits until they have ended. All ranks hold one model together.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.inference.endpoint import Access, Endpoint
+from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.job import LoadedModel, inference_program, read_config
-from rlhf_spmd.inference.llm import Engine, EngineConfig, prepare_model
+from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.process.board import Board
@@ -31,10 +32,10 @@ class ServeConfig(EngineConfig):
     """Everything that ``serve`` takes.
 
     - host: the address to listen at
-    - port: 0: a free one
-    - served_model_name: what requests call the model; null: `model.path`
+    - port: the port to listen at; 0: a free one
+    - served_model_name: the model's name in requests; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
-    - allowed_origins: of pages, as `https://chat.example.org`, whose scripts may ask from a browser; `*`: all
+    - allowed_origins: web pages whose scripts may ask from a browser, as in `https://chat.example.org`; `*`: all
     """
 
     host: str = "127.0.0.1"
@@ -56,7 +57,7 @@ class ServeConfig(EngineConfig):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> LoadedModel:
-    """Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Read and check the model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     ready = prepare_model(read_config(ServeConfig, path, overrides), launch)
     if ready.layout.dp != 1:
         raise ValueError(
@@ -66,17 +67,19 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Loade
 
 
 def serve(ready: LoadedModel, world: World, board: Board) -> None:
-    """Until the process is told to end. Collective over the world: every rank of it must call. Raises ValueError for an address where
-    it cannot listen."""
+    """Answer requests until the process is told to end.
+
+    Collective over the world: every rank of it must call. Raises ValueError for an address at which it cannot listen.
+    """
     config = ready.config
     name = config.served_model_name or config.model.path
-    service = Service(Engine(ready, world, board.tick), name, lambda: board.preempted)
+    service = Service(RequestProcessor(ready, world, board.tick), name, lambda: board.preempted)
     if world.rank > 0:
         while service.turn():
             pass
         return
     token = None if config.token_env is None else os.environ[config.token_env]
-    endpoint = Endpoint(config.port, Access(config.host, token, config.allowed_origins), service)
+    endpoint = Endpoint(config.port, AccessRules(config.host, token, config.allowed_origins), service)
     print(f"{name} on {ready.layout}: {endpoint.url}", file=sys.stderr, flush=True)
     while service.turn():
         pass
@@ -84,7 +87,7 @@ def serve(ready: LoadedModel, world: World, board: Board) -> None:
     print("ended", file=sys.stderr, flush=True)
 
 
-WHEN_TOLD = "the server answers what is under way and ends"
+WHEN_TOLD = "the server answers running requests and ends"
 keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve, WHEN_TOLD)
 
 

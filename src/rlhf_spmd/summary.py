@@ -9,15 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_spmd.process.arguments import Parser
-from rlhf_spmd.process.output import let_readers_go
+from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
 from rlhf_spmd.report import check_run
 from rlhf_spmd.telemetry.summary import summarize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    let_readers_go()
+    ignore_closed_pipes()
     parser = Parser("summary", __doc__)
     parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
     try:

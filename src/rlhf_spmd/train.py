@@ -24,9 +24,8 @@ from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.controller import MICRO_DP, Controller, Graph, Reference
 from rlhf_spmd.controller.protocols import ProtocolRanks
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
-from rlhf_spmd.data.loader import build_loader
+from rlhf_spmd.data.loader import build_loader, load_dataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
-from rlhf_spmd.data.stored import load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments
 from rlhf_spmd.generation.config import SamplingConfig
@@ -34,18 +33,17 @@ from rlhf_spmd.kernels import model_device, processor_kind
 from rlhf_spmd.parallel.world import Launch, World, lone_store
 from rlhf_spmd.planner.placement import AUTO, PlacementConfig
 from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, check_ranks, read_plan
+from rlhf_spmd.process.agreement import run_digests
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.process.rank_consistency import run_digests
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.training import checks, roles
-from rlhf_spmd.training import plan_inputs as outline
-from rlhf_spmd.training.auto import plan_run
+from rlhf_spmd.training import checks, plan_inputs, roles
 from rlhf_spmd.training.banner import describe, describe_roles
 from rlhf_spmd.training.memory import step_facts
 from rlhf_spmd.training.memory_check import check_launch
 from rlhf_spmd.training.placing import place
+from rlhf_spmd.training.planning import plan_run
 from rlhf_spmd.training.reward_roles import repeated_of, rewarded_roles, with_templates
 from rlhf_spmd.training.run_config import RunConfig, run_dir_hint
 from rlhf_spmd.training.streams import Data, InFlightStream, RowStream, ValidationRows
@@ -176,7 +174,7 @@ def prepare(
     unplaced = cache(lambda: TrainJob(config, module, described, rewards, tokenizer, *read()))
     traced = cache(lambda: trace(unplaced()))
     if config.placement.strategy == AUTO:
-        work = outline.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
+        work = plan_inputs.usual_rows(next(iter(sections.values())), config.sampling.n, read()[0])
         step = step_facts(unplaced(), traced(), model_device())
         planned = plan_run(config, described, step, work, world_size, local_size or world_size)
         return prepare(path, overrides, world_size, default, local_size, launch, planned, read)
@@ -386,7 +384,7 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
 
 def settings_of(ready: TrainJob) -> ProgramSettings:
     run, apart = ready.config.run, 1 + ready.config.placement.max_staleness
-    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, alike=run_digests(ready))
+    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, must_match=run_digests(ready))
 
 
 class _Program(ModuleType):

@@ -23,7 +23,7 @@ from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers.arithmetic import GlobalReduce
+from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Rows
 
 LENGTHS = [3, 1, 5, 2, 4, 6, 2, 3]

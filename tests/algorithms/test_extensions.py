@@ -78,7 +78,7 @@ def test_it_gives_the_same_numbers_on_one_rank_and_goes_on_from_a_checkpoint(tmp
     assert first.state["roles"] == second.state["roles"]
     assert first.state["roles"]["baseline"] == {"seen": 2 * tasks.PROMPTS * N}
     best = [row["baseline/best"] for row in first.metrics]
-    assert first.state["roles"]["arithmetic"] == {"best": max(best)}, "the second start goes on from the first one's"
+    assert first.state["roles"]["compute"] == {"best": max(best)}, "the second start goes on from the first one's"
     assert [row["baseline/best_so_far"] for row in second.metrics] == [best[0], max(best)]
     assert tasks.worst_tensor(first, second)[0] < 1e-10
 

@@ -25,6 +25,7 @@ from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.train import prepare
 
 NAME = "grpo with adapters"
+STEPS = 2  # of four updates each: the first moves B, the others A, too
 LENT = (
     *("placement.pools={a: [0, 1], b: [2, 3]}", "models.actor.pool=a", "models.actor.layout={dp: 2, zero: 3}"),
     *("models.actor.calls={generate_sequences: {pool: b, layout: {tp: 2}, delta: true}}", "models.reward.pool=b"),
@@ -50,7 +51,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def run(run_dir: Path, ranks: int = 1, steps: int = 3, *more: str) -> tasks.Run:
+def run(run_dir: Path, ranks: int = 1, steps: int = STEPS, *more: str) -> tasks.Run:
     overrides = tasks.settings(run_dir, steps, *CASES[NAME].overrides(), *more)
     run_ranks(ranks, tasks.train_here, str(CONFIGS / f"{CASES[NAME].config}.yaml"), overrides)
     return tasks.read_run(run_dir)
@@ -59,7 +60,7 @@ def run(run_dir: Path, ranks: int = 1, steps: int = 3, *more: str) -> tasks.Run:
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_the_same_run(directory: Path, where: str) -> None:
     ranks, more = LAYOUTS[where]
-    one, other = run(directory / "one"), run(directory / where.replace(" ", "_"), ranks, 3, *more)
+    one, other = run(directory / "one"), run(directory / where.replace(" ", "_"), ranks, STEPS, *more)
     assert other.responses == one.responses and one.weights
     assert {name for _, _, name in one.weights if ".lora_" not in name} == set(), "the checkpoint has more than adapters"
     difference, what = tasks.worst_metric(one, other, floor=1e-2)
@@ -85,8 +86,8 @@ FOUR = (
 )
 def test_the_same_run_beside_four_bits(directory: Path, where: str, more: tuple[str, ...]) -> None:
     """In float32: as test_lora_training. Another base draws other responses."""
-    one = run(directory / "four", 1, 3, *FOUR)
-    other = run(directory / f"four_{where.replace(' ', '_')}", 2, 3, *FOUR, *more)
+    one = run(directory / "four", 1, STEPS, *FOUR)
+    other = run(directory / f"four_{where.replace(' ', '_')}", 2, STEPS, *FOUR, *more)
     assert other.responses == one.responses != run(directory / "one").responses
     assert one.log_prob_difference() == 0.0
     difference, what = tasks.worst_metric(one, other, floor=1e-2)
@@ -134,9 +135,9 @@ def test_generation_has_the_log_probs_of_training(directory: Path, where: str) -
 def test_the_reference_is_the_model_without_adapters(directory: Path) -> None:
     """And the same numbers as a copy of it gives, which ``models.reference.layout`` asks for."""
     exact = "models.actor.dtype=float32", "models.reference.dtype=float32"
-    shared = run(directory / "shared", 1, 3, *exact)
+    shared = run(directory / "shared", 1, STEPS, *exact)
     path = f"models.reference.path={tasks.task() / 'actor'}"
-    copied = run(directory / "copied", 1, 3, *exact, path, "models.reference.layout.dp=1")
+    copied = run(directory / "copied", 1, STEPS, *exact, path, "models.reference.layout.dp=1")
     tasks.assert_bit_equal(shared, copied)
     assert all(row["actor/kl_loss"] > 1e-9 for row in shared.metrics)  # of all updates of a step, the first one's is 0
     case = CASES[NAME]
@@ -173,7 +174,7 @@ def test_the_export_loads_in_peft_and_transformers(directory: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     out = directory / "exported" / "export"
-    found = run(directory / "exported", 2, 3, *layout("actor", tp=2), "run.export=true", "models.actor.dtype=float32")
+    found = run(directory / "exported", 2, STEPS, *layout("actor", tp=2), "run.export=true", "models.actor.dtype=float32")
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8.0) and "q_proj" in config["target_modules"]
     assert "low-rank adapters alone are in `adapter`" in (out / "README.md").read_text()
@@ -231,7 +232,7 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
         ((*FOUR, "models.actor.dtype=float64"), "models.actor.lora.bits=4: bitsandbytes has no float64"),
         (
             (*FOUR, "models.actor.calls={generate_sequences: {layout: {tp: 1}}}"),
-            "models.actor.calls.generate_sequences: weights that lie in 4 bits are not lent",
+            "models.actor.calls.generate_sequences: weights in 4 bits cannot be sent",
         ),
         (("models.actor.lora.path=/nowhere",), "models.actor.lora.path=/nowhere: adapter_model.safetensors cannot be read"),
     ],

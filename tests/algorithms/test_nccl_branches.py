@@ -20,7 +20,7 @@ from ranks import run_ranks
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import transfer
-from rlhf_spmd.workers import weight_sync as loan
+from rlhf_spmd.workers import weight_sync
 
 STEPS = 2
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -77,12 +77,12 @@ def train_ahead(world: World, config: str, given: list[str], nccl: bool) -> list
         start(self, *args, **more)  # type: ignore[arg-type]
 
     transfer.Transfer.__init__ = noted  # type: ignore[method-assign]
-    often, loan.POLLED = loan.POLLED, 1
+    often, weight_sync.POLL_INTERVAL = weight_sync.POLL_INTERVAL, 1
     try:
         (gpu_abilities if nccl else tasks).train_here(world, config, given)
     finally:
         transfer.Transfer.__init__ = start  # type: ignore[method-assign]
-        loan.POLLED = often
+        weight_sync.POLL_INTERVAL = often
     return threads
 
 
@@ -117,7 +117,7 @@ def test_weights_that_arrive_meanwhile_are_received_by_the_main_thread(directory
 
 # labels of what lies on the device; all others are small tensors in host memory, which gloo carries on GPUs too
 ON_DEVICE = {
-    "loan",
+    "weight_sync",
     "reshard",
     "gradients",
     "grad_norm",
@@ -182,5 +182,5 @@ def test_the_branches_are_left_behind() -> None:
 
     before = devices._CPU
     with nccl_branches():
-        assert devices._CPU.nccl and not devices._CPU.exact
+        assert devices._CPU.nccl and not devices._CPU.batch_invariant
     assert devices._CPU is before

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.estimators import CriticFreeConfig, in_group
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.workers.arithmetic import GlobalReduce
+from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Rows, Totals
 
 LENGTHS = torch.tensor([3, 1, 2, 4])

@@ -56,11 +56,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("placements")
 
 
-# The one without a critic and the one that generates twice, where generation has ranks or a layout of its own.
-FEWER_ROLES = ["app_separate", "hybridflow_v", "real_heuristic"]
-PAIRS = [
-    (name, placement) for name in ALGORITHMS for placement in (PLACEMENTS if name in ("ppo", "safe_rlhf") else FEWER_ROLES)
-]
+# Of the algorithms with other roles or calls than PPO's: where generation has ranks or a layout of its own, and where roles share them.
+OWN_GENERATION = {
+    "grpo": ["app_separate", "hybridflow_v", "real_heuristic"],
+    "remax": ["app_separate", "hybridflow_v", "real_heuristic"],
+    "safe_rlhf": ["app_separate", "hybridflow_v", "openrlhf", "nemo_aligner"],
+}
+PAIRS = [(name, placement) for name in ALGORITHMS for placement in OWN_GENERATION.get(name, PLACEMENTS)]
 
 
 @pytest.mark.parametrize(("algorithm", "placement"), PAIRS)

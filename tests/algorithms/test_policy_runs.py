@@ -60,7 +60,7 @@ def test_what_ppo_normalises_by_is_in_checkpoints(tmp_path: Path) -> None:
             run_ranks(1, tasks.train_here, config, tasks.settings(tmp_path / name, until, *more, *CONSTANT))
     whole, halves = (tasks.read_run(tmp_path / name) for name in ("whole", "halves"))
     tasks.assert_bit_equal(whole, halves)
-    state = whole.state["arithmetic"] if "arithmetic" in whole.state else str(whole.state)
+    state = whole.state["compute"] if "compute" in whole.state else str(whole.state)
     assert "reward_norm" in str(state) and "value_norm" in str(state)
     assert len({row["critic/value_norm_mean"] for row in whole.metrics}) == 4
 

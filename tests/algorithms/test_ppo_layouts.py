@@ -138,8 +138,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 # Where a generated token's log-prob is not bit for bit that of the training forward in fp32: generation and training then sum
 # the row-parallel products (o_proj, down_proj) and the softmax over the vocabulary in slices of other sizes, tp / tp_g in one.
 REGROUPED_TP = {"tp2 dp2 -> tp1", "tp4 -> tp2, KV heads replicated", "zero over pairs of ranks -> tp2"}
-# In fp32 the bits of each way to cut a model: these cut the actor as others do, only elsewhere.
+# In fp32 the bits of each way to cut a model: these cut the actor's products as others do, only on other ranks or in other stages.
 CUT_AS_OTHERS = {
+    "actor and critic apart",
+    "pp2 dp2 -> pp1",
+    "pp2 tp2 throughout",
+    "two chunks of layers per stage, optimizer states on the host",
+    "zero over pairs of ranks, weights on loan",
+    "three unequal ranks in two pools",
     "critic on ranks of its own",
     "roles on overlapping pools of unequal size",
     "unequal ranks, whose mini-batches leave the slowest without rows",

@@ -219,7 +219,7 @@ def pieces(world: World) -> list[list[tuple[int, float]]]:
     """(group, chosen) of the rows of each micro-batch of an update on 7 pairs."""
     seen: list[list[tuple[int, float]]] = []
     controller, models = build(world, "models.actor.dtype=float64", *micro_batches(tokens=60))
-    models.actor.build = replace(models.actor.build, limits=BatchLimits(60))
+    models.actor.context = replace(models.actor.context, limits=BatchLimits(60))
     data = PreferencesConfig(path=str(tasks.pairs("seven", 7)))
     batch = data.tokenize(data.read(), tokenizer()).batch(range(7), range(7))
 

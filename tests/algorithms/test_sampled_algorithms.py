@@ -29,7 +29,7 @@ from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers.arithmetic import Function, GlobalReduce
+from rlhf_spmd.workers.compute import Function, GlobalReduce
 from rlhf_spmd.workers.objective import Rows, Totals
 
 ALONE = GlobalReduce(lambda x: x, lambda x: x, {})

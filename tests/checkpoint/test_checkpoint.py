@@ -20,7 +20,7 @@ from rlhf_spmd.checkpoint import directory, files, load
 from rlhf_spmd.checkpoint import manifest as manifests
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
-from rlhf_spmd.checkpoint.manifest import CheckpointError, Piece, held_boxes, plan_writes
+from rlhf_spmd.checkpoint.manifest import CheckpointError, StoredBox, held_boxes, plan_writes
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.layers\.4\..* lacks"):
         load_checkpoint(path, "actor", blank(rank_shards(deeper, "lm", Layout(), 0)), solo())
     shallower = ModelSpec("llama", 37, 24, 40, 3, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match=r"tensors that the model has not, such as model\.layers\.3"):
+    with pytest.raises(CheckpointError, match=r"tensors that the model lacks, such as model\.layers\.3"):
         load_checkpoint(path, "actor", blank(rank_shards(shallower, "lm", Layout(), 0)), solo())
     wider = ModelSpec("llama", 39, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is \(37, 24\), the model's is \(39, 24\)"):
@@ -395,7 +395,7 @@ def test_links_and_a_stray_manifest(tmp_path: Path) -> None:
         (lambda root: root.write_text(""), r"checkpoints is not a directory that this user can write to; move it away$"),
         (
             lambda root: root.symlink_to(root.parent / "gone"),
-            r"checkpoints is a link to \S+/gone, which is not there; make that",
+            r"checkpoints is a link to \S+/gone, which does not exist; make that",
         ),
         (
             lambda root: (root / "latest").mkdir(parents=True),
@@ -443,21 +443,21 @@ def forge(path: Path, old: str, new: str) -> None:
         (
             '\n["actor","param","actor.rank_00000',
             '\n["actor","param","actor.rank_00001',
-            "line of 'param' in .*: it has 50 pieces of",
+            "line of 'param' in .*: it has 50 boxes of",
         ),
-        ('\n["actor","param"', '\n["actor","exp_avg"', "line of 'param' in .*: it has 50 pieces of"),
-        ('safetensors",[[', 'safetensors",[[],[', "line of 'exp_avg' in .*: not a line of pieces"),
+        ('\n["actor","param"', '\n["actor","exp_avg"', "line of 'param' in .*: it has 50 boxes of"),
+        ('safetensors",[[', 'safetensors",[[],[', "line of 'exp_avg' in .*: not a line of boxes"),
         (
             "[37,24],[0,0],[37,24]",
             "[37,24],[1,0],[37,24]",
             r"piece 'exp_avg/model\.embed_tokens\.weight@1,0\S+ is not possible",
         ),
         ("[37,24],[0,0],[37,24]", "[37,24],[0,0],[37,0]", "is not possible"),
-        ("[37,24],[0,0],[37,24]", "[37,24],[0],[37,24]", "not a line of pieces"),
-        ("[37,24],[0,0],[37,24]", '["a",24],[0,0],[37,24]', "not a line of pieces"),
+        ("[37,24],[0,0],[37,24]", "[37,24],[0],[37,24]", "not a line of boxes"),
+        ("[37,24],[0,0],[37,24]", '["a",24],[0,0],[37,24]', "not a line of boxes"),
         ('"F32"', '"F33"', "is not possible"),
-        ("[37,24],[0,0],[37,24]", "[1e999,24],[0,0],[37,24]", "not a line of pieces"),
-        ('safetensors",[[', f'safetensors",{"[" * 100_000}', "not a line of pieces"),
+        ("[37,24],[0,0],[37,24]", "[1e999,24],[0,0],[37,24]", "not a line of boxes"),
+        ('safetensors",[[', f'safetensors",{"[" * 100_000}', "not a line of boxes"),
         ('"step": 1,', '"step": 1e999,', "not a checkpoint manifest"),
         ('"step": 1,', '"step": 7,', "of step 7, which is not the one in COMMIT"),
         ('"world_size": 1,', f'"world_size": {"[" * 100_000},', "not a checkpoint manifest"),
@@ -513,7 +513,7 @@ def test_only_the_lines_that_are_asked_for_are_parsed(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 11, 40, 1000])
 def test_every_piece_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     path = Path(run_ranks(2, save_on_ranks, tmp_path, Layout(dp=2, zero=1), SPEC)[0])
-    read: list[list[Piece]] = [[] for _ in range(ranks)]
+    read: list[list[StoredBox]] = [[] for _ in range(ranks)]
     for rank, its in enumerate(read):
         monkeypatch.setattr(load, "read_pieces", lambda _, pieces, its=its: its.extend(pieces) or ())
         monkeypatch.setattr(load, "agree", lambda _, work: work())

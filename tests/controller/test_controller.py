@@ -194,7 +194,7 @@ def rows_in_another_order(world: World) -> Any:
 
 
 def test_rows_that_come_out_in_another_order_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"a\.generate returned other rows than it got, or not in their order"):
+    with pytest.raises(AssertionError, match=r"a\.generate returned other rows than it got, or in another order"):
         run_ranks(2, rows_in_another_order)
 
 

@@ -27,8 +27,8 @@ class Handing(Toy):
 
     @register(MICRO_DP, inputs=("prompt_ids",), outputs=("response_ids",), kind="generate", lengths_of="response_ids")
     def hand_out(self, batch: Batch, awaited: tuple[str, ...]) -> Batch:
-        if self.controller.handing_out is not None:
-            self.controller.handing_out.send(responses(batch.take(range(len(batch) // 2))))
+        if self.controller.rollout_streamer is not None:
+            self.controller.rollout_streamer.send(responses(batch.take(range(len(batch) // 2))))
             self.store.wait(list(awaited), timedelta(seconds=60))
         return responses(batch)
 
@@ -107,7 +107,7 @@ def other_than_foreseen(world: World) -> tuple[Any, int]:
     for whole in (True, False, True):
         (call,) = controller.run(script, whole)
         values.append([value["rows"] for value in controller.get(call)[0]])
-    return values, len(controller.delivery._pushed)
+    return values, len(controller.router._pushed)
 
 
 def never_called(world: World) -> Any:

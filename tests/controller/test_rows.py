@@ -29,12 +29,13 @@ from rlhf_spmd.controller import (
     register,
     source,
 )
+from rlhf_spmd.controller.call import CallInput, FieldShard, ReplicatedBatch
 from rlhf_spmd.controller.protocols import ProtocolRanks
-from rlhf_spmd.controller.reference import COPY_STRIDE, CallInput, FieldShard, ReplicatedBatch
-from rlhf_spmd.controller.rows import Part, RowIndex, place_rows
+from rlhf_spmd.controller.reference import COPY_STRIDE
+from rlhf_spmd.controller.rows import RowIndex, RowPart, assign_rows
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker, GlobalReduce
+from rlhf_spmd.workers.compute import ComputeWorker, GlobalReduce
 from rlhf_spmd.workers.objective import Objective, Rows
 
 
@@ -48,9 +49,9 @@ def rows(num_groups: int = 4, n: int = 2, first: int = 0, **fields: Any) -> Refe
 
 def data(reference: Reference, name: str) -> list[Any]:
     """What a call with one member would get, by row."""
-    intake = intake_of(reference, name)
+    its = intake_of(reference, name)
     result: list[Any] = [None] * len(reference)
-    for piece, names in intake.shares:
+    for piece, names in its.shares:
         batch = piece.producer.data.select([names[name]]).reorder(torch.from_numpy(piece.ids))
         field = batch[names[name]]
         values = field.tolist() if isinstance(field, torch.Tensor) else [row.tolist() for row in field.rows()]
@@ -208,10 +209,10 @@ def test_an_update_is_balanced_by_the_tokens_that_it_consumes() -> None:
         actor.update(prompts.copy().union(greedy))
 
     first, second, *updates = controller.trace(script).nodes
-    first.counts, second.counts = lengths  # what the ranks would be told
+    first.row_lengths, second.row_lengths = lengths  # what other ranks would send
 
     def fullest(update: CallRecord, of: np.ndarray) -> float:
-        sums = np.bincount(update.intakes[0].placement.parts[0], of, minlength=8)
+        sums = np.bincount(update.inputs[0].partition.parts[0], of, minlength=8)
         return float(sums.max() / sums.mean())
 
     assert fullest(updates[0], lengths[0]) < 1.05 and fullest(updates[1], lengths[1]) < 1.05
@@ -235,7 +236,7 @@ def apart(tokens: np.ndarray) -> np.ndarray:
 def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks: int) -> None:
     groups = np.repeat(np.arange(30), 4)
     cut = PartitionSpec(num_parts, keep_groups=True, num_chunks=num_chunks, epochs=2, seed=7)
-    parts, chunks = place_rows(cut, groups, apart(tokens_of(120)))
+    parts, chunks = assign_rows(cut, groups, apart(tokens_of(120)))
     assert parts.shape == chunks.shape == (2 if num_chunks > 1 else 1, 120)
     for epoch in range(len(parts)):
         for of_row in (parts[epoch], chunks[epoch]):
@@ -250,14 +251,14 @@ def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks
 def test_mini_batches_are_the_same_for_any_number_of_parts_and_any_tokens() -> None:
     groups = np.repeat(np.arange(13) * 5, 3)
     chunks = [
-        place_rows(PartitionSpec(parts, keep, 4, 3, seed=1), groups, apart(tokens_of(39, seed=parts)))[1]
+        assign_rows(PartitionSpec(parts, keep, 4, 3, seed=1), groups, apart(tokens_of(39, seed=parts)))[1]
         for parts in (1, 2, 5, 8)
         for keep in (True, False)
     ]
     assert all(np.array_equal(chunks[0], other) for other in chunks)
     first, second, third = (tuple(epoch) for epoch in chunks[0])
     assert len({first, second, third}) == 3, "each epoch deals anew"
-    assert tuple(place_rows(PartitionSpec(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, (
+    assert tuple(assign_rows(PartitionSpec(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, (
         "the seed decides"
     )
 
@@ -266,14 +267,14 @@ def test_rows_whose_responses_are_unknown_are_dealt_one_by_one() -> None:
     """Prompts are then all that counts, and of a whole group they would count once: half of the parts would get no row."""
     index = torch.arange(2)
     prompts = source(Batch(index, index, {"prompt_ids": ragged([[5] * 90, [5] * 91], torch.int32)})).repeat(16)
-    intake = CallInput(prompts.rows, {}, prompts.fields["prompt_ids"], PartitionSpec(8, keep_groups=False))
-    assert np.bincount(intake.placement.parts[0], minlength=8).tolist() == [4] * 8
+    its = CallInput(prompts.rows, {}, prompts.fields["prompt_ids"], PartitionSpec(8, keep_groups=False))
+    assert np.bincount(its.partition.parts[0], minlength=8).tolist() == [4] * 8
 
 
 def test_single_rows_balance_better_than_groups() -> None:
     groups, tokens = np.repeat(np.arange(16), 8), tokens_of(128)
     fullest = [
-        np.bincount(place_rows(PartitionSpec(8, keep), groups, apart(tokens))[0][0], tokens).max() for keep in (True, False)
+        np.bincount(assign_rows(PartitionSpec(8, keep), groups, apart(tokens))[0][0], tokens).max() for keep in (True, False)
     ]
     assert fullest[1] < fullest[0] and fullest[1] < 1.02 * tokens.sum() / 8
 
@@ -282,7 +283,7 @@ def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
     reference = rows(5, 2)
     assert reference.rows is not None
     for num_parts in (1, 2, 4):
-        placement = reference.rows.place(
+        placement = reference.rows.partition(
             PartitionSpec(num_parts, True, 2, 3, seed=3), "none", lambda: apart(np.ones(10, np.int64))
         )
         parts = [placement.part(i) for i in range(num_parts)]
@@ -293,7 +294,7 @@ def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
         if num_parts == 1:
             alone = updates
         assert updates == alone
-    empty: Part = reference.rows.place(PartitionSpec(8), "none", lambda: apart(np.ones(10, np.int64))).part(7)
+    empty: RowPart = reference.rows.partition(PartitionSpec(8), "none", lambda: apart(np.ones(10, np.int64))).part(7)
     assert not len(empty.positions) and [len(update) for update in empty.updates] == [0]
 
 
@@ -303,8 +304,10 @@ def test_rows_keep_the_part_that_was_given_to_them() -> None:
     reference = source(batch, {PartitionSpec(2): homes})
     whole = reference.take(np.ones(4, bool))
     for same in (reference, whole):
-        assert same.rows.place(PartitionSpec(2), "", lambda: apart(np.array([100, 1, 1, 1]))).parts.tolist() == [homes.tolist()]
-    assert len(reference.take([0, 1, 2]).rows.given) == 0
+        assert same.rows.partition(PartitionSpec(2), "", lambda: apart(np.array([100, 1, 1, 1]))).parts.tolist() == [
+            homes.tolist()
+        ]
+    assert len(reference.take([0, 1, 2]).rows.fixed_parts) == 0
 
 
 def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> None:
@@ -322,7 +325,7 @@ def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> N
         of_step = RowIndex(np.arange(8192), groups)
         start = time.process_time()
         for cut in cuts:
-            of_step.place(cut, "tokens", lambda: apart(tokens)).part(3)
+            of_step.partition(cut, "tokens", lambda: apart(tokens)).part(3)
         return time.process_time() - start
 
     taken = min(seconds() for _ in range(5))
@@ -348,8 +351,8 @@ def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
 def test_rows_go_to_parts_in_proportion_to_their_speeds() -> None:
     tokens, groups = tokens_of(240), np.arange(240) // 4
     cut = PartitionSpec(3, True, 4, 2, 1, (1.0, 0.25, 0.5))
-    parts, chunks = place_rows(cut, groups, apart(tokens))
-    assert (chunks == place_rows(PartitionSpec(1, True, 4, 2, 1), groups, apart(tokens))[1]).all(), (
+    parts, chunks = assign_rows(cut, groups, apart(tokens))
+    assert (chunks == assign_rows(PartitionSpec(1, True, 4, 2, 1), groups, apart(tokens))[1]).all(), (
         "a mini-batch has the same rows everywhere"
     )
     most = np.bincount(groups, tokens).max()
@@ -379,7 +382,7 @@ def test_what_a_loss_gives_is_checked() -> None:
     with pytest.raises(TypeError, match=r"the loss likelihood gives a Tensor, not \(loss, statistics by name\)"):
         Objective(likelihood).evaluate({}, None, None)  # type: ignore[arg-type]
     whole = Objective(lambda *_: (torch.zeros(()), {}, 3))  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match="gives a tuple of 3"):
+    with pytest.raises(TypeError, match="returned a tuple of 3"):
         whole.evaluate({}, None, None)  # type: ignore[arg-type]
 
 
@@ -393,8 +396,8 @@ def test_arithmetic_gives_as_many_as_there_are_rows() -> None:
     tokens = Ragged(torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
     batch = Batch(ids, ids, {"scores": torch.rand(4), "response_ids": tokens})
     worker = SimpleNamespace(mesh=SimpleNamespace(pool=None), state={})
-    apply = ArithmeticWorker.apply.spec.body  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="too_few gives field 'spread' of 3 for 4 rows"):
+    apply = ComputeWorker.apply.spec.body  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="too_few returns field 'spread' with 3 entries for 4 rows"):
         apply(worker, batch, too_few, ("scores",))
 
 
@@ -412,12 +415,12 @@ def test_a_cut_knows_which_rows_its_token_counts_are_of() -> None:
     rows = RowIndex(np.arange(4), np.zeros(4, dtype=np.int64))
     made = ReplicatedBatch(prompts(8, 1))
     ids = np.arange(4), np.arange(4)[::-1].copy(), np.arange(4, 8)
-    intakes = [
-        CallInput(rows, {}, (FieldShard(made, "prompt_ids", rows.everywhere, one),), PartitionSpec(2, keep_groups=False))
+    inputs = [
+        CallInput(rows, {}, (FieldShard(made, "prompt_ids", rows.all_positions, one),), PartitionSpec(2, keep_groups=False))
         for one in ids
     ]
-    assert len({intake.counted for intake in intakes}) == 3 and intakes[0].counted == intakes[0].counted
-    assert len({id(intake.placement) for intake in intakes}) == 3
+    assert len({its.counts_key for its in inputs}) == 3 and inputs[0].counts_key == inputs[0].counts_key
+    assert len({id(its.partition) for its in inputs}) == 3
 
 
 def test_taking_none_of_the_rows_by_a_decision_is_a_decision() -> None:

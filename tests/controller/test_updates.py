@@ -25,7 +25,7 @@ from role_workers import batch_of, build
 
 def mini_batches(rows: RowIndex, cut: PartitionSpec, tokens: np.ndarray) -> list[set[int]]:
     """Row ids of each mini-batch of each epoch, from what all parts have of it."""
-    placement = rows.place(cut, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
+    placement = rows.partition(cut, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
     parts = [placement.part(index) for index in range(cut.num_parts)]
     found = []
     for number in range(cut.num_chunks * cut.epochs):

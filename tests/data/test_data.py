@@ -13,13 +13,11 @@ import torch
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.ends import NO_TURN, turn_frame
 from rlhf_spmd.data.files import DataError, local_files, read_rows
-from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
+from rlhf_spmd.data.loader import Loader, build_dataset, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sft import SftConfig
-from rlhf_spmd.data.stored import build_dataset
-from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+from rlhf_spmd.data.tokenizer import NO_TURN, decode, load_tokenizer, turn_frame
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
@@ -327,7 +325,7 @@ def test_duplicates_by_id(tmp_path: Path, tokenizer: Any) -> None:
     def built(path: str, **options: Any) -> tuple[list[str], str]:
         data = build_dataset(DataConfig(path=path, **options), tokenizer)
         assert isinstance(data, PromptDataset)
-        return [data.row(i)["prompt"] for i in range(len(data))], data.tally.told()
+        return [data.row(i)["prompt"] for i in range(len(data))], data.tally.describe()
 
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i), "id": name} for i, name in enumerate([1, "1", 1, None, None])))
     with pytest.raises(DataError, match=r"a\.jsonl:3: the id 1 is also that of .*a\.jsonl:1; set data\.duplicates=drop"):

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.data.balance import (
-    cut_rows,
+    cut_micro_batches,
+    fill_by_speed,
     micro_batches_by_count,
     micro_batches_by_tokens,
     partition_by_tokens,
-    partition_sharing,
-    share_out,
+    partition_with_prefixes,
 )
 
 LENGTHS = st.lists(st.integers(0, 300), max_size=60)
@@ -119,13 +119,13 @@ def test_with_speeds_hundreds_of_parts_take_milliseconds() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 200), st.integers(0, 200), SPEEDS)
 def test_items_are_shared_out_by_speed_and_nobody_loses_what_it_holds(first: int, more: int, speeds: list[float]) -> None:
-    held = share_out(first, speeds, np.zeros(len(speeds), dtype=np.int64))
+    held = fill_by_speed(first, speeds, np.zeros(len(speeds), dtype=np.int64))
     assert held.sum() == first and (np.abs(held - first * np.array(speeds) / sum(speeds)) <= 1).all()
-    filled = share_out(first + more, speeds, held)
+    filled = fill_by_speed(first + more, speeds, held)
     assert filled.sum() == first + more and (filled >= held).all()
     parts = partition_by_tokens([7] * first, len(speeds), speeds=speeds, counts=held)
     assert np.bincount(parts, minlength=len(speeds)).tolist() == held.tolist()
-    assert share_out(8, (1, 1, 0.1, 0.1), np.ones(4, dtype=np.int64)).tolist() == [3, 3, 1, 1]
+    assert fill_by_speed(8, (1, 1, 0.1, 0.1), np.ones(4, dtype=np.int64)).tolist() == [3, 3, 1, 1]
 
 
 def test_groups_stay_together() -> None:
@@ -196,7 +196,7 @@ def test_rows_are_cut_so_that_little_is_computed(
     lengths, common = lengths + prompt, np.full(len(rows), prompt)
     if keep:
         budget = max([budget, *(int(lengths[groups == group].sum()) for group in groups)])
-    bins = cut_rows(lengths, common, groups, budget, keep_groups=keep)
+    bins = cut_micro_batches(lengths, common, groups, budget, keep_groups=keep)
     parts = parts_of(bins, len(rows))
     assert sorted(itertools.chain(*bins)) == list(range(len(rows))) and all(bins)
     assert all(rows == sorted(rows) and lengths[rows].sum() <= budget for rows in bins)
@@ -208,61 +208,61 @@ def test_rows_are_cut_so_that_little_is_computed(
         apart = micro_batches_by_tokens(lengths.tolist(), budget)
         alone = sum(computed(parts_of(apart, len(rows)), lengths, common, groups, len(apart)))
         assert sum(own) + len(bins) * budget / 32 <= alone + len(apart) * budget / 32
-    padded = cut_rows(lengths, common, groups, budget, keep_groups=keep, number=len(bins) + extra)
+    padded = cut_micro_batches(lengths, common, groups, budget, keep_groups=keep, number=len(bins) + extra)
     assert len(padded) == len(bins) + extra and sorted(itertools.chain(*padded)) == list(range(len(rows)))
 
 
 def test_rows_of_a_group_come_together_where_they_fit() -> None:
     fours, fives, prompts = np.arange(8) % 2, np.full(8, 5), np.full(8, 3)
-    assert cut_rows(fives, prompts, fours, 20) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert cut_rows(np.full(4, 9), np.full(4, 3), np.zeros(4), 20) == [[0, 2], [1, 3]]
-    assert cut_rows(fives, prompts, fours, 20, max_rows=3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert cut_rows(fives, prompts, fours, 20, max_rows=5, keep_groups=True) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert cut_micro_batches(fives, prompts, fours, 20) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert cut_micro_batches(np.full(4, 9), np.full(4, 3), np.zeros(4), 20) == [[0, 2], [1, 3]]
+    assert cut_micro_batches(fives, prompts, fours, 20, max_rows=3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert cut_micro_batches(fives, prompts, fours, 20, max_rows=5, keep_groups=True) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     none = np.zeros(0, dtype=np.int64)
-    assert cut_rows(none, none, none, 10) == [] and cut_rows(none, none, none, 10, number=2) == [[], []]
+    assert cut_micro_batches(none, none, none, 10) == [] and cut_micro_batches(none, none, none, 10, number=2) == [[], []]
     with pytest.raises(ValueError, match="20 tokens of group 0"):
-        cut_rows(fives, prompts, fours, 19, keep_groups=True)
+        cut_micro_batches(fives, prompts, fours, 19, keep_groups=True)
 
 
 def test_a_micro_batch_more_is_taken_where_it_saves_prompts() -> None:
     """A rank's rows in groups of 8: 1,024 + 512 tokens, so 10 of them in a budget; rows one by one share next to nothing."""
     lengths, common, groups = np.full(256, 1536), np.full(256, 1023), np.arange(256) // 8
-    bins = cut_rows(lengths, common, groups, 16384)
+    bins = cut_micro_batches(lengths, common, groups, 16384)
     assert [np.unique(groups[rows]).tolist() for rows in bins] == [[group] for group in range(32)]
-    assert len(cut_rows(lengths, common * 0, groups, 16384)) == 26
+    assert len(cut_micro_batches(lengths, common * 0, groups, 16384)) == 26
     # the ranks have agreed on more than rows one by one need, and on less than groups do
-    assert len(cut_rows(lengths, common, groups, 16384, number=28)) == 28
+    assert len(cut_micro_batches(lengths, common, groups, 16384, number=28)) == 28
 
 
 @given(ROWS.filter(len), st.integers(1, 5), st.integers(0, 50))
 def test_dealing_by_what_is_computed_is_never_worse(rows: list[tuple[int, int]], num_parts: int, prompt: int) -> None:
     groups, lengths = np.array([group for group, _ in rows]), np.array([prompt + response for _, response in rows])
     common = np.full_like(lengths, prompt)
-    parts = partition_sharing(lengths, common, groups, num_parts)
+    parts = partition_with_prefixes(lengths, common, groups, num_parts)
     apart = partition_by_tokens(lengths, num_parts)
     largest = [max(computed(way, lengths, common, groups, num_parts)) for way in (parts, apart)]
     assert largest[0] <= largest[1]
     whole = all(len(np.unique(parts[groups == group])) == 1 for group in np.unique(groups))
     assert whole or np.array_equal(parts, apart)
-    kept = partition_sharing(lengths, common, groups, num_parts, keep_groups=True)
+    kept = partition_with_prefixes(lengths, common, groups, num_parts, keep_groups=True)
     assert all(len(np.unique(kept[groups == group])) == 1 for group in np.unique(groups))
 
 
 def test_groups_stay_whole_where_their_prompts_are_long() -> None:
     groups, common, even = np.arange(32) // 8, np.full(32, 64), np.full(32, 128)
-    long = partition_sharing(even, common, groups, 4)
+    long = partition_with_prefixes(even, common, groups, 4)
     assert computed(long, even, common, groups, 4) == [64 + 8 * 64] * 4
     # one prompt's responses are long: apart, as prompts save less than that
     lengths = np.where(groups == 0, 1064, 128)
-    assert np.array_equal(partition_sharing(lengths, common, groups, 4), partition_by_tokens(lengths, 4))
+    assert np.array_equal(partition_with_prefixes(lengths, common, groups, 4), partition_by_tokens(lengths, 4))
     # a part of three times the speed takes three of the four groups
-    assert np.bincount(partition_sharing(even, common, groups, 2, speeds=(3.0, 1.0))).tolist() == [24, 8]
+    assert np.bincount(partition_with_prefixes(even, common, groups, 2, speeds=(3.0, 1.0))).tolist() == [24, 8]
 
 
 @pytest.mark.parametrize("limits", [(4096, 0), (16384, 1)], ids=str)
 def test_prompts_that_no_micro_batch_shares_do_not_keep_groups_together(limits: tuple[int, int]) -> None:
     """Else half of the parts would have nothing to do."""
     lengths, common, groups = np.full(1024, 3500), np.full(1024, 2900), np.arange(1024) // 16
-    together, apart = ([partition_sharing(lengths, common, groups, 128, limits=each)] for each in ((0, 0), limits))
+    together, apart = ([partition_with_prefixes(lengths, common, groups, 128, limits=each)] for each in ((0, 0), limits))
     assert sorted(np.bincount(together[0], minlength=128).tolist()) == [0] * 64 + [16] * 64
     assert np.bincount(apart[0], minlength=128).tolist() == [8] * 128

@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from places import ROOT
-from rlhf_spmd.data.conversation import ConversationEncoder
-from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.ends import end_token_ids, turn_end, turn_frame
+from rlhf_spmd.data.encoding import ConversationEncoder, EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import PromptsConfig
-from rlhf_spmd.data.sft import PairsConfig, SftConfig, encode_pairs
-from rlhf_spmd.data.tokenizer import Decoding, decode, prompt_texts
+from rlhf_spmd.data.sft import PromptResponseConfig, SftConfig, encode_pairs
+from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, prompt_texts, turn_end, turn_frame
 from rlhf_spmd.generation.stopping import StopStrings
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.retokenize import Retokenizer
@@ -174,7 +172,9 @@ def test_a_conversation_that_the_assistant_begins_does_not_train_its_header(llam
 )
 def test_prompt_and_response_are_read_as_one_text(llama: Any, prompt: str, response: str, wanted: str) -> None:
     whole = llama(prompt + response)["input_ids"]
-    pairs = encode_pairs([Row({"prompt": prompt, "response": response}, "x")], PairsConfig(path="x"), llama, len(llama))
+    pairs = encode_pairs(
+        [Row({"prompt": prompt, "response": response}, "x")], PromptResponseConfig(path="x"), llama, len(llama)
+    )
     assert [*pairs[0][0], *pairs[0][1]] == whole
     assert decode(llama, [pairs[0][1]])[0].endswith(wanted) and len(pairs[0][1]) <= len(llama(response)["input_ids"])
     rows = {"prompt": prompt, "response": response}, {"prompt": prompt, "chosen": response, "rejected": "no"}
@@ -275,7 +275,7 @@ def test_score_s_log_probs_are_those_of_the_whole_text() -> None:
 
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     row = {"prompt": "Once upon a time, there was a", "response": " little girl named Lily."}
-    ((prompt, response),) = encode_pairs([Row(row, "x")], PairsConfig(path="x"), tokenizer, len(tokenizer))
+    ((prompt, response),) = encode_pairs([Row(row, "x")], PromptResponseConfig(path="x"), tokenizer, len(tokenizer))
     with torch.no_grad():
         log_probs = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     given = log_probs.gather(1, torch.tensor(response)[:, None]).sum()

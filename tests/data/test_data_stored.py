@@ -16,14 +16,14 @@ import torch
 import tasks
 from ranks import run_ranks
 from rlhf_spmd import train
-from rlhf_spmd.data import stored as stored_data
+from rlhf_spmd.data import loader as stored_data
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.data.dataset import StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.files import DataError
+from rlhf_spmd.data.loader import build_dataset, load_dataset
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig
-from rlhf_spmd.data.stored import build_dataset, load_dataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.world import Launch, World
 
@@ -162,7 +162,7 @@ def test_chunks_and_the_file_change_nothing(
     again = load_dataset(stored, tokenizer)
     for data in (built, made, again):
         assert type(data) is type(whole) and data.fingerprint == whole.fingerprint and data.tally == whole.tally
-        assert contents(data) == contents(whole) and data.beside.keys() == whole.beside.keys()
+        assert contents(data) == contents(whole) and data.row_fields.keys() == whole.row_fields.keys()
         assert data.summary() == whole.summary()
     assert str(tmp_path / "cache") in Path("/proc/self/maps").read_text()
     if again.numbers:

@@ -275,7 +275,10 @@ def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypa
         ("pair", r"it must return \(observation, reward, done\), not \('', 0.0\)"),
         ("nan", r"the reward must be a finite number, not nan"),
         ("sleep", r"has not returned within environment.timeout_s=2.0"),
-        ("long", r"reset\(\) of row \d+ observes 99 tokens, but max_response_length=\d+, which they count to, must leave one"),
+        (
+            "long",
+            r"reset\(\) of row \d+ observes 99 tokens, but max_response_length=\d+, which they count towards, must leave one",
+        ),
     ],
 )
 def test_a_failing_environment_ends_the_call(how: str, message: str) -> None:
@@ -323,8 +326,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
     from rlhf_spmd.training.roles import build_models
     from rlhf_spmd.training.streams import merge_values
-    from rlhf_spmd.workers.config import BatchLimits
-    from rlhf_spmd.workers.model_worker import WorkerContext
+    from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), 1)
     config = ready.config.algorithm
@@ -354,7 +356,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
             models.actor.compute_log_prob,
             models.critic.compute_values,
             models.reference.compute_ref_log_prob,
-            lambda batch: models.arithmetic.apply(batch, gae_advantages(config), reads, gives=("advantages", "returns")),
+            lambda batch: models.compute.apply(batch, gae_advantages(config), reads, outputs=("advantages", "returns")),
         ):
             batch = batch.union(call(batch))
             calls.append(batch)

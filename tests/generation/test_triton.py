@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of
-from places import ROOT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton_device import DEVICE
 
+from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of
+from places import ROOT
 from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, paged_kernels, paged_tiles
 from rlhf_spmd.kernels.paged_tiles import TileShape
 from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
+from triton_device import DEVICE
 
 PLAIN = AttentionRule(0.25, None, None)
 WIDE = (64, 128) if DEVICE.type == "cpu" else (16, 32)  # rows of a chunk's tile; more of float32 would not fit into registers
@@ -77,7 +77,7 @@ class Rows:
         work = []
         for (row, start, count), pages in zip(chunks, needed, strict=True):
             held = [order.pop() for _ in range(pages)]
-            work.append(Work(row_of(row, [0], 9998, pages=held), start, count, True))
+            work.append(SequenceWork(row_of(row, [0], 9998, pages=held), start, count, True))
             for position in range(start):
                 slot = held[position // page_size] * page_size + position % page_size
                 by_slot[0, :, slot], by_slot[1, :, slot] = self.keys[row][position], self.values[row][position]
@@ -321,7 +321,7 @@ def test_the_kernels_compile_for_a_gpu(dtype: str, tmp_path: Path) -> None:
     assert [*kernels] == [*REGISTERS[dtype], "locate_rows", "write"]
     for name, kernel in kernels.items():
         counts = kernel["instructions"]
-        assert kernel["spilled"] == 0 and kernel["registers"] <= REGISTERS[dtype].get(name, 64), kernel
+        assert kernel["stack"] == 0 and kernel["registers"] <= REGISTERS[dtype].get(name, 64), kernel
         assert counts["fma"] == (kernel["products"] if dtype == "fp32" else 0), kernel
         if name in REGISTERS[dtype]:
             assert counts["cp.async"] > 0 and (dtype == "fp32" or counts["wgmma" if "chunks" in name else "mma.sync"] > 0), (

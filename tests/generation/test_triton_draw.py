@@ -29,7 +29,7 @@ from generators import MODELS, alone, load
 from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sampler import alike_rows, build_drawings, draw_rows, row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import build_drawings, draw_rows, group_by_sampling, row_keys, sample, uniform
 from rlhf_spmd.kernels import triton_draw, triton_filter
 from rlhf_spmd.kernels.drawings import Drawn
 from rlhf_spmd.kernels.gpu import GpuOps
@@ -316,7 +316,7 @@ def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
     samplings = [SamplingConfig(), SamplingConfig(temperature=0.6, top_p=0.9), SamplingConfig(temperature=0.0)]
     keys, positions = (each.cpu() for each in numbers(8))
     cpu = torch.device("cpu")
-    drawings, alike = build_drawings(samplings, kinds, cpu), alike_rows(samplings, kinds, cpu)
+    drawings, alike = build_drawings(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
     tokens, log_probs, at_one = draw_rows(decoder.ops, logits, logits, drawings, keys, positions, decoder, alike)
     u = uniform(keys, positions)
     for row, kind in enumerate(kinds):
@@ -339,7 +339,7 @@ def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
         keys,
         positions,
         decoder,
-        alike_rows([same], one_kind, cpu),
+        group_by_sampling([same], one_kind, cpu),
     )
     assert torch.equal(parts[0], sample(logits, same, u)) and parts[1] is not parts[2]
 
@@ -354,5 +354,5 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == [
         "_sum_tiles", "_sum_tiles", "_pick", "_count_weights", "_gather_candidates", "_pick_filtered"
     ]  # fmt: skip
-    for name, registers, spills, shared, fused in rows:
-        assert int(registers) <= 128 and int(spills) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name
+    for name, registers, stack, shared, fused in rows:
+        assert int(registers) <= 128 and int(stack) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ranks import run_ranks
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
 from rlhf_spmd.models.decoder import Decoder
@@ -23,7 +23,7 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.workers.engine import Packed, TrainEngine
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

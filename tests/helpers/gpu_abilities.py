@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import tasks
-
 from rlhf_spmd.kernels import choice, devices
 from rlhf_spmd.parallel.world import World
 

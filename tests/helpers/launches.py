@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import KernelInterface
+
 from triton_device import DEVICE as DEVICE  # mends the interpreter
 
 FREE = {

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from legality_events import MAIN, Communicator, Event, Follow, Launch, Part, Wait
-from recording import SIDE, on_host
 from torch import Tensor
 
+from legality_events import MAIN, Communicator, Event, Follow, Launch, Part, Wait
+from recording import SIDE, on_host
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import Launch as Start
 from rlhf_spmd.reshard import Transfer

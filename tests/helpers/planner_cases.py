@@ -8,9 +8,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import tasks
 import torch
 
+import tasks
 from rlhf_spmd import train
 from rlhf_spmd.training.memory import StepFacts, step_facts
 

@@ -13,7 +13,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, choose_method
-from rlhf_spmd.reshard.plan import Piece, held_by
+from rlhf_spmd.reshard.plan import SliceCopy, held_by
 
 Shards = dict[str, ParamShard]
 
@@ -97,7 +97,9 @@ def fits(spec: ModelSpec, *layouts: Layout | GenerationLayout) -> bool:
     return True
 
 
+@cache
 def global_value(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Not to be written to."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)) * 31 + 7))
 
 
@@ -133,7 +135,7 @@ class Simulated:
         """What the plan makes of the ranks' values; asserts that nothing is written twice, and that both ends agree."""
         plan, got = self.plans[index], {n: torch.full(s.shape, torch.nan) for n, s in self.wanted[index].items()}
         made = {name: torch.full(shard.shape, torch.nan) for name, shard in plan.made.items()} if plan.cuts else got
-        taken: dict[int, list[Piece]] = {}
+        taken: dict[int, list[SliceCopy]] = {}
         for piece in [*plan.transfer.moves(), *plan.transfer.copies()]:
             if piece.taker == index:
                 values = self.values[piece.giver][piece.source.parameter][piece.source.slices]
@@ -146,7 +148,7 @@ class Simulated:
         return got
 
     @cache  # noqa: B019
-    def given(self, giver: int) -> list[Piece]:
+    def given(self, giver: int) -> list[SliceCopy]:
         return [piece for piece in self.plans[giver].transfer.moves() if piece.giver == giver]
 
 

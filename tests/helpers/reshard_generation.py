@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from reshard_cases import generation_shards_at, train_shards_at
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from reshard_cases import generation_shards_at, train_shards_at
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
@@ -84,7 +84,7 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
     hybrid = model.hybrid
     for _ in range(2):
         hybrid.to_generation(wait)
-        assert wait or hybrid.pending_bytes or not hybrid.plan.homes
+        assert wait or hybrid.pending_bytes or not hybrid.plan.places
         if wait or world.rank != 1 or layout.pp * layout.tp > 1:  # a replica without rows computes nothing
             with torch.no_grad():
                 a, b = model.generation(tokens, attention), whole(tokens, attention)
@@ -94,6 +94,6 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
             distance = 0.0
         hybrid.to_training()
         held = 8 * sum(map(math.prod, hybrid.made.values()))
-        held += 0 if hybrid.plan.homes else model.held()
+        held += 0 if hybrid.plan.places else model.held()
         assert hybrid.transition.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
     return distance

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from reshard_cases import Simulated, filled
 
+from reshard_cases import Simulated, filled
 from rlhf_spmd.reshard import missing_elements
 from rlhf_spmd.reshard.plan import single_slice
 
@@ -16,11 +16,11 @@ def check_plans(run: Simulated) -> None:
         assert all(torch.equal(got[name], expected) for name, expected in filled(run.wanted[index]).items())
         if not plan.cuts:
             assert plan.transfer.received(index) == missing_elements(run.train[index], run.wanted[index])
-        for name, home in plan.homes.items():
+        for name, place in plan.places.items():
             rebuilt = torch.full_like(run.values[index][name], torch.nan)
-            for piece in home:
+            for piece in place:
                 rebuilt[piece.source.slices] = got[piece.target.parameter][piece.target.slices]
             assert torch.equal(rebuilt, run.values[index][name])
-            view = single_slice(home, run.train[index][name].shape)
+            view = single_slice(place, run.train[index][name].shape)
             if view is not None:
                 assert torch.equal(got[view[0]][view[1]], run.values[index][name])

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tasks
 import torch
 
+import tasks
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.roles import build_models
-from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.model_worker import WorkerContext
+from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
 
 def build(world: World, *overrides: str, checkpointing: str = "none") -> tuple[Controller, Any]:

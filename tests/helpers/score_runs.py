@@ -9,7 +9,6 @@ from typing import Any
 
 from places import SHARED
 from ranks import run_ranks
-
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.score import main, prepare, score
 

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 from places import ROOT
 
 if TYPE_CHECKING:
-    from ranks import Program
     from torch import Tensor
 
+    from ranks import Program
     from rlhf_spmd.data.files import Row
     from rlhf_spmd.parallel.world import World
 

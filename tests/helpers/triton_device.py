@@ -21,6 +21,8 @@ if DEVICE.type == "cpu":
     import triton.language as tl
     from triton.runtime import interpreter
 
+    from quick_interpreter import speed_up
+
     convert_float = interpreter._convert_float
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -42,26 +44,11 @@ if DEVICE.type == "cpu":
         """Compiled kernels round to the nearest bfloat16, ties to even; the interpreter cuts off."""
         if given == tl.float32 and wanted == tl.bfloat16:
             return torch.from_numpy(np.array(x)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        if given == tl.bfloat16 and wanted == tl.float32:  # the same bits, which Triton takes apart and puts together again
+            return x.astype(np.uint32) << 16
         return convert_float(x, given, wanted, mode)
 
     interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patch
     interpreter.InterpreterBuilder.create_dot = dot
-
-    patch_lang, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[tuple[bool, ...]] = set()
-
-    def patch_once(fn: Any) -> Any:
-        """Triton patches its whole language again at each call of a function inside a kernel, which takes milliseconds."""
-        modules = tuple(lang in fn.__globals__.values() for lang in (tl, tl.core))
-        if modules in patched:
-            return interpreter._LangPatchScope()
-        patched.add(modules)
-        return patch_lang(fn)
-
-    def run(self: Any, *arguments: Any, **options: Any) -> Any:
-        patched.clear()
-        return run_grid(self, *arguments, **options)
-
-    interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = run
+    speed_up()

@@ -12,7 +12,7 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.inference.job import find_weights
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.telemetry.run_dir import newest_checkpoint
-from rlhf_spmd.telemetry.summary import places
+from rlhf_spmd.telemetry.summary import artifact_lines
 from rlhf_spmd.training.run_config import RunConfig
 
 
@@ -48,7 +48,7 @@ def test_a_tokenizer_without_a_template_names_what_there_is_to_set(section: str,
 def test_an_older_best_export_is_named_only_where_the_best_is_kept(kept: str | None, tmp_path: Path) -> None:
     (tmp_path / "exports" / "best").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(f"run: {{keep_best: {kept or 'null'}}}")
-    assert any("exports/best" in line for line in places(tmp_path)) == (kept is not None)
+    assert any("exports/best" in line for line in artifact_lines(tmp_path)) == (kept is not None)
 
 
 def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
@@ -57,6 +57,6 @@ def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"
     (tmp_path / "checkpoints" / "latest").write_text("step_2\n")
-    assert any(line.endswith("checkpoints/step_2") for line in places(tmp_path))
+    assert any(line.endswith("checkpoints/step_2") for line in artifact_lines(tmp_path))
     (tmp_path / "checkpoints" / "latest").write_text("step_3")  # not there
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"

@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tasks
 import torch
+
+import tasks
 from generate_runs import arguments, read_output, write_rows
 from generate_runs import model as model  # a fixture
 from generators import transformers_greedy
 from places import ROOT
 from ranks import run_ranks
-
 from rlhf_spmd import LLM, RequestOutput, SamplingParams, generate
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.data.encoding import PromptEncoder
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.generation.sequence import NotFinite
 from rlhf_spmd.inference.job import ModelConfig
-from rlhf_spmd.inference.llm import Engine, EngineConfig, prepare_model
+from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.parallel.world import World
 
@@ -110,7 +110,7 @@ def test_draws_are_those_of_generate_and_follow_a_seed_of_their_own(model: Path,
     rows = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     settings = ["sampling.n=3", "sampling.max_response_length=10", "sampling.seed=4", "sampling.temperature=0.8"]
     generate.main(arguments(model, rows, tmp_path / "out.jsonl", *settings))
-    llm.engine._num_rows = 0  # as in a new one
+    llm.processor._num_rows = 0  # as in a new one
     found = llm.generate(PROMPTS, SamplingParams(n=3, max_tokens=10, temperature=0.8))
     assert [its.token_ids for o in found for its in o.outputs] == [
         r["response_ids"] for r in read_output(tmp_path / "out.jsonl")
@@ -285,8 +285,8 @@ def answer_on_rank(world: World, path: str, layout: LayoutConfig) -> Any:
     generation = GenerationConfig(page_size=8, max_num_seqs=4)
     config = EngineConfig(ModelConfig(path=path), layout=layout, generation=generation, seed=4)
     check_tree(config)
-    engine = Engine(prepare_model(config, world.launch), world)
-    return whole(engine.generate(engine.ask(engine.encode(PROMPTS), mixed())))
+    processor = RequestProcessor(prepare_model(config, world.launch), world)
+    return whole(processor.generate(processor.requests(processor.encode(PROMPTS), mixed())))
 
 
 def mixed() -> list[SamplingParams]:
@@ -300,7 +300,7 @@ def mixed() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("layout", [LayoutConfig(dp=2), LayoutConfig(tp=2)], ids=["dp2", "tp2"])
 def test_two_ranks_answer_as_one_and_both_know_all(llm: LLM, model: Path, layout: LayoutConfig) -> None:
-    llm.engine._num_rows = 0
+    llm.processor._num_rows = 0
     alone = whole(llm.generate(PROMPTS, mixed()))
     for found in run_ranks(2, answer_on_rank, str(model), layout):
         for a, b in zip(alone, found, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_spmd.data.tokenizer import byte_alphabet, token_bytes
-from rlhf_spmd.inference.openai_forms import TextDelta, TextOffsets, choice_of, read_form
+from rlhf_spmd.inference.openai_forms import TextDelta, TextOffsets, choice_of, read_request
 from rlhf_spmd.inference.sampling_params import Logprob
 
 
@@ -93,13 +93,13 @@ def test_log_probs_in_openai_s_form() -> None:
 )
 def test_what_is_not_there_is_refused_by_its_name(body: dict[str, Any], chat: bool, said: str) -> None:
     with pytest.raises(ValueError, match="^" + said.replace("(", "\\(")):
-        read_form(body, chat)
+        read_request(body, chat)
 
 
 def test_what_a_request_asks_for() -> None:
     nothing = {"tools": [], "tool_choice": "auto", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
-    assert read_form(nothing, True) == read_form({}, True) and read_form({}, True)[1].max_tokens is None
-    form, params = read_form({"echo": True, "max_tokens": 0, "logprobs": 3}, False)
+    assert read_request(nothing, True) == read_request({}, True) and read_request({}, True)[1].max_tokens is None
+    form, params = read_request({"echo": True, "max_tokens": 0, "logprobs": 3}, False)
     assert form.echo and (params.max_tokens, params.logprobs, params.prompt_logprobs) == (0, 3, 3)
-    form, params = read_form({"logprobs": True, "stream": True, "chat_template_kwargs": {"enable_thinking": False}}, True)
+    form, params = read_request({"logprobs": True, "stream": True, "chat_template_kwargs": {"enable_thinking": False}}, True)
     assert (params.logprobs, params.prompt_logprobs, form.chat_template_kwargs) == (0, None, {"enable_thinking": False})

@@ -36,8 +36,8 @@ def test_models_name_no_device_and_no_kernel() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_arithmetic_follows_dtype_and_device(dtype: torch.dtype) -> None:
     cpu, gpu, meta = map(torch.device, ("cpu", "cuda", "meta"))
-    assert type(choose_ops(dtype, gpu)) is Ops and not capabilities(gpu).exact
-    assert type(choose_ops(dtype, cpu, "torch")) is ExactOps and capabilities(cpu).exact
+    assert type(choose_ops(dtype, gpu)) is Ops and not capabilities(gpu).batch_invariant
+    assert type(choose_ops(dtype, cpu, "torch")) is ExactOps and capabilities(cpu).batch_invariant
     assert choose_ops(dtype, meta) is choose_ops(dtype, model_device()), "memory still to come"
     with kernels.suspended():
         assert type(choose_ops(dtype, cpu)) is ExactOps

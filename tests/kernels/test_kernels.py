@@ -23,7 +23,7 @@ from ranks import run_ranks
 from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, Ops, build, choice, choose_ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -284,7 +284,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
     found: kernels.Kernels, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed and paged, with and without gradients, in few rows and in many; the buffers stand from one layer to the next."""
-    if not found.is_exact(dtype, 2):
+    if not found.is_batch_invariant(dtype, 2):
         pytest.skip("no product in C++ for this dtype here")
     calls, buffers, whole = [], set(), found.layer
 
@@ -313,7 +313,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         rows = [row_of(i, [0] * n, 0, pages=[2 * i + 1, 2 * i]) for i, n in enumerate(lengths)]
         backend, shape = build_backend("cpp", dtype, cpu), (len(decoder.layers), block.num_kv_heads, block.head_dim)
         cache = KVCache(*shape, 2 * len(rows), 128, dtype, cpu, backend)
-        work = [Work(row, 0, row.length, True) for row in rows]
+        work = [SequenceWork(row, 0, row.length, True) for row in rows]
         assert len(buffers) == 1
         with torch.no_grad():
             assert torch.equal(decoder(tokens, backend.for_step(work, cache, 4)), out)
@@ -356,7 +356,7 @@ def test_choices(found: kernels.Kernels) -> None:
     cpu = torch.device("cpu")
     assert [choose_ops(dtype, cpu).name for dtype in (*DTYPES, torch.float64)] == ["cpp", "cpp", "torch"]
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        assert found.is_exact(torch.float32, 2) and (kernels.has_amx() or found.is_exact(torch.bfloat16, 2))
+        assert found.is_batch_invariant(torch.float32, 2) and (kernels.has_amx() or found.is_batch_invariant(torch.bfloat16, 2))
     assert choose_ops(torch.float32, cpu, "torch").name == "torch"
     with pytest.raises(ValueError, match="attention='flash' is not known; allowed: auto, torch, cpp"):
         choose_ops(torch.float32, cpu, "flash")
@@ -443,7 +443,7 @@ for precision in ("highest", "medium"):
             for product in (F.linear, ops.logits):
                 whole, least = product(x, weight), ops.min_rows(weight.numel(), inner)
                 alike &= all(torch.equal(product(x[7 : 7 + n], weight), whole[7 : 7 + n]) for n in range(least, 40))
-        print(precision, dtype, alike, ops.is_exact(dtype), ops.is_exact(dtype, 2))
+        print(precision, dtype, alike, ops.is_batch_invariant(dtype), ops.is_batch_invariant(dtype, 2))
 """
 
 

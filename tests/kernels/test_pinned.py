@@ -16,7 +16,8 @@ from rlhf_spmd.kernels import devices, pinned
 from rlhf_spmd.kernels.pinned import ARENA_SLAB, PAGE, PinnedArena, host_empty, host_like, host_zeros
 from rlhf_spmd.models.activations import save_on_host
 from rlhf_spmd.reshard import Storages
-from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer
+from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.optimizer import Optimizer
 
 CPU = torch.device("cpu")
 

@@ -203,7 +203,7 @@ def test_rows_of_several_temperatures_have_the_log_probs_of_theirs() -> None:
     decoder = build("llama", torch.bfloat16)
     made = ragged_requests(num_prompts=3, samples=1, max_new_tokens=3, vocabulary=decoder.spec.vocab_size)
     temperatures = (0.0, 0.3, 1.7)
-    requests = [replace(request, drawing=SamplingOverrides(t)) for request, t in zip(made, temperatures, strict=True)]
+    requests = [replace(request, overrides=SamplingOverrides(t)) for request, t in zip(made, temperatures, strict=True)]
     done = generate(decoder, SMALL, requests, SamplingConfig())
     prompts = [list(request.prompt_ids) for request in requests]
     for i, temperature in enumerate(temperatures):
@@ -266,7 +266,7 @@ def test_the_kernels_compile_to_one_kind_of_instruction(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     kernels = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert all(kernel["spilled"] == 0 for kernel in kernels), kernels
+    assert all(kernel["stack"] == 0 for kernel in kernels), kernels
     multiplying = [kernel for kernel in kernels if kernel["name"] == "product"]
     assert len(multiplying) == len(triton_products.HALF_TILES) + 1 + len(triton_products.WIDE_TILES)
     for kernel in multiplying:

@@ -22,7 +22,7 @@ from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Block, Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, Part, is_adapter
+from rlhf_spmd.models.lora import ALL_LINEAR, AdapterPart, LoraConfig, is_adapter
 from rlhf_spmd.models.quantized import BLOCK, rounded
 from rlhf_spmd.models.sharding import check_lora, plan_params
 from rlhf_spmd.models.spec import read_spec, spec_from_config
@@ -211,7 +211,7 @@ def test_rows_are_merged_with_the_bits_of_the_whole_matrix(dtype: torch.dtype) -
     generator = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((70, 48), (6, 48), (55, 3)))
     ops = choose_ops(dtype, torch.device("cpu"))
-    parts = [Part(slice(0, 3), slice(0, 25), slice(0, 25)), Part(slice(3, 6), slice(25, 55), slice(40, 70))]
+    parts = [AdapterPart(slice(0, 3), slice(0, 25), slice(0, 25)), AdapterPart(slice(3, 6), slice(25, 55), slice(40, 70))]
     whole = merge(ops, weight, a, b, parts, 0.7)
     rows = [merge(ops, weight[first:last], a, b, parts, 0.7, first) for first, last in ((0, 1), (1, 30), (30, 66), (66, 70))]
     assert torch.equal(torch.cat(rows), whole)
@@ -226,7 +226,7 @@ def test_devices_that_are_not_exact_add_products_in_place() -> None:
     """By the same function, with other bits."""
     generator = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(shape, generator=generator) for shape in ((70, 48), (6, 48), (55, 3)))
-    parts = [Part(slice(0, 3), slice(0, 25), slice(0, 25)), Part(slice(3, 6), slice(25, 55), slice(40, 70))]
+    parts = [AdapterPart(slice(0, 3), slice(0, 25), slice(0, 25)), AdapterPart(slice(3, 6), slice(25, 55), slice(40, 70))]
     exact = merge(choose_ops(torch.float32, torch.device("cpu")), weight, a, b, parts, 0.7)
     torch.testing.assert_close(merge(Ops(), weight, a, b, parts, 0.7), exact)
     halves = [tensor.bfloat16() for tensor in (weight, a, b)]

@@ -17,7 +17,7 @@ from rlhf_spmd.algorithms.values import gae_advantages
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.arithmetic import GlobalReduce
+from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Rows
 
 GAMMA, LAM, COEF = 0.9, 0.8, 0.3

@@ -18,7 +18,7 @@ from rlhf_spmd.objectives.advantages import gae
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.preferences import best_and_worst, pair_indices
 from rlhf_spmd.objectives.preferences import kto as kto_loss
-from rlhf_spmd.workers.arithmetic import GlobalReduce
+from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 DATA = SimpleNamespace(sampling=SimpleNamespace(log_prob_temperature=1.0))

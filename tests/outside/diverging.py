@@ -25,6 +25,6 @@ def step(models: Any, data: Any, config: Config, number: int) -> Any:
     batch = batch.union(scored, models.actor.compute_log_prob(batch), valued)
     plain = replace(config, use_kl_in_reward=False, use_kl_loss=False)
     reads = ("scores", "values", "old_log_probs")
-    advantages = models.arithmetic.apply(batch, gae_advantages(plain), reads, gives=("advantages", "returns"))
+    advantages = models.compute.apply(batch, gae_advantages(plain), reads, outputs=("advantages", "returns"))
     batch = batch.union(advantages).rename(values="old_values")
     return [models.critic.update(batch, clipped_value(config))]

@@ -20,7 +20,7 @@ def step(models: Any, data: Any, config: GRPOConfig, number: int) -> list[Refere
         scores, scored = score(models, batch)
         batch = batch.union(scores, models.actor.compute_log_prob(batch))
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-        advantages = models.arithmetic.apply(batch, in_group(config), ("scores",), gives=("advantages",), keep_groups=True)
+        advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
         data.kept["rows"] = batch.union(advantages)
         calls = [rollout, *scored]
     return [*calls, models.actor.update(data.kept["rows"], clipped_policy(config, data.sampling), **config.schedule)]

@@ -33,6 +33,6 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     scores, scored = score(models, batch)
     batch = batch.union(scores, models.actor.compute_log_prob(batch))
     batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    advantages = models.arithmetic.apply(batch, in_group(config), ("scores",), gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
     update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
     return [mine, rollout, *scored, update]

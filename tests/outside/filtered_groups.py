@@ -28,7 +28,7 @@ def step(models: Any, data: Any, config: GRPOConfig, number: int) -> list[Refere
         return [rollout, *scored]
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old, models.reference.compute_ref_log_prob(batch))
-    advantages = models.arithmetic.apply(batch, in_group(config), ("scores",), gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
     update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
     return [rollout, *scored, old, advantages, update]
 

@@ -16,7 +16,7 @@ from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Field
-from rlhf_spmd.workers.arithmetic import GlobalReduce, RoleClass
+from rlhf_spmd.workers.compute import GlobalReduce, RoleClass
 from rlhf_spmd.workers.objective import Rows
 from rlhf_spmd.workers.reward import RewardWorker
 
@@ -42,7 +42,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     else:
         scored = [models.reward.compute_reward(sampled), models.judge.compute_reward(greedy)]
         both = sampled.union(scored[0]).concat(greedy.union(scored[1]))
-    relative = models.arithmetic.apply(both, minus_baseline, ("scores",), gives=("advantages",), keep_groups=True)
+    relative = models.compute.apply(both, minus_baseline, ("scores",), outputs=("advantages",), keep_groups=True)
     rows = both.union(relative).take(sampled)
     old = models.actor.compute_log_prob(rows)
     update = models.actor.update(rows.union(old), clipped_policy(config, data.sampling), **config.schedule)

@@ -13,7 +13,7 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Field
 from rlhf_spmd.objectives.losses import aggregate
-from rlhf_spmd.workers.arithmetic import GlobalReduce
+from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 
@@ -29,7 +29,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     both = batch.concat(greedy)
     scores, scored = score(models, both)
     both = both.union(scores)
-    advantages = models.arithmetic.apply(both, less_greedy, ("scores",), gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(both, less_greedy, ("scores",), outputs=("advantages",), keep_groups=True)
     batch = both.union(advantages).take(batch)
     update = models.actor.update(batch, Objective(reinforce, ("advantages",)), **config.schedule)
     return [rollout, *scored, advantages, update]

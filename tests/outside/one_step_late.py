@@ -22,6 +22,6 @@ def step(models: Any, data: Any, config: GRPOConfig, number: int) -> list[Refere
         return [rollout, *scored]
     old = models.actor.compute_log_prob(late)
     late = late.union(old, models.reference.compute_ref_log_prob(late))
-    advantages = models.arithmetic.apply(late, in_group(config), ("scores",), gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(late, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
     update = models.actor.update(late.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
     return [rollout, *scored, old, advantages, update]

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from outside.best_of_n import by_score
 from rlhf_spmd.algorithms.base import RolloutConfig, sample, score
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.workers.arithmetic import RoleClass
+from rlhf_spmd.workers.compute import RoleClass
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 from rlhf_spmd.workers.reference import ReferenceWorker
 

@@ -24,7 +24,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> Any:
         batch = batch.union(call(batch))
     batch = batch.union(models.reference.compute_ref_log_prob(batch))
     reads = ("scores", "values", "old_log_probs", "ref_log_prob")
-    batch = batch.union(models.arithmetic.apply(batch, gae_advantages(config), reads, gives=("advantages", "returns")))
+    batch = batch.union(models.compute.apply(batch, gae_advantages(config), reads, outputs=("advantages", "returns")))
     sound = clipped_policy(config, data.sampling)
 
     def loss(fields: Any, rows: Any, totals: Any) -> Any:

@@ -17,7 +17,7 @@ from rlhf_spmd.algorithms.base import RolloutConfig, sample, validate
 from rlhf_spmd.controller import Reference, register
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.objectives.losses import aggregate
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker, GlobalReduce, RoleClass
+from rlhf_spmd.workers.compute import ComputeWorker, GlobalReduce, RoleClass
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 __all__ = ["Config", "step", "validate"]
@@ -38,10 +38,10 @@ class Config(RolloutConfig):
         return {**super().roles, "baseline": BaselineWorker}
 
 
-class BaselineWorker(ArithmeticWorker):
+class BaselineWorker(ComputeWorker):
     """``seen``: rows so far, part of the checkpoint."""
 
-    @register(LAST_FIRST, inputs=("scores", "response_ids"), outputs=("advantages",), kind="arithmetic")
+    @register(LAST_FIRST, inputs=("scores", "response_ids"), outputs=("advantages",), kind="compute")
     def leave_one_out(self, batch: Batch, scale: float) -> tuple[Batch, dict[str, float]]:
         """``advantages``: ragged [response tokens], the same number for all tokens of a response."""
         rows = self.mesh.pool.all_reduce(torch.tensor([len(batch)]), "control")
@@ -60,7 +60,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     scored = models.reward.compute_reward(batch)
     batch = batch.union(scored)
     baseline = models.baseline.leave_one_out(batch, config.scale)
-    best = models.arithmetic.apply(batch, best_of_step, reads=("scores",))
+    best = models.compute.apply(batch, best_of_step, inputs=("scores",))
     update = models.actor.update(batch.union(baseline), Objective(weighted_likelihood, ("advantages",)), **config.schedule)
     return [rollout, scored, baseline, best, update]
 

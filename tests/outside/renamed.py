@@ -25,5 +25,5 @@ class Config(ppo.Config):
 
 def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
     known = {name: getattr(models, own) for name, own in NAMES.items()}
-    others = {name: getattr(models, name) for name in ("arithmetic", "rewards", "controller")}
+    others = {name: getattr(models, name) for name in ("compute", "rewards", "controller")}
     return ppo.step(SimpleNamespace(**known, **others), data, config, number)

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.reshard import hybrid, start_transfer, transfer, transfer_steps
-from rlhf_spmd.workers import weight_sync as loan
+from rlhf_spmd.workers import weight_sync
 
 PLACES: dict[str, tuple[Any, str]] = {
     "bucket": (transfer.Transfer, "_land"),
@@ -29,8 +29,8 @@ class Config(PPOConfig):
 
 def step(models: Any, data: Any, config: Config, number: int) -> Any:
     if config.fault == "small message":  # so that not all of them start at once
-        loan.transfer_steps = partial(transfer_steps, message_bytes=1 << 12)
-        loan.start_transfer = partial(start_transfer, buffer_bytes=1 << 12)
+        weight_sync.transfer_steps = partial(transfer_steps, message_bytes=1 << 12)
+        weight_sync.start_transfer = partial(start_transfer, buffer_bytes=1 << 12)
     if number == 2 and os.environ["RANK"] == "1":
         where, name = PLACES[config.fault]
         setattr(where, name, failing(getattr(where, name), config.fault))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import RolloutConfig, sample
 from rlhf_spmd.controller import Reference
-from rlhf_spmd.workers.arithmetic import RoleClass
+from rlhf_spmd.workers.compute import RoleClass
 from rlhf_spmd.workers.reward import RewardWorker
 
 

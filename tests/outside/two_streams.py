@@ -27,7 +27,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(scores, old)
-    advantages = models.arithmetic.apply(batch, in_group(config), ("scores",), gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
     objectives = [clipped_policy(config, data.sampling), replace(likelihood("token-mean"), weight=config.ptx_coeff)]
     update = models.actor.update([batch.union(advantages), data.text.next()], objectives, **config.schedule)
     return [rollout, *scored, old, advantages, update]

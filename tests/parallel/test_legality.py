@@ -107,7 +107,7 @@ def test_a_run_is_legal_on_nccl(directory: Path, name: str) -> None:
 def test_the_branches_that_gpus_take_were_taken(directory: Path) -> None:
     seen = {(launch.kind, launch.label) for name in RUNS for launch in launches(records_of(directory, name))}
     assert {kind for kind, _ in seen} >= {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "exchange", "message"}
-    assert {("exchange", "loan"), ("all_gather", "zero_parameters"), ("reduce_scatter", "zero_gradients")} <= seen
+    assert {("exchange", "weight_sync"), ("all_gather", "zero_parameters"), ("reduce_scatter", "zero_gradients")} <= seen
     assert {("message", "pipeline_forward"), ("message", "generation:hidden"), ("broadcast", "generation:tokens")} <= seen
     assert ("exchange", "muon_matrices") in seen
 
@@ -237,7 +237,9 @@ def rules(records: Records) -> set[str]:
 
 def test_a_group_in_which_only_some_ranks_connect() -> None:
     three = Communicator("", (0, 1, 2), True)
-    exchange = [Launch(three, "exchange", "loan", 0, parts=(Part(1 - rank, rank == 0, 4, "float32"),)) for rank in (0, 1)]
+    exchange = [
+        Launch(three, "exchange", "weight_sync", 0, parts=(Part(1 - rank, rank == 0, 4, "float32"),)) for rank in (0, 1)
+    ]
     records: Records = {0: [exchange[0]], 1: [exchange[1]], 2: []}
     assert "connections" in rules(records)
     assert rules({rank: [collective(9, three), *events] for rank, events in records.items()}) == set()
@@ -245,8 +247,11 @@ def test_a_group_in_which_only_some_ranks_connect() -> None:
 
 def test_a_batch_that_is_two_on_the_other_side() -> None:
     both = [Part(1, True, 4, "float32"), Part(1, True, 5, "float32")]
-    one = Launch(PAIR, "exchange", "loan", 1, parts=tuple(both))
-    two = [Launch(PAIR, "exchange", "loan", 1 + i, parts=(part._replace(peer=0, sends=False),)) for i, part in enumerate(both)]
+    one = Launch(PAIR, "exchange", "weight_sync", 1, parts=tuple(both))
+    two = [
+        Launch(PAIR, "exchange", "weight_sync", 1 + i, parts=(part._replace(peer=0, sends=False),))
+        for i, part in enumerate(both)
+    ]
     assert rules({0: [collective(0), one], 1: [collective(0), *two]}) == {"pairs"}
 
 
@@ -265,7 +270,9 @@ def test_messages_of_two_ranks_that_both_send_first() -> None:
 
 def test_an_operation_between_other_collectives_than_its_partner() -> None:
     def at(rank: int, late: bool) -> list[Event]:
-        exchange = Launch(PAIR, "exchange", "loan", 1, parts=(Part(1 - rank, rank == 0, 4, "float32"),), asynchronous=True)
+        exchange = Launch(
+            PAIR, "exchange", "weight_sync", 1, parts=(Part(1 - rank, rank == 0, 4, "float32"),), asynchronous=True
+        )
         events: list[Event] = [exchange, collective(2)]
         return [collective(0), *(reversed(events) if late else events)]
 

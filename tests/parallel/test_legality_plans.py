@@ -50,7 +50,7 @@ def sides_of(side: Side) -> list[Holding]:
 
 def reshard(paper: Paper, sides: tuple[Side, Side], held: tuple[list[Holding], list[Holding]], buffers: int) -> None:
     (source, here), (target, there) = sides
-    group = paper.group(sorted({*here, *there}), "loan", "loan")
+    group = paper.group(sorted({*here, *there}), "weight_sync", "weight_sync")
     assert group is not None
     plan = plan_transfer(*held, lambda rank: rank // 8, paper.rank)
     given, taken = parameters(source, here, paper.rank), parameters(target, there, paper.rank)

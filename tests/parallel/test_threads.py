@@ -30,7 +30,7 @@ needs_kernels = pytest.mark.skipif(not FOUND, reason="needs the C++ attention")
 
 def most_threads(dtype: torch.dtype) -> int:
     """With torch's products in place of those in C++, as of bfloat16 on processors with AMX, one."""
-    return 2 if choose_ops(dtype, CPU).is_exact(dtype, 2) else 1
+    return 2 if choose_ops(dtype, CPU).is_batch_invariant(dtype, 2) else 1
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.exact=true"], 1)
     assert exact_rollouts(ready.config, ready.plans)
     with kernels.suspended():  # as without a compiler, auto is torch
-        assert not choose_ops(torch.float32, CPU).is_exact(torch.float32, 2)
+        assert not choose_ops(torch.float32, CPU).is_batch_invariant(torch.float32, 2)
     with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
         prepare(config, [*settings, "run.threads=0"], 1)
     with pytest.raises(ValueError, match=r"run.threads=100000: must be at least 1 and at most 1024"):
@@ -108,7 +108,7 @@ def test_hosts_with_unlike_processors_agree_on_what_is_exact(tmp_path: Path) -> 
     """Rank 1's products are not exact, as on a processor with AVX2 alone: then old log-probs are computed on both."""
     limits = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     probe = "import torch; from rlhf_spmd import kernels; from rlhf_spmd.parallel.world import choose_cpu_matmul as choose; choose(); "
-    probe += "print(kernels.choose_ops(torch.float32, torch.device('cpu'), 'torch').is_exact(torch.float32))"
+    probe += "print(kernels.choose_ops(torch.float32, torch.device('cpu'), 'torch').is_batch_invariant(torch.float32))"
     limited = subprocess.run([sys.executable, "-c", probe], env=tasks.environment() | limits, capture_output=True, text=True)
     if limited.stdout.strip() != "False":
         pytest.skip("the environment does not change this processor's products")

@@ -18,15 +18,16 @@ from generators import row_of
 from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
-from rlhf_spmd.generation.sequence import PrefixTable
+from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.planner.costs import PAGE, Calibration, Formulas, kv_bytes_per_token
+from rlhf_spmd.planner.costs import PAGE, Calibration, FormulaTimes, kv_bytes_per_token
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
-from rlhf_spmd.planner.shape import CHECKPOINTING, Choices, ModelShape, Workload, choices, shape_of
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings, shape_of
 from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.flops import forward_flops
 
@@ -43,18 +44,18 @@ def machine(size: int = 16, local_size: int = 8, network: float = math.inf, **ra
 H100S = Calibration()
 
 
-def infer_seconds(shape: ModelShape, work: Workload, how: Choices, on: Machine, costs: Calibration = H100S) -> np.ndarray:
-    return Formulas(on, costs).infer_seconds(shape, work, how)
+def infer_seconds(shape: ModelShape, work: Workload, how: CallSettings, on: Machine, costs: Calibration = H100S) -> np.ndarray:
+    return FormulaTimes(on, costs).infer_seconds(shape, work, how)
 
 
-def train_seconds(shape: ModelShape, work: Workload, how: Choices, on: Machine, costs: Calibration = H100S) -> np.ndarray:
-    return Formulas(on, costs).train_seconds(shape, work, how)
+def train_seconds(shape: ModelShape, work: Workload, how: CallSettings, on: Machine, costs: Calibration = H100S) -> np.ndarray:
+    return FormulaTimes(on, costs).train_seconds(shape, work, how)
 
 
 def generate_seconds(
-    shape: ModelShape, work: Workload, how: Choices, on: Machine, kv_bytes: float, costs: Calibration = H100S
+    shape: ModelShape, work: Workload, how: CallSettings, on: Machine, kv_bytes: float, costs: Calibration = H100S
 ) -> np.ndarray:
-    return Formulas(on, costs).generate_seconds(shape, work, how, kv_bytes)
+    return FormulaTimes(on, costs).generate_seconds(shape, work, how, kv_bytes)
 
 
 def rows(number: int, length: float, **more: int) -> Workload:
@@ -65,21 +66,21 @@ def rows(number: int, length: float, **more: int) -> Workload:
 @pytest.mark.parametrize("spec", [LLAMA, MIXED], ids=["dense", "experts"])
 def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
     shape, work = shape_of(spec, "lm"), rows(64, 100)
-    how = choices([(1, 1, 1), (1, 1, 4), (1, 4, 2)], micro_tokens=[800])
+    how = call_settings([(1, 1, 1), (1, 1, 4), (1, 4, 2)], micro_tokens=[800])
     found = infer_seconds(shape, work, how, machine(flops=1.0), IDEAL)
     assert found == pytest.approx(forward_flops(spec, 6400, 100) / np.array([1, 4, 8]))
     values = shape_of(spec, "value")
     passes = forward_flops(spec, 6400, 100) - 6400 * 2 * spec.vocab_size * spec.hidden_size
     for level, layers in enumerate((3, 3, 4)):  # selective checkpointing computes the attention again, no product
         attention = 6400 * 2 * 100 * 8 * 256 if level == 1 else 0
-        found = train_seconds(values, work, choices([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
+        found = train_seconds(values, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
         assert found == pytest.approx(layers * passes + attention)
-        head = train_seconds(shape, work, choices([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - found
+        head = train_seconds(shape, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - found
         assert head == pytest.approx(4 * 6400 * 2 * spec.vocab_size * spec.hidden_size)  # its logits are made again
 
 
 def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
-    work, how = rows(32, 100), choices([(4, 1, 1)], micro_tokens=[400])  # 8 micro-batches
+    work, how = rows(32, 100), call_settings([(4, 1, 1)], micro_tokens=[400])  # 8 micro-batches
     one = 4 * 2 * shape_of(LLAMA, "none").active * 100 + 4 * 2 * 100 * 8 * 32 * 100  # FLOPs of a layer
     found = infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL)
     assert found == pytest.approx(2 * one * (8 + 4 - 1))
@@ -97,7 +98,7 @@ def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
 def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
     params = shape_of(LLAMA, "none").params
     for tp, dp, rate in ((1, 8, 450.0), (1, 16, 400.0), (2, 8, 200.0), (8, 2, 50.0), (4, 2, 450.0)):
-        how = choices([(1, tp, dp)])
+        how = call_settings([(1, tp, dp)])
         found = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
         sums = 4 * 8 * 2 * (tp - 1) / tp * (16 / dp * 10 * 256 * 4) / 450.0
         assert found == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
@@ -106,7 +107,7 @@ def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
 def test_between_hosts_only_sums_of_shards_are_slow() -> None:
     """Each device of a host has a ring of its own over the copies, of its own shard."""
     shape, on = shape_of(LLAMA, "none"), machine(link=450.0, network=50.0)
-    how = choices([(1, 1, 16)], zero=[1, 3], zero_size=[8, 0], micro_tokens=[10])
+    how = call_settings([(1, 1, 16)], zero=[1, 3], zero_size=[8, 0], micro_tokens=[10])
     found, share = train_seconds(shape, rows(16, 10), how, on, IDEAL), shape.params * 4
     gathers = np.array([2, 2, 3, 3])  # with the gradients' scatter, which moves as much
     inside, across = share * 7 / 8 / 450.0 * gathers, 2 * share / 8 * 1 / 2 / 50.0
@@ -117,11 +118,11 @@ def test_between_hosts_only_sums_of_shards_are_slow() -> None:
 def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> None:
     shape = shape_of(LLAMA, "none")
     for size, hops in ((8, 2), (16, 4)):  # 4 ranks of a host, or 16 of two, which take twice as long for a doubling
-        how = choices([(1, size // (1 if size == 16 else 2), 1)])
+        how = call_settings([(1, size // (1 if size == 16 else 2), 1)])
         found = infer_seconds(shape, rows(16, 10), how, machine(latency=1.0), IDEAL)
         assert found == pytest.approx(8 * 2 * hops * (2 if size == 16 else 1))
     how, size = (
-        choices([(4, 1, 1), (4, 1, 4)], micro_tokens=[40]),
+        call_settings([(4, 1, 1), (4, 1, 4)], micro_tokens=[40]),
         40 * 256 * 4,
     )  # 4 and 1 micro-batches, in a host and between two
     on = machine(link=450.0, network=50.0)
@@ -132,7 +133,7 @@ def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> N
 
 
 def test_a_step_draws_from_the_whole_vocabulary() -> None:
-    work, how = Workload(32, 0, (10.0,)), choices([(1, 1, 1), (1, 4, 1)])
+    work, how = Workload(32, 0, (10.0,)), call_settings([(1, 1, 1), (1, 4, 1)])
     only = replace(IDEAL, reads=math.inf)
     full, none = (
         generate_seconds(shape_of(LLAMA, head), work, how, machine(bandwidth=1.0), math.inf, only) for head in ("lm", "none")
@@ -177,7 +178,7 @@ def test_bytes_of_tp_are_those_of_a_step(models: dict[int, str], checkpointing: 
     counted, found = {}, {}
     for layers, path in models.items():
         counted[layers] = run_ranks(2, received, path, layout, checkpointing, ())[0]
-        how = choices(
+        how = call_settings(
             [(1, 2, 1)],
             micro_tokens=[ROWS * LENGTH // PARTS],
             checkpointing=[CHECKPOINTING.index(checkpointing)],
@@ -193,7 +194,9 @@ def test_bytes_of_tp_are_those_of_a_step(models: dict[int, str], checkpointing: 
 def test_bytes_of_dp_are_those_of_a_step(models: dict[int, str], layout: Layout) -> None:
     labels, dp = ("gradients", "zero_parameters", "zero_gradients"), layout.dp
     counted = run_ranks(dp, received, models[5], layout, "none", labels)[0]
-    how = choices([(1, 1, dp)], micro_tokens=[ROWS * LENGTH // PARTS], zero=[layout.zero], zero_size=[layout.zero_size or 0])
+    how = call_settings(
+        [(1, 1, dp)], micro_tokens=[ROWS * LENGTH // PARTS], zero=[layout.zero], zero_size=[layout.zero_size or 0]
+    )
     # an all-reduce is counted once for each element, and a ring of n moves (n - 1) / n of them twice: of two ranks as many
     found = train_seconds(shape_of(read_spec(models[5]), "lm"), rows(dp * ROWS, LENGTH), how, machine(link=1.0), IDEAL)
     assert found == pytest.approx(counted, rel=0.01)
@@ -204,23 +207,23 @@ def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: f
     row has by then; prompts are free. Lengths are dealt so that any few rows have all of them."""
     scheduler = Scheduler(GenerationConfig(num_pages=pages, max_num_seqs=flight, max_num_batched_tokens=1 << 20))
     order = np.random.default_rng(0).permutation(np.resize(work.responses, work.rows))
-    ends, interner = {}, PrefixTable(PAGE)
+    ends, prefix_table = {}, PrefixTable(PAGE)
     for index, length in enumerate(order):
         first = index // work.group * 1000
         row = row_of(index, range(first, first + int(work.prompt)), int(max(work.responses)))
-        row.contents = interner.contents(row.request.prompt_ids)
+        row.prefix_ids = prefix_table.prefix_ids(row.request.prompt_ids)
         ends[row] = int(length)
         scheduler.add(row)
     seconds = 0.0
     while not scheduler.finished:
         step = scheduler.schedule()
-        drawing = [item.row for item in step.work if item.samples]
-        seconds += layers + weights + token * sum(row.length for row in drawing)
-        for row in drawing:
+        overrides = [item.row for item in step.work if item.samples]
+        seconds += layers + weights + token * sum(row.length for row in overrides)
+        for row in overrides:
             row.tokens.append(7)
             row.stopped = row.num_new == ends[row]
         scheduler.advance(step)
-        for row in drawing:
+        for row in overrides:
             if row.stopped:
                 scheduler.end(row)
     return seconds
@@ -239,7 +242,7 @@ def test_generation_takes_the_steps_of_the_scheduler(
 ) -> None:
     """Without a limit, in waves by number, and in waves by memory, where rows of a prompt share its pages."""
     shape, work = shape_of(LLAMA, "none"), Workload(number, 224, lengths, group=group)
-    how = choices([(1, 1, 1)], max_num_seqs=[flight])
+    how = call_settings([(1, 1, 1)], max_num_seqs=[flight])
     held = float(kv_bytes_per_token(shape, how, 4)[0])
     assert held == 8 * 2 * 4 * 32 * 4
     costs = replace(IDEAL, memory=math.inf, kernels=1e-3)
@@ -251,7 +254,7 @@ def test_generation_takes_the_steps_of_the_scheduler(
 
 
 def test_prompts_are_computed_once_for_a_group() -> None:
-    shape, how = shape_of(LLAMA, "none"), choices([(1, 1, 1), (1, 1, 4)], micro_tokens=[500])
+    shape, how = shape_of(LLAMA, "none"), call_settings([(1, 1, 1), (1, 1, 4)], micro_tokens=[500])
     prompts = forward_flops(LLAMA, 1000, 100) - 1000 * 2 * 1000 * 256
     drawn = 40 * 10 * 8 * 2 * shape.active  # whose attention reads, and computes nothing that counts
     for group in (1, 4):
@@ -262,7 +265,7 @@ def test_prompts_are_computed_once_for_a_group() -> None:
 def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
     """Of 4 rows in a micro-batch, and of 1; attention is over whole rows, whose tokens see 55 on average."""
     shape, work = shape_of(LLAMA, "none"), Workload(8, 100, (10.0,), group=4)
-    how = choices([(1, 1, 1)], micro_tokens=[440, 110])
+    how = call_settings([(1, 1, 1)], micro_tokens=[440, 110])
     tokens, attention = np.array([2 * (100 + 4 * 10), 8 * 110]), 4 * shape.queries * 55 * 8 * 110
     for seconds, times in ((infer_seconds, 1), (train_seconds, 3)):
         found = seconds(shape, work, how, machine(flops=1.0), IDEAL)
@@ -270,9 +273,15 @@ def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
 
 
 def test_what_zero_sends_goes_on_beside_computing() -> None:
-    shape, work, how = shape_of(LLAMA, "none"), rows(64, 100), choices([(1, 1, 4)] * 2, zero=[1, 2, 3], micro_tokens=[400])
+    shape, work, how = (
+        shape_of(LLAMA, "none"),
+        rows(64, 100),
+        call_settings([(1, 1, 4)] * 2, zero=[1, 2, 3], micro_tokens=[400]),
+    )
     compute = (
-        4 * train_seconds(shape, rows(16, 100), choices([(1, 1, 1)], micro_tokens=[400]), machine(flops=1e9), IDEAL)[0] / 4
+        4
+        * train_seconds(shape, rows(16, 100), call_settings([(1, 1, 1)], micro_tokens=[400]), machine(flops=1e9), IDEAL)[0]
+        / 4
     )
     for link in (1e9, 1e6):
         sent = train_seconds(shape, work, how, machine(link=link), IDEAL)
@@ -285,7 +294,7 @@ def test_bytes_over_the_memory() -> None:
     """An optimizer step, which ZeRO divides; a head's logits."""
     shape, on = shape_of(LLAMA, "none"), machine(bandwidth=1.0, host_link=2.0)
     only = replace(IDEAL, reads=math.inf)
-    how = choices([(1, 1, 1), (1, 1, 2)], zero=[0, 1])
+    how = call_settings([(1, 1, 1), (1, 1, 2)], zero=[0, 1])
     one = train_seconds(shape, rows(16, 100), how, on, only)
     two = train_seconds(shape, rows(16, 100, mini_batches=2), how, on, only)
     sums = shape.layers * shape.layer * 10  # each mini-batch is a micro-batch of its own, with a sum of gradients
@@ -300,7 +309,7 @@ def test_graphs_and_lanes() -> None:
     """The host starts layers one after the other, or a graph does; lanes of a pipeline take turns on each stage."""
     shape, work = shape_of(LLAMA, "none"), Workload(64, 0, (100.0,))
     slow = replace(IDEAL, launch=1e-3, kernels=1e-5)
-    how = choices([(1, 1, 1), (4, 1, 1)], graphs=[0, 1], max_num_seqs=[64])
+    how = call_settings([(1, 1, 1), (4, 1, 1)], graphs=[0, 1], max_num_seqs=[64])
     eager, graphs, staged, both = generate_seconds(shape, work, how, machine(), math.inf, slow)
     outside = 5 * 1e-3
     assert eager == pytest.approx(100 * (8e-3 + outside) + 8e-3)
@@ -316,7 +325,7 @@ LAYOUTS = st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4, 8)), s
 
 def all_seconds(work: Workload, layout: tuple[int, int, int], on: Machine, kv_bytes: float = 2e10, **more: Any) -> np.ndarray:
     """Of a call of each kind."""
-    how = choices([layout], **more)
+    how = call_settings([layout], **more)
     return np.array(
         [
             infer_seconds(LARGE, work, how, on)[0],
@@ -360,7 +369,7 @@ def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
     for (hidden, _, inner, kv), shares in measured.items():
         shape = shape_of(ModelSpec("llama", 32000, hidden, inner, 1, hidden // 128, kv, 128), "none")
         for (tokens, tp), share in shares.items():
-            how = choices([(1, tp, 1)], micro_tokens=[tokens])
+            how = call_settings([(1, tp, 1)], micro_tokens=[tokens])
             products = infer_seconds(shape, rows(tokens, 1), how, on, only)[0] - only.kernels  # without the other kernels
             found = 2 * shape.active * tokens / tp / 989e12 / products
             assert found == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
@@ -388,10 +397,10 @@ def test_a_large_model_stays_within_reason() -> None:
     spec = ModelSpec("llama", 128256, 8192, 28672, 80, 64, 8, 128)
     shape, on = shape_of(spec, "lm"), replace(H100S, size=128, memory=H100S.memory * 2)
     work = Workload(2048, 1024, (1024.0,), mini_batches=4)
-    how = choices([(4, 4, 8), (8, 4, 4), (4, 8, 4)], zero=[1], micro_tokens=[4096], sequence_parallel=[1])
+    how = call_settings([(4, 4, 8), (8, 4, 4), (4, 8, 4)], zero=[1], micro_tokens=[4096], sequence_parallel=[1])
     share = 3 * forward_flops(spec, work.rows * work.length, 2048) / (128 * 989e12) / train_seconds(shape, work, how, on)
     assert ((share > 0.2) & (share < 0.55)).all(), share
-    decode = choices([(1, 8, 16)], graphs=[1], max_num_seqs=[256])
+    decode = call_settings([(1, 8, 16)], graphs=[1], max_num_seqs=[256])
     read = 1024 * (80 * shape.layer * 2 / 8 + 2048 / 16 * 512 * float(kv_bytes_per_token(shape, decode)[0])) / 3.35e12
     found = generate_seconds(shape, Workload(2048, 0, (1024.0,)), decode, on, math.inf)[0]
     assert 1.2 * read < found < 4.5 * read

@@ -16,6 +16,7 @@ from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.lora import LoraConfig
@@ -24,10 +25,10 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
-from rlhf_spmd.planner.shape import CHECKPOINTING, ModelShape, Workload, adapter_numel, choices, quantized_numel, shape_of
-from rlhf_spmd.workers.adapters import held_tensors
+from rlhf_spmd.planner.shapes import ModelShape, Workload, adapter_numel, call_settings, quantized_numel, shape_of
 from rlhf_spmd.workers.engine import Packed, TrainEngine
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.model_weights import held_tensors
+from rlhf_spmd.workers.optim_config import OptimConfig
 
 CONFIG = {
     "model_type": "llama",
@@ -73,8 +74,8 @@ def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[
 def measured(
     world: World, layout: Layout, dtype: str, mode: str, number: int, lora: LoraConfig | None = None
 ) -> tuple[float, float, float, int]:
-    """Bytes of this rank that live at most, besides what the engine holds: in a mini-batch, its step, and a forward pass; and what it
-    holds."""
+    """Bytes of this rank that live at most, besides what the engine holds: in a mini-batch, its step, and a forward pass; and
+    what it holds."""
     spec, mesh = spec_from_config(CONFIG, "test"), build_mesh(world, range(layout.size), layout)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": world.device, "activation_checkpointing": mode}
     engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(), lora=lora, **options)
@@ -98,7 +99,7 @@ def test_training_takes_what_is_predicted(layout: Layout, dtype: str, mode: str,
     """Not with ZeRO 2 and 3: storages that FSDP2 gives up by resizing them still count in the measure."""
     found = run_ranks(layout.size, measured, layout, dtype, mode, number)
     shape, settings_ = shape_of(spec_from_config(CONFIG, "test"), "lm"), role(dtype)
-    one = choices(
+    one = call_settings(
         [(layout.pp, layout.tp, layout.dp)],
         zero=(layout.zero,),
         zero_size=(layout.zero_size or 0,),
@@ -122,7 +123,7 @@ def test_a_forward_pass_takes_at_most_what_is_predicted() -> None:
     """In a layer's kernels of C++ less than the operations of torch take one by one."""
     ((_, _, peak, _),) = run_ranks(1, measured, Layout(), "float32", "none", 1)
     shape, work = shape_of(spec_from_config(CONFIG, "test"), "lm"), Workload(ROWS, 1.0, (LENGTH - 1.0,))
-    parts = model.infer(shape, work, choices([(1, 1, 1)], micro_tokens=(ROWS * LENGTH,)), role("float32"), 0)
+    parts = model.infer(shape, work, call_settings([(1, 1, 1)], micro_tokens=(ROWS * LENGTH,)), role("float32"), 0)
     assert 0.4 * float(model.total(parts)[0]) < peak < 1.05 * float(model.total(parts)[0])
 
 
@@ -135,7 +136,7 @@ def test_training_of_adapters_takes_what_is_predicted(
     spec = spec_from_config(CONFIG, "test")
     few = {"quantized": quantized_numel(spec, lora), "bits": bits or 0}
     shape, settings_ = shape_of(spec, "lm"), replace(role(dtype), adapters=adapter_numel(spec, lora), **few)
-    one = choices(
+    one = call_settings(
         [(layout.pp, layout.tp, layout.dp)],
         zero=(layout.zero,),
         micro_tokens=(ROWS * LENGTH,),
@@ -176,12 +177,12 @@ WORK = Workload(256, 1024.0, (1024.0,))
 def test_what_a_role_holds_by_hand() -> None:
     """Qwen2.5-7B has 7.6156e9 parameters: 2 bytes each of weights, 12 of fp32 moments and master weights; ZeRO cuts both by d."""
     assert SEVEN.params == pytest.approx(7.6156e9, rel=1e-4)
-    ways = choices([(1, 1, 8)], zero=(0, 1, 3))
+    ways = call_settings([(1, 1, 8)], zero=(0, 1, 3))
     parts = model.held(SEVEN, ways, model.RoleSettings(trained=True), 0)
     np.testing.assert_allclose(parts["weights"], 2 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
     np.testing.assert_allclose(parts["optimizer"], 12 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
     assert float(model.held(SEVEN, ways, model.RoleSettings(), 0)["optimizer"][0]) == 0
-    pairs = model.held(SEVEN, choices([(1, 1, 8)], zero=(0, 3), zero_size=(2,)), model.RoleSettings(trained=True), 0)
+    pairs = model.held(SEVEN, call_settings([(1, 1, 8)], zero=(0, 3), zero_size=(2,)), model.RoleSettings(trained=True), 0)
     np.testing.assert_allclose(model.total(pairs), 14 * 7.6156e9 / np.array([1, 2]), rtol=1e-4)
     without = model.held(SEVEN, ways, model.RoleSettings(trained=True, master_weights=False), 0)
     np.testing.assert_allclose(without["optimizer"], without["weights"] * 2)  # bf16 moments
@@ -192,8 +193,9 @@ def test_what_a_role_holds_by_hand() -> None:
 
 
 def test_what_other_optimizers_hold_by_hand() -> None:
-    """Two moments of a byte and a 64th of a float32 scale; Muon has one moment of a matrix, and AdamW's two of embedding and head."""
-    ways = choices([(1, 1, 8)], zero=(0, 3))
+    """Two moments of a byte and a 64th of a float32 scale; Muon has one moment of a matrix, and AdamW's two of embedding and
+    head."""
+    ways = call_settings([(1, 1, 8)], zero=(0, 3))
     eight = model.held(SEVEN, ways, model.RoleSettings(trained=True, optim="adamw_8bit"), 0)["optimizer"]
     np.testing.assert_allclose(eight, (4 + 2 * (1 + 4 / 256)) * 7.6156e9 / np.array([1, 8]), rtol=1e-4)
     muon = model.held(SEVEN, ways, model.RoleSettings(trained=True, optim="muon"), 0)["optimizer"]
@@ -214,15 +216,17 @@ def test_an_optimizer_holds_what_is_predicted(name: str, dtype: str, layout: Lay
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
     shape, settings_ = shape_of(spec_from_config(CONFIG, "test"), "lm"), replace(role(dtype), optim=name)
-    predicted = model.held(shape, choices([(layout.pp, layout.tp, layout.dp)], zero=(layout.zero,)), settings_, 0)["optimizer"]
+    predicted = model.held(shape, call_settings([(layout.pp, layout.tp, layout.dp)], zero=(layout.zero,)), settings_, 0)[
+        "optimizer"
+    ]
     for held in run_ranks(layout.size, held_by, layout, dtype, name):
         assert held == pytest.approx(float(predicted[0]), rel=0.01)
 
 
 def test_activations_of_7b_by_hand() -> None:
-    """docs/parallelism.md: 4 h + 3 q + 3 k + 3 f = 83,456 numbers a layer and token, in bf16, 28 layers, 16,384 tokens: 71.3 GiB; and 2 h
-    behind the last layer. All that is divided by tp is the second to fourth term."""
-    ways = choices([(1, 1, 1), (1, 4, 1)], checkpointing=(0, 2))
+    """docs/parallelism.md: 4 h + 3 q + 3 k + 3 f = 83,456 numbers a layer and token, in bf16, 28 layers, 16,384 tokens: 71.3
+    GiB; and 2 h behind the last layer. All that is divided by tp is the second to fourth term."""
+    ways = call_settings([(1, 1, 1), (1, 4, 1)], checkpointing=(0, 2))
     kept = model.train(SEVEN, WORK, ways, model.RoleSettings(trained=True), 0)["activations"]
     tokens, behind = 16384 * 2, 2 * 3584
     assert kept[0] == tokens * (28 * (4 * 3584 + 3 * (3584 + 512 + 18944)) + behind)
@@ -231,19 +235,19 @@ def test_activations_of_7b_by_hand() -> None:
 
 
 def test_a_pipeline_s_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
-    ways = choices([(4, 1, 1)])
+    ways = call_settings([(4, 1, 1)])
     stages = [model.train(SEVEN, WORK, ways, model.RoleSettings(trained=True), stage)["activations"][0] for stage in range(3)]
     assert stages[0] / stages[1] == pytest.approx(4 / 3) and stages[0] / stages[2] == pytest.approx(2)
-    held, active = model.fullest(ways, lambda at: (model.held(SEVEN, ways, ROLE, at), model.train(SEVEN, WORK, ways, ROLE, at)))
+    fullest = model.fullest(ways, lambda at: {**model.held(SEVEN, ways, ROLE, at), **model.train(SEVEN, WORK, ways, ROLE, at)})
     by_stage = [
         model.total(model.held(SEVEN, ways, ROLE, at)) + model.total(model.train(SEVEN, WORK, ways, ROLE, at))
         for at in range(4)
     ]
-    assert held + active == max(by_stage)
+    assert fullest == max(by_stage)
 
 
 ROLE = model.RoleSettings(trained=True)
-GRID = choices(
+GRID = call_settings(
     [(pp, tp, dp) for pp in (1, 2, 7) for tp in (1, 4) for dp in (1, 8)],
     zero=(0, 1, 2, 3),
     micro_tokens=(4096, 16384),
@@ -302,7 +306,7 @@ def test_the_least_cache_is_what_the_generator_takes_of_just_enough_memory(
 def test_generation_needs_logits_texts_and_pages() -> None:
     """256 rows of 2,048 tokens on one rank: logits 4 bytes * 152,064 * 2, and a cache of at least what is left to it. A page is
     2 * 28 layers * 512 * 2 bytes for each of its 64 tokens."""
-    ways, config = choices([(1, 1, 1), (1, 4, 1)]), GenerationConfig()
+    ways, config = call_settings([(1, 1, 1), (1, 4, 1)]), GenerationConfig()
     parts, row, most = model.generate(SEVEN, WORK, ways, ROLE, config, 0)
     assert row[0] == 32 * 64 * 2 * 28 * 512 * 2 and most[0] == 256 * row[0]
     assert row[1] == row[0] / 4
@@ -313,13 +317,13 @@ def test_generation_needs_logits_texts_and_pages() -> None:
 
 
 def test_what_is_offloaded_lies_in_host_memory() -> None:
-    """Adam's 12 bytes of a parameter over 8 ranks, 2 of a weight, and what layers keep: nothing of that on the device, and nothing
-    beside the device where that is a CPU."""
+    """Adam's 12 bytes of a parameter over 8 ranks, 2 of a weight, and what layers keep: nothing of that on the device, and
+    nothing beside the device where that is a CPU."""
 
     def sizes(parts: model.Parts) -> dict[str, float]:
         return {name: float(np.max(each)) for name, each in parts.items()}
 
-    ways, nothing = choices([(1, 1, 8)], zero=(3,)), {"weights": 0.0, "optimizer": 0.0}
+    ways, nothing = call_settings([(1, 1, 8)], zero=(3,)), {"weights": 0.0, "optimizer": 0.0}
     offloaded = replace(ROLE, offload=True, optim_offload=True, activation_offload=True)
     assert sizes(model.held_by_host(SEVEN, ways, ROLE, 0)) == sizes(model.held(SEVEN, ways, offloaded, 0)) == nothing
     found = sizes(model.held_by_host(SEVEN, ways, offloaded, 0))
@@ -334,7 +338,7 @@ def test_what_is_offloaded_lies_in_host_memory() -> None:
 
 def test_weights_for_generation() -> None:
     """Beside a shard of ZeRO-3 over 8 ranks: the whole model and a bucket, less the shard that lives on in it."""
-    home, there = choices([(1, 1, 8), (1, 1, 8), (1, 4, 2)], zero=(0,)), choices([(1, 1, 8), (1, 1, 8), (1, 1, 8)])
+    home, there = call_settings([(1, 1, 8), (1, 1, 8), (1, 4, 2)], zero=(0,)), call_settings([(1, 1, 8), (1, 1, 8), (1, 1, 8)])
     home = home.set(zero=np.array([0, 3, 0]))
     found = model.weights_for_generation(SEVEN, home, there, ROLE, GenerationConfig(), False, (0, 0))
     whole, table = 2 * SEVEN.params, 2 * SEVEN.embed

@@ -12,12 +12,11 @@ import pytest
 
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.meshes import RankRanges
-from rlhf_spmd.planner.problem import Call, Choice, Option, Plan, Problem, RankRange
+from rlhf_spmd.planner.problem import CallNode, Choice, Option, Plan, Problem, RankRange, simulate, start_times
 from rlhf_spmd.planner.search import NoPlanError, exact
 from rlhf_spmd.planner.search import enumerate as enumerate_roles
-from rlhf_spmd.planner.search.loads import Loads
-from rlhf_spmd.planner.simulate import simulate, start_times
+from rlhf_spmd.planner.search.candidates import RankRanges
+from rlhf_spmd.planner.search.packing import LoadBound
 
 
 def random_problem(seed: int, ahead: int = 0) -> Problem:
@@ -26,8 +25,8 @@ def random_problem(seed: int, ahead: int = 0) -> Problem:
     rng = random.Random(seed)
     while True:
         problem = draw_problem(rng, ahead)
-        meshes = RankRanges(problem)
-        counts = [sum(len(meshes.of.get(o.size, ())) for o in call.options) for call in problem.calls if not call.at_home]
+        ranges = RankRanges(problem)
+        counts = [sum(len(ranges.by_size.get(o.size, ())) for o in call.options) for call in problem.calls if not call.at_home]
         if math.prod(counts) <= 8000:
             return problem
 
@@ -39,7 +38,7 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
     rng.shuffle(order)
     homes = {role: rng.choice([n for n, its in enumerate(order) if its == role]) for role in roles}
     sizes = rng.sample([n for n in (1, 2, 3, 4, 6, 8) if n <= size], k=2)
-    calls: list[Call] = []
+    calls: list[CallNode] = []
     at_home = {n for n, role in enumerate(order) if n > homes[role] and rng.random() < 0.3}
     shapes = {
         role: [(n, rng.choice([1, 2]), rng.choice([1, 2])) for n in sizes for _ in range(rng.choice([1, 2]))] for role in roles
@@ -59,7 +58,7 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
         )
         style = rng.random()
         after = range(node) if style < 0.4 else [n for n in range(node) if rng.random() < 0.5]
-        calls.append(Call(f"c{node}", role, frozenset(after), options, node == homes[role], node in at_home))
+        calls.append(CallNode(f"c{node}", role, frozenset(after), options, node == homes[role], node in at_home))
     memory = [rng.randint(14, 28)] * size
     if rng.random() < 0.3:
         memory[size // 2 :] = [rng.randint(14, 28)] * (size - size // 2)
@@ -69,9 +68,9 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
 
 
 def all_plans(problem: Problem) -> list[Plan]:
-    meshes, ways = RankRanges(problem), []
+    ranges, ways = RankRanges(problem), []
     for node, call in enumerate(problem.calls):
-        some = [Choice(mesh, o) for o, option in enumerate(call.options) for mesh in meshes.of.get(option.size, [])]
+        some = [Choice(ranks, o) for o, option in enumerate(call.options) for ranks in ranges.by_size.get(option.size, [])]
         ways.append([None] if call.at_home else some)
         assert not call.at_home or problem.homes[call.role] < node
     homes = [problem.homes[call.role] for call in problem.calls]
@@ -133,16 +132,16 @@ def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) 
 def test_bounds_are_bounds() -> None:
     for seed in range(40):
         problem = random_problem(seed)
-        meshes = RankRanges(problem)
+        ranges = RankRanges(problem)
         for plan in all_plans(problem)[::97]:
             schedule = simulate(problem, plan)
             seconds = [end - start for start, end in schedule.spans]
-            placed = [(choice.mesh, its) for choice, its in zip(plan, seconds, strict=True)]
-            tables = [{mesh.count: its} for mesh, its in placed]
+            placed = [(choice.rank_range, its) for choice, its in zip(plan, seconds, strict=True)]
+            tables = [{ranks.count: its} for ranks, its in placed]
             for decided in range(len(plan) + 1):
-                alone, ordered = (Loads(meshes, tables[decided:], order).least(placed[:decided]) for order in (False, True))
+                alone, ordered = (LoadBound(ranges, tables[decided:], order).least(placed[:decided]) for order in (False, True))
                 assert alone <= ordered <= schedule.seconds + 1e-9
-                some = [choice.mesh if node < decided else None for node, choice in enumerate(plan)]
+                some = [choice.rank_range if node < decided else None for node, choice in enumerate(plan)]
                 assert start_times(problem, range(len(plan)), some, seconds)[1] <= schedule.seconds
 
 
@@ -153,18 +152,18 @@ def test_calls_that_wait_for_ranks_alone_are_packed_as_well_as_can_be(size: int,
         options = [tuple(one(n, rng.randint(1, 20)) for n in range(1, size + 1)) for _ in range(3)]
         calls = tuple(call(f"c{number}", set(), *its) for number, its in enumerate(options))
         problem = Problem(calls, local, (1e6,) * size, {c.role: 0.0 for c in calls}, 4.0, 1.0)
-        meshes = RankRanges(problem)
-        nodes = [mesh for its in meshes.of.values() for mesh in its if mesh not in meshes.left]
+        ranges = RankRanges(problem)
+        nodes = [ranks for its in ranges.by_size.values() for ranks in its if ranks not in ranges.left]
         tables = [{option.size: option.seconds for option in its} for its in options]
 
         def end(places: Sequence[RankRange], problem: Problem = problem, tables: list[dict[int, float]] = tables) -> float:
-            seconds = [table[mesh.count] for table, mesh in zip(tables, places, strict=True)]
+            seconds = [table[ranks.count] for table, ranks in zip(tables, places, strict=True)]
             return start_times(problem, range(3), places, seconds)[1]
 
-        loads = Loads(meshes, tables, True, nodes_only=True)
+        loads = LoadBound(ranges, tables, True, nodes_only=True)
         packing = loads.packing()
         assert end([packing[number] for number in range(3)]) == loads.least() == min(map(end, product(nodes, repeat=3)))
-        in_order += loads.least() > Loads(meshes, tables, False, nodes_only=True).least()
+        in_order += loads.least() > LoadBound(ranges, tables, False, nodes_only=True).least()
     assert in_order  # in some the order of calls makes a difference
 
 
@@ -181,8 +180,8 @@ def one(size: int, seconds: float, held: float = 0, active: float = 0, tp: int =
     return Option(size, 1, tp, seconds, held, active)
 
 
-def call(name: str, after: set[int], *options: Option, role: str = "", home: bool = True) -> Call:
-    return Call(name, role or name, frozenset(after), options, home)
+def call(name: str, after: set[int], *options: Option, role: str = "", home: bool = True) -> CallNode:
+    return CallNode(name, role or name, frozenset(after), options, home)
 
 
 def test_calls_wait_for_their_ranks_and_for_calls_before_them() -> None:
@@ -204,8 +203,8 @@ def test_weights_that_move_take_time_before_the_call_and_bytes_while_it_runs() -
     problem = Problem((generate, train), 2, (20.0,) * 4, {"actor": 8.0}, 4.0, 1.0)
     home = Choice(RankRange(0, 2), 0)
 
-    def of(mesh: RankRange, option: int) -> tuple[float, tuple[float, ...]]:
-        schedule = simulate(problem, (Choice(mesh, option), home))
+    def of(ranks: RankRange, option: int) -> tuple[float, tuple[float, ...]]:
+        schedule = simulate(problem, (Choice(ranks, option), home))
         return schedule.seconds, schedule.peaks
 
     assert of(RankRange(0, 2), 0) == (5, (8, 8, 0, 0))  # nothing moves; 5 held + 3 of training is the most
@@ -238,11 +237,11 @@ def test_a_long_chain_is_spread_over_the_steps_that_generation_is_ahead() -> Non
         assert simulate(problem, plan).seconds == pytest.approx(seconds)
 
 
-def test_meshes_are_halves_and_what_the_first_and_last_leave() -> None:
+def test_ranges_are_halves_and_what_the_first_and_last_leave() -> None:
     def of(size: int, local: int, *counts: int) -> list[tuple[int, int]]:
         options = tuple(one(count, 1) for count in counts)
-        found = RankRanges(Problem((call("a", set(), *options),), local, (1.0,) * size, {"a": 0.0}, 1.0, 1.0)).of
-        return sorted((mesh.count, mesh.first) for meshes in found.values() for mesh in meshes)
+        found = RankRanges(Problem((call("a", set(), *options),), local, (1.0,) * size, {"a": 0.0}, 1.0, 1.0)).by_size
+        return sorted((ranks.count, ranks.first) for ranges in found.values() for ranks in ranges)
 
     assert of(4, 4, 1, 2, 3, 4) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 2), (3, 0), (3, 1), (4, 0)]
     assert of(12, 4, 4, 8) == [(4, 0), (4, 4), (4, 8), (8, 0), (8, 4)]  # three hosts
@@ -276,17 +275,17 @@ def step_of_ppo(ranks: int, ahead: int = 0) -> Problem:
                 dp = size // (tp * pp)
                 seconds = work / size * (1 + 0.05 * math.log2(tp) + 0.02 * pp + 0.03 * zero) + 0.01 * math.log2(dp)
                 held = (weights + (kept / dp if zero else kept)) / (tp * pp)
-                found.append(Option(size, pp, tp, seconds, held, active / tp, (tp, pp, zero)))
+                found.append(Option(size, pp, tp, seconds, held, active / tp))
         return tuple(found)
 
     large, small, scored = 141 * GIB, 14 * GIB, frozenset({0, 1, 2, 3})
     calls = (
-        Call("generate", "actor", frozenset(), options(6000, 0, 0, 40 * GIB), False),
-        Call("reward", "reward", frozenset({0}), options(200, small, 0, GIB), True),
-        Call("values", "critic", frozenset({0}), options(200, small, 0, GIB), False),
-        Call("reference", "reference", frozenset({0}), options(2000, large, 0, 4 * GIB), True),
-        Call("train_critic", "critic", scored, options(700, small, 7 * small, 20 * GIB), True),
-        Call("train_actor", "actor", scored, options(7000, large, 7 * large, 60 * GIB), True),
+        CallNode("generate", "actor", frozenset(), options(6000, 0, 0, 40 * GIB), False),
+        CallNode("reward", "reward", frozenset({0}), options(200, small, 0, GIB), True),
+        CallNode("values", "critic", frozenset({0}), options(200, small, 0, GIB), False),
+        CallNode("reference", "reference", frozenset({0}), options(2000, large, 0, 4 * GIB), True),
+        CallNode("train_critic", "critic", scored, options(700, small, 7 * small, 20 * GIB), True),
+        CallNode("train_actor", "actor", scored, options(7000, large, 7 * large, 60 * GIB), True),
     )
     weights = {"actor": large, "reference": large, "critic": small, "reward": small}
     generating = frozenset({0}) if ahead else frozenset[int]()

@@ -65,7 +65,7 @@ PROMISES: dict[str, Callable[[Pools, tuple[str, ...], tuple[str, ...], int], boo
         and sum(len(pools[role]) for role in frozen) == size
     ),
     "separate": lambda pools, trained, frozen, size: (
-        all(disjoint(pools, "actor.generate_sequences", role) for role in (*trained, *frozen, "reward", "arithmetic"))
+        all(disjoint(pools, "actor.generate_sequences", role) for role in (*trained, *frozen, "reward", "compute"))
         and len({pools[role] for role in (*trained, *frozen)}) == 1
     ),
 }
@@ -177,8 +177,8 @@ def test_a_trace_takes_no_time_and_no_rows() -> None:
     assert ("actor.generate_sequences", "reward.compute_reward") in edges
     assert ("critic.compute_values", "critic.update") in edges
     again = trace(prepared)
-    assert [node.intakes[0].rows.row_ids.tolist() for node in again.nodes] == [
-        node.intakes[0].rows.row_ids.tolist() for node in traced.nodes
+    assert [node.inputs[0].rows.row_ids.tolist() for node in again.nodes] == [
+        node.inputs[0].rows.row_ids.tolist() for node in traced.nodes
     ]
 
 

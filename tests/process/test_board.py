@@ -17,12 +17,12 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.process.board import JUDGES, Board, announce
-from rlhf_spmd.process.watch import Beat, Limits, Watch, group_places
+from rlhf_spmd.process.watch import Heartbeat, Watch, WatchLimits, group_places
 
 
-def beat(rank: int, count: int = 1, seq: int = 0, name: str = "", inside: bool = True, **others: object) -> Beat:
+def beat(rank: int, count: int = 1, seq: int = 0, name: str = "", inside: bool = True, **others: object) -> Heartbeat:
     fields = {"state": "running", "step": 3, "site": "ppo.py:31" if name else "", "progress": seq, "pid": 1, "host": "n1"}
-    return Beat(rank, count, seq=seq, name=name, inside=inside, **(fields | others))  # type: ignore[arg-type]
+    return Heartbeat(rank, count, seq=seq, name=name, inside=inside, **(fields | others))  # type: ignore[arg-type]
 
 
 def boards(size: int) -> list[Board]:
@@ -39,12 +39,12 @@ def look(all_boards: list[Board], watch: Watch) -> str | None:
 
 def test_beat_survives_the_store():
     original = beat(3, seq=17, name="critic.compute_values", calls=[[16, 5], [17, 9]])
-    assert Beat.decode(original.encode()) == original
+    assert Heartbeat.decode(original.encode()) == original
 
 
 def test_divergence_names_both_call_sites():
     pair = boards(4)
-    watch = Watch(0, range(4), Limits())
+    watch = Watch(0, range(4), WatchLimits())
     for seq in range(1, 17):
         for board in pair:
             board.enter_call(seq, "actor.update_actor", "ppo.py:40")
@@ -62,7 +62,7 @@ def test_divergence_names_both_call_sites():
 def test_ranks_may_run_ahead_of_each_other_and_divergence_is_still_found(ahead):
     """One rank is 300 calls ahead (more than a heartbeat carries); the other catches up and takes another branch at call 250."""
     pair = boards(2)
-    watch = Watch(0, range(2), Limits())
+    watch = Watch(0, range(2), WatchLimits())
 
     def walk(board: Board, until: int, odd: int = 0) -> None:
         for seq in range(board.call[0] + 1, until + 1):
@@ -83,7 +83,7 @@ def test_the_first_call_is_compared_too():
     pair = boards(2)
     Controller(solo(0), pair[0]).decide(False)
     Controller(solo(1), pair[1]).get()
-    message = look(pair, Watch(0, range(2), Limits()))
+    message = look(pair, Watch(0, range(2), WatchLimits()))
     assert message is not None and "rank 1 entered controller.get (" in message and "as call 1, rank 0" in message
 
 
@@ -98,7 +98,7 @@ def test_a_script_that_returns_early_on_one_rank_is_told_at_its_end():
     for board, calls in zip(pair, (2, 1), strict=True):
         controller = Controller(solo(board.launch.rank), board)
         controller.run(script, controller, calls)
-    message, site = look(pair, Watch(0, range(2), Limits())), rf"test_board\.py:{script.__code__.co_firstlineno + 2}"
+    message, site = look(pair, Watch(0, range(2), WatchLimits())), rf"test_board\.py:{script.__code__.co_firstlineno + 2}"
     ended = rf"rank 1 entered controller\.settle \(end of the script after {site}\) as call 2"
     assert message is not None and re.search(rf"{ended}, rank 0 entered controller\.decide \({site}\)", message)
 
@@ -114,7 +114,7 @@ def test_a_call_that_a_beat_names_is_in_the_log_by_then():
                 finding = pair[0]._look(watch)
                 looked_after.append(f"{key}: {finding.call if finding else 'nothing'}")
 
-    store, watch = Store(), Watch(0, range(2), Limits())
+    store, watch = Store(), Watch(0, range(2), WatchLimits())
     pair = [Board(Launch(rank, 2, rank, 2), store) for rank in range(2)]
     pair[0].enter_call(1, "reward.compute_reward", "ppo.py:33")
     pair[0]._publish()
@@ -124,19 +124,19 @@ def test_a_call_that_a_beat_names_is_in_the_log_by_then():
 
 
 def test_a_rank_that_ended_while_another_entered_a_further_call():
-    watch = Watch(0, range(2), Limits())
+    watch = Watch(0, range(2), WatchLimits())
     beats = {0: beat(0, seq=41, name="actor.update_actor"), 1: beat(1, seq=40, name="x.y", state="ended")}
     finding = watch.judge(0.0, beats, [], False, lambda rank, seq: "")
     assert finding is not None and finding.rank == 1
     assert "rank 1 ended the script after call 40, rank 0 entered actor.update_actor (call 41" in finding.message
     # the same number of calls: the slower one is only finishing
     beats[0] = beat(0, seq=40, name="x.y")
-    assert Watch(0, range(2), Limits()).judge(0.0, beats, [], False, lambda rank, seq: "") is None
+    assert Watch(0, range(2), WatchLimits()).judge(0.0, beats, [], False, lambda rank, seq: "") is None
 
 
 @pytest.mark.parametrize(("suspect", "expected"), [(False, 20.0), (True, 6.0)])
 def test_lost_rank(suspect, expected):
-    watch = Watch(0, range(3), Limits())
+    watch = Watch(0, range(3), WatchLimits())
     found = None
     for tick in range(100):
         now = tick * 0.5
@@ -155,7 +155,7 @@ def test_lost_rank(suspect, expected):
 
 def test_a_rank_that_has_not_started_hides_none_that_is_lost():
     """It is given three times as long."""
-    watch, found = Watch(0, range(3), Limits()), None
+    watch, found = Watch(0, range(3), WatchLimits()), None
     for tick in range(200):
         beats = {0: beat(0, count=tick, progress=tick), 1: beat(1, count=min(tick, 6))}
         found = watch.judge(tick * 0.5, beats, [], False, lambda rank, seq: "")
@@ -165,13 +165,13 @@ def test_a_rank_that_has_not_started_hides_none_that_is_lost():
 
 
 def test_a_watcher_that_was_held_up_blames_nobody():
-    watch = Watch(0, range(2), Limits())
+    watch = Watch(0, range(2), WatchLimits())
     assert watch.judge(0.0, {0: beat(0), 1: beat(1)}, [], False, lambda rank, seq: "") is None
     assert watch.judge(1000.0, {0: beat(0, count=2), 1: beat(1)}, [], False, lambda rank, seq: "") is None
 
 
 def test_stall_names_every_place():
-    watch = Watch(0, range(3), Limits(stall_s=10.0))
+    watch = Watch(0, range(3), WatchLimits(stall_s=10.0))
     for tick in range(60):
         names = {0: "actor.update_actor", 1: "actor.update_actor", 2: "critic.compute_values"}
         beats = {r: beat(r, count=tick, seq=17 if r < 2 else 16, name=names[r]) for r in range(3)}
@@ -270,7 +270,7 @@ def test_every_sign_of_life_goes_into_the_heartbeat():
 
     def progress() -> int:
         board._publish()
-        return Beat.decode(board._own.get("board/beat/0")).progress
+        return Heartbeat.decode(board._own.get("board/beat/0")).progress
 
     signs = [
         lambda: board.enter_call(1, "actor.update_actor", "ppo.py:40"),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
 
+from places import ROOT
 from rlhf_spmd.process.launcher import start_ranks
 
 PROGRAM = ROOT / "tests" / "started" / "failing.py"

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import tasks
 from places import ROOT
 from ranks import Program
-
 from rlhf_spmd.algorithms import ppo
 
 LIMIT_S = 60.0

@@ -10,8 +10,8 @@ import pytest
 
 PRINTS = """
 import sys
-from rlhf_spmd.process.output import let_readers_go
-let_readers_go(); let_readers_go()
+from rlhf_spmd.process.arguments import ignore_closed_pipes
+ignore_closed_pipes(); ignore_closed_pipes()
 for number in range(3):
     print("x" * 100_000)
     print("y" * 10, file=sys.stderr)
@@ -46,8 +46,8 @@ def test_the_command_makes_no_traceback() -> None:
 
 
 def test_streams_of_others_are_left_alone() -> None:
-    from rlhf_spmd.process.output import let_readers_go
+    from rlhf_spmd.process.arguments import ignore_closed_pipes
 
     before = sys.stdout, sys.stderr
-    let_readers_go()
+    ignore_closed_pipes()
     assert (sys.stdout, sys.stderr) == before

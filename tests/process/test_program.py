@@ -1,5 +1,6 @@
-"""The process boundary with real processes: each kind of failure ends every rank, with one line and its code. Under torchrun, but for
-jobs that are refused before they start."""
+"""The process boundary with real processes: each kind of failure ends every rank, with one line and its code. Under torchrun
+where ranks
+are lost or signals sent; else on ranks that nobody ends but they themselves."""
 
 import json
 import os
@@ -12,27 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tasks
 import torch
 import torch.distributed as dist
-from places import ROOT
-from ranks import Program
-from tasks import free_port
 
+import tasks
+from places import ROOT
+from ranks import Program, run_command
 from rlhf_spmd.parallel import world
 from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul
 from rlhf_spmd.process import agreement
 from rlhf_spmd.process.ending import Preempted, classify, lost_connection
 from rlhf_spmd.process.messages import Messages
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
+from tasks import free_port
 
 PROGRAM = ROOT / "tests" / "started" / "failing.py"
 START_LIMIT_S = 300.0  # until all ranks are in their loop, on a busy machine
+WARNING = r"\[?W\d{4} "  # of torch
 
 
 @dataclass
 class Ended:
-    """A finished torchrun: what its ranks wrote, their exit codes, exit_status.json; seconds from the failure and from the verdict
+    """A finished job: what its ranks wrote, their exit codes, exit_status.json; seconds from the failure and from the verdict
     on it until the end (or until an earlier job of the same test had ended, if that was later)."""
 
     run_dir: Path
@@ -58,40 +60,44 @@ def wait(process: subprocess.Popen[str], run_dir: Path) -> Ended:
     now, status_file = time.time(), run_dir / "exit_status.json"
     # torchrun's warnings stand between the ranks' lines and its report behind them; the report names each rank's exit code
     ranks_part = re.split(r"^E\d{4} ", errors, maxsplit=1, flags=re.M)[0]
-    ours = [line for line in ranks_part.splitlines() if not re.match(r"\[?W\d{4} ", line)]
+    ours = [line for line in ranks_part.splitlines() if not re.match(WARNING, line)]
     codes = {int(r): int(c) for r, c in re.findall(r"rank\s+: (\d+).*?\n\s+exitcode\s+: (-?\d+)", errors)}
     assert status_file.exists() and (run_dir / "failed").exists(), errors
     seconds = [now - file.stat().st_mtime for file in (run_dir / "failed", status_file)]
     return Ended(run_dir, ours, codes, json.loads(status_file.read_text()), *seconds)
 
 
-def run_refused(run_dir: Path, kind: str) -> tuple[list[str], dict[int, int], float]:
-    """Two ranks without torchrun: the lines that they wrote, their exit codes, and for how many seconds they ran."""
+def fork(run_dir: Path, kind: str) -> Program:
+    """Two ranks without torchrun, which write to a file beside ``run_dir``."""
     run_dir.mkdir(exist_ok=True)
-    begun, output = time.monotonic(), run_dir.parent / f"{kind}.txt"
-    ranks = Program(2, [str(run_dir), kind], output, os.environ | {"PYTHONPATH": str(ROOT / "src")}, str(PROGRAM))
+    output, environment = run_dir.parent / f"{kind}.txt", os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return Program(2, [str(run_dir), kind], output, environment, str(PROGRAM))
+
+
+def wait_for_ranks(ranks: Program, run_dir: Path, kind: str) -> Ended:
     ranks.wait()
-    return output.read_text().splitlines(), ranks.codes, time.monotonic() - begun
+    lines, now = (run_dir.parent / f"{kind}.txt").read_text().splitlines(), time.time()
+    ours = [line for line in lines if not re.match(WARNING, line)]
+    return Ended(run_dir, ours, ranks.codes, status_of(run_dir), now - (run_dir / "failed").stat().st_mtime, 0.0)
 
 
-def run_together(directory: Path, **ranks: int) -> dict[str, Ended]:
-    """One job per kind of failure, side by side: most of their time is waiting."""
-    processes = {kind: start(directory / kind, kind, count) for kind, count in ranks.items()}
-    return {kind: wait(process, directory / kind) for kind, process in processes.items()}
+def run_refused(run_dir: Path, kind: str) -> Ended:
+    return wait_for_ranks(fork(run_dir, kind), run_dir, kind)
 
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    found, directory = {}, tmp_path_factory.mktemp("refused")
-    for kind in ("bad_config", "bad_data_on_one", "bad_lr"):
-        lines, codes, seconds = run_refused(run_dir := directory / kind, kind)
-        found[kind] = Ended(run_dir, lines, codes, status_of(run_dir), seconds, 0.0)
-    return found
+    directory = tmp_path_factory.mktemp("refused")
+    return {kind: run_refused(directory / kind, kind) for kind in ("bad_config", "bad_data_on_one", "bad_lr")}
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    return run_together(tmp_path_factory.mktemp("failed"), **{"raise": 2, "diverge": 2, "kill": 3})
+    """Side by side: most of their time is waiting."""
+    directory = tmp_path_factory.mktemp("failed")
+    killed, others = start(directory / "kill", "kill", 3), {kind: fork(directory / kind, kind) for kind in ("raise", "diverge")}
+    found = {kind: wait_for_ranks(ranks, directory / kind, kind) for kind, ranks in others.items()}
+    return {**found, "kill": wait(killed, directory / "kill")}
 
 
 def stepping(*run_dirs: Path) -> None:
@@ -252,10 +258,12 @@ def test_another_job_in_the_same_run_directory_is_refused(tmp_path):
     stepping(tmp_path / "run")
     (tmp_path / "run" / "exit_status.json").write_text("{}")
     (owner,) = pids(tmp_path / "run", 2)[:1]
-    (second, codes, _), (_, broken, _) = (run_refused(tmp_path / "run", kind) for kind in ("run_too", "bad_config"))
+    for ranks in (later := {kind: fork(tmp_path / "run", kind) for kind in ("run_too", "bad_config")}).values():
+        ranks.wait()
+    second = (tmp_path / "run_too.txt").read_text()
     line = rf"config error: run\.dir={tmp_path}/run is in use by process {owner} on \S+; wait for its end, or give another run\.dir .*"
-    assert len(re.findall(line, "\n".join(second))) == 1
-    assert codes == broken == {0: 2, 1: 2}
+    assert len(re.findall(line, second)) == 1
+    assert [ranks.codes for ranks in later.values()] == [{0: 2, 1: 2}] * 2
     assert (tmp_path / "run" / "exit_status.json").read_text() == "{}", "a refused job wrote over the other's"
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=300)
@@ -338,8 +346,8 @@ def test_a_program_that_leaves_while_it_checks_its_input_has_a_status(tmp_path, 
 )
 def test_a_launcher_that_says_too_little_is_one_line(variables, line, tmp_path):
     own = {name: value for name, value in tasks.environment().items() if name not in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "rlhf_spmd", "train", "--config", str(tasks.task() / "ppo.json"), f"run.dir={tmp_path}"]
-    ended = subprocess.run(command, env=own | variables, capture_output=True, text=True, timeout=120)
+    arguments = ["train", "--config", str(tasks.task() / "ppo.json"), f"run.dir={tmp_path}"]
+    ended = run_command("rlhf_spmd.__main__", arguments, own | variables)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and line in ended.stderr, ended.stderr
 
 

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import tasks
 
+import tasks
 from rlhf_spmd import __main__ as command
 from rlhf_spmd import generate, plan, train
 from rlhf_spmd.config.keys import check_names
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.inference.job import read_config
-from rlhf_spmd.process import remembered
+from rlhf_spmd.process import arguments
 
 SLIPS = [
     "run.nme=3",
@@ -86,11 +86,11 @@ def test_without_torch(home: Path) -> None:
         (["train", "--config", "none.yaml"], 2, "config error: config file 'none.yaml' does not exist"),
         (["train", "--nproc-per-node"], 2, "config error: argument --nproc-per-node/--nproc_per_node: expected one argument"),
     ]
-    for arguments, status, said in asked:
-        run = [sys.executable, "-c", TORCHLESS, *arguments]
+    for words, status, said in asked:
+        run = [sys.executable, "-c", TORCHLESS, *words]
         ended = subprocess.run(run, env={**tasks.environment(), "HOME": str(home)}, capture_output=True, text=True, check=False)
         text = ended.stderr if status else ended.stdout
-        assert (ended.returncode, said in text, "Traceback" in ended.stderr) == (status, True, False), (arguments, ended)
+        assert (ended.returncode, said in text, "Traceback" in ended.stderr) == (status, True, False), (words, ended)
         assert status == 0 or len(text.splitlines()) == 1
 
 
@@ -104,17 +104,17 @@ def test_what_was_known_of_other_files_is_not_known(home: Path, monkeypatch: pyt
     (home / "package").mkdir()
     source = home / "package" / "a.py"
     source.write_text("1")
-    monkeypatch.setattr(remembered, "PACKAGE", source.parent)
-    known = remembered.ProgramKeys("about", "ppo", {"ppo": list(train.keys())})
-    remembered.remember("train", known)
-    assert remembered.recall("train") == known and remembered.recall("sft") is None
+    monkeypatch.setattr(arguments, "PACKAGE", source.parent)
+    known = arguments.ProgramKeys("about", "ppo", {"ppo": list(train.keys())})
+    arguments.save_keys("train", known)
+    assert arguments.load_keys("train") == known and arguments.load_keys("sft") is None
     source.write_text("11")
-    assert remembered.recall("train") is None
+    assert arguments.load_keys("train") is None
     (home / ".cache/rlhf_spmd/keys/train.json").write_text("{")
-    assert remembered.recall("train") is None
+    assert arguments.load_keys("train") is None
 
 
 def test_a_home_that_cannot_be_written_to_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
     command.remember_keys("train", train)
-    assert remembered.recall("train") is None
+    assert arguments.load_keys("train") is None

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 import tasks
 from overrides import ACROSS_NODES
 from ranks import run_ranks

@@ -54,7 +54,7 @@ CONFIG = [
     (
         ["models.actor.generation.buffers=keep", "models.actor.calls.generate_sequences.pool=b", "placement.pools.b=[0]"],
         1,
-        ["models.actor.generation.buffers=keep: weights on loan", "leave it out"],
+        ["models.actor.generation.buffers=keep: weights for calls.generate_sequences", "leave it out"],
     ),
     (["run=3"], 1, ["run=3", "mapping"]),
     (["run.seed=1", "run=3", "run.steps=2"], 1, ["'run=3'", "'run' is a section", "run.<key>="]),

@@ -38,9 +38,9 @@ def test_the_command_is_installed() -> None:
     assert scripts == {"rlhf-spmd": f"{command.__name__}:main"}
 
 
-def test_it_trains_as_torchrun_does_bit_for_bit(tmp_path: Path) -> None:
+def test_it_trains_as_ranks_of_torchrun_do_bit_for_bit(tmp_path: Path) -> None:
     alone, under = tmp_path / "alone", tmp_path / "torchrun"
-    process = tasks.start_torchrun(under, tasks.settings(under, 2, *LAYOUT), *tasks.one_node(2))
+    process = tasks.start_program(2, under, tasks.settings(under, 2, *LAYOUT))
     try:
         ended = run_fresh("train", "--nproc-per-node", "2", *CONFIG, *tasks.settings(alone, 2, *LAYOUT))
         assert ended.returncode == 0, ended.stderr

@@ -14,7 +14,7 @@ from reward_models import write_reward_model
 from rlhf_spmd import LLM, SamplingParams, evaluate, generate
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.job import ModelConfig
-from rlhf_spmd.inference.llm import EngineConfig, prepare_model
+from rlhf_spmd.inference.requests import EngineConfig, prepare_model
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import Launch

@@ -26,7 +26,7 @@ from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.runner import Runner
-from rlhf_spmd.inference.journal import Journal
+from rlhf_spmd.inference.job import Journal
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -21,11 +22,11 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu, Machine
 from rlhf_spmd.planner.plan_page import compare, measured_seconds, read_trace
-from rlhf_spmd.planner.profile import LayerTimes, Measured, Profile, read_profile, sizes_of, write_profile
-from rlhf_spmd.planner.shape import Workload, choices, shape_of
+from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_profile, sizes_of, write_profile
+from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.training import checks
-from rlhf_spmd.training.checked_plan import planned_roles
 from rlhf_spmd.training.memory_check import check_memory
+from rlhf_spmd.training.planning import placed_roles
 
 STEPS = 2
 STRATEGIES = ("colocate", "split", "standalone", "interleave", "separate")
@@ -121,18 +122,13 @@ def test_a_plan_says_what_it_comes_to(capsys: pytest.CaptureFixture[str], tmp_pa
     assert summary[3:] == [f"written: {out} (start with plan={out})", f"picture: {out.with_suffix('.html')}"]
 
 
-@pytest.mark.parametrize("name", ["exact", "mcmc", "enumerate", "grid"])
-def test_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    limit = 60 if name == "exact" else 4  # mcmc takes all of it; a proof must not end because the machine is busy
-    arguments = [
-        *large("actor", "reward"),
-        "cluster.nodes=2",
-        f"plan.out={tmp_path / 'plan.yaml'}",
-        f"plan.time_limit_s={limit}",
-    ]
+def test_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [*large("actor", "reward"), "cluster.nodes=2", f"plan.out={tmp_path / 'plan.yaml'}"]
     best = made(capsys, *arguments)["step_seconds"]
-    found = made(capsys, *arguments, f"plan.search={name}")
-    assert found["step_seconds"] >= best * (1 - 1e-6) and found["optimal"] is (name == "exact")
+    for name in ("exact", "mcmc", "enumerate", "grid"):
+        limit = 60 if name == "exact" else 2  # mcmc takes all of it; a proof must not end because the machine is busy
+        found = made(capsys, *arguments, f"plan.search={name}", f"plan.time_limit_s={limit}")
+        assert found["step_seconds"] >= best * (1 - 1e-6) and found["optimal"] is (name == "exact"), name
 
 
 def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -162,11 +158,27 @@ def test_a_configuration_that_does_not_fit(capsys: pytest.CaptureFixture[str], t
     assert found["fits"] is True, "what is named makes it fit"
 
 
+def test_a_configuration_that_may_not_fit_is_warned_of_as_in_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = [*large("actor", "reward"), "cluster.nodes=1", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
+    arguments += [f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward")]
+    with pytest.raises(SystemExit):
+        plan.main(["--config", PPO, *arguments, "cluster.gpu=a10"])
+    needed = re.search(r"would need ([\d.]+) GiB", capsys.readouterr().out)
+    assert needed is not None
+    tight = [*arguments, "cluster.gpu=b200", f"cluster.memory_gb={float(needed[1]) / 1.03:.2f}"]
+    plan.main(["--config", PPO, *tight])
+    assert "\nwarning: rank 0" in capsys.readouterr().out
+    found = made(capsys, *tight)
+    assert found["fits"] is True and found["refusal"] is None and "that may be too much" in found["warning"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["cluster.gpu=h101"], "cluster.gpu='h101' is not known; did you mean 'h100'?"),
-        (["cluster.gpu=./none.json"], "cluster.gpu=./none.json is no file that"),
+        (["cluster.gpu=./none.json"], "cluster.gpu=./none.json is not a file that"),
         (["cluster.nodes=0"], "cluster.nodes=0"),
         (["plan.search=exakt"], "did you mean 'exact'"),
         (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
@@ -212,7 +224,7 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str, g
     run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), sized)
     found = plan.plan(run)
     machine, _ = plan.machine_of(run.config.cluster)
-    plans = planned_roles(run.described, found.file, lambda: run.graph, 0)
+    plans = placed_roles(run.described, found.file, lambda: run.graph, 0)
     checks.check_batches(run.config, plans)
     assert check_memory(plans, plan.step_of(run, machine), machine.memory, machine.local_size) is None
 
@@ -363,15 +375,27 @@ def test_settings_of_gpus_are_planned_where_there_are_none(capsys: pytest.Captur
         assert call["graphs"] is (captured and call["pp"] * call["tp"] == 1), more
 
 
+@pytest.mark.parametrize(("gpu", "more", "captured"), [("h200", "", True), ("a100", "", False), ("h200", "float32", False)])
+def test_graphs_of_experts_are_planned_where_one_launch_computes_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, gpu: str, more: str, captured: bool
+) -> None:
+    preset = str(CONFIGS / "presets" / "grpo_qwen3_30b_a3b_16gpu.yaml")
+    arguments = ["cluster.nodes=2", f"cluster.gpu={gpu}", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
+    arguments += ["models.actor.generation.tp=1", *([f"models.actor.dtype={more}"] if more else [])]
+    with contextlib.suppress(SystemExit):  # not all of them fit
+        plan.main(["--config", preset, *arguments, "--json"])
+    assert json.loads(capsys.readouterr().out)["calls"]["actor.generate_sequences"]["graphs"] is captured
+
+
 def test_between_hosts_a_profile_takes_the_network(tmp_path: Path) -> None:
     profile = read_profile(host_profile(tmp_path, size=2))
     shape = shape_of(read_spec(tasks.task() / "actor"), "lm")
     far = Machine(4, 2, profile.device, (8.0 * GIB,) * 4, profile.device.link / 10)
     near = replace(far, local_size=4)
-    how = choices([(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 2)], zero=[0, 3])
+    how = call_settings([(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 1, 2)], zero=[0, 3])
     work = Workload(64, 12, (12.0,))
     for call in ("train_seconds", "infer_seconds"):
-        slow, fast = (getattr(Measured(profile, machine), call)(shape, work, how) for machine in (far, near))
+        slow, fast = (getattr(ProfileTimes(profile, machine), call)(shape, work, how) for machine in (far, near))
         crosses = (how.dp * how.tp > 2) & ((how.zero == 3) | (call == "train_seconds")) | (how.pp > 1)
         assert ((slow > fast) == (crosses & (how.size > 2))).all()
 

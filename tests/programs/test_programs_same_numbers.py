@@ -72,7 +72,7 @@ def generate_in(layout: tuple[int, int, int, int], model: Path, data: Path, out:
     return read_lines(out)
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2", "pp2-tp2", "dp2-zero3"])
+@pytest.mark.parametrize("layout", ["alone", "pp2-tp2", "dp2-zero3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(case, tmp_path, name, layout):
     model, prompts, expected = case(name)
@@ -80,9 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(case, tmp_path, name, layout):
     assert [row["response_ids"] for row in found] == expected
 
 
-@pytest.mark.parametrize(
-    ("layout", "temperature"), [("alone", 1), ("tp2", 1), ("pp2", 0.7), ("pp2-tp2", 1), ("tp2-dp2-zero3", 1)]
-)
+@pytest.mark.parametrize(("layout", "temperature"), [("pp2", 0.7), ("pp2-tp2", 1), ("tp2-dp2-zero3", 1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_score_of_what_was_generated_has_its_log_probs(case, tmp_path, name, layout, temperature):
     """Bit for bit in one layout, and in any two of the same tp: pp, dp and ZeRO change no number."""

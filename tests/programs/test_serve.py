@@ -32,9 +32,9 @@ from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.inference import endpoint as endpoints
 from rlhf_spmd.inference import service as services
-from rlhf_spmd.inference.endpoint import Access, Endpoint
-from rlhf_spmd.inference.llm import Engine
+from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.openai_forms import refused
+from rlhf_spmd.inference.requests import RequestProcessor
 from rlhf_spmd.parallel.world import Launch
 
 KEY = "a secret of this test"
@@ -328,7 +328,7 @@ def service(model: Path, monkeypatch: pytest.MonkeyPatch) -> services.Service:
     monkeypatch.setattr(services, "TURN_S", 1e-9)
     monkeypatch.setattr(services, "IDLE_S", 1e-3)
     world, settings = alone()[0], [f"model.path={model}", "generation.max_num_seqs=4", "generation.page_size=8"]
-    return services.Service(Engine(serve.prepare(None, settings, world.launch), world), "small")
+    return services.Service(RequestProcessor(serve.prepare(None, settings, world.launch), world), "small")
 
 
 def arrive(service: services.Service, number: int, chat: bool = False, **body: Any) -> Queue[services.Part]:
@@ -418,7 +418,7 @@ def test_a_client_that_goes_away_frees_its_place(service: services.Service, mode
 
 @pytest.fixture
 def endpoint(service: services.Service) -> Iterator[Endpoint]:
-    made = Endpoint(0, Access("127.0.0.1", None, ["https://chat.example.org"]), service)
+    made = Endpoint(0, AccessRules("127.0.0.1", None, ["https://chat.example.org"]), service)
     yield made
     made.close()
 
@@ -438,16 +438,33 @@ def test_a_client_that_does_not_wait_for_its_answer_frees_its_place(service: ser
         assert not service.running and not service.engine.generator.kept
 
 
+def test_a_client_that_stops_reading_is_cut_off(
+    service: services.Service, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "UNREAD_S", 0.5)
+    body = json.dumps({"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "stream": True}).encode()
+    with socket.create_connection((endpoint.bound, endpoint.port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        while not service.running:
+            service.turn()
+        (reply,) = service.replies.values()
+        for _ in range(32):
+            reply((200, {"text": "x" * (1 << 20)}))  # more than the sockets hold
+        await_that(lambda: not service.replies and not endpoint.server.server_state.connections)
+    service.turn()
+    assert not service.running and not service.engine.generator.kept
+
+
 def test_a_long_text_is_tokenised_while_others_are_answered(
     service: services.Service, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, encode = threading.Event(), service.engine.encode
+    go_on, encode = threading.Event(), service.processor.encode
 
     def encode_slowly(prompts: Any, **more: Any) -> Any:
         assert prompts != ["long"] or go_on.wait(60)
         return encode(prompts, **more)
 
-    monkeypatch.setattr(service.engine, "encode", encode_slowly)
+    monkeypatch.setattr(service.processor, "encode", encode_slowly)
     with ThreadPoolExecutor(2) as pool:
         long, short = (pool.submit(ask, endpoint.url, "/completions", {"prompt": text, **GREEDY}) for text in ("long", "x"))
         while not short.done():
@@ -586,7 +603,7 @@ def test_the_pages_of_prompts_stay_while_nothing_runs(service: services.Service)
 
 
 def test_what_is_noted_of_tokens_is_bounded(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "MOST_NOTED", 4 * 20 * 3)
+    monkeypatch.setattr(services, "MOST_LOG_PROBS", 4 * 20 * 3)
     replies = [
         arrive(service, number, prompt="abc", logprobs=2, **asked)
         for number, asked in enumerate(

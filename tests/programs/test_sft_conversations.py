@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks
 import torch
+
+import tasks
 from places import ROOT
 from ranks import run_ranks
-
-from rlhf_spmd.data.conversation import ConversationEncoder
-from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.encoding import ConversationEncoder, EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
-from rlhf_spmd.data.sft import PairsConfig, SftConfig, encode_pairs
+from rlhf_spmd.data.sft import PromptResponseConfig, SftConfig, encode_pairs
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
@@ -161,7 +160,7 @@ def test_no_message_of_a_completion_is_lost(tmp_path: Path, tokenizer: Any, comp
         learnt(tmp_path, tokenizer, {"prompt": "hi", "completion": completion})
     for prompt in ("hi", TALK[:1]):
         with pytest.raises(DataError, match=f"not messages of: {roles}; give"):
-            encode_pairs([Row({"prompt": prompt, "completion": completion}, "row 1")], PairsConfig(), tokenizer, None)
+            encode_pairs([Row({"prompt": prompt, "completion": completion}, "row 1")], PromptResponseConfig(), tokenizer, None)
 
 
 # -- in a run, with the one-character tokens of tests/helpers/tasks.py

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import tasks
 from overrides import ACROSS_NODES
 from places import ROOT
-from ranks import run_ranks
+from ranks import run_command, run_ranks
 from tasks import free_port
 
 SLURM = ROOT.parent / "shared" / "slurm"
@@ -112,8 +113,7 @@ def test_a_mistake_with_a_script_is_a_line_and_status_2(command, line):
     ],
 )
 def test_a_mistake_with_the_reward_server_is_a_line_and_status_2(arguments, line):
-    command = [sys.executable, "-m", "rlhf_spmd", "reward-server", *arguments.split()]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = run_command("rlhf_spmd.__main__", ["reward-server", *arguments.split()], environment())
     assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 
+from ranks import run_ranks
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, whole_shard, zero_rows
@@ -24,8 +24,8 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Delta, Holding, Storages, Transfer, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import Endpoints, Step, cut_messages, plan_steps
-from rlhf_spmd.reshard.plan import Part, Piece, Plan
+from rlhf_spmd.reshard.messages import TransferContext, TransferStep, cut_messages, plan_steps
+from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
 SPECS = {
@@ -113,7 +113,7 @@ def simulate(plans: dict[int, Plan], before: dict[int, Arrays], after: dict[int,
     return {rank: +counts for rank, counts in received.items()}
 
 
-def moved(plan: Plan, pair: tuple[int, int]) -> list[Piece]:
+def moved(plan: Plan, pair: tuple[int, int]) -> list[SliceCopy]:
     return [piece for piece in plan.moves() if (piece.giver, piece.taker) == pair]
 
 
@@ -246,7 +246,7 @@ def test_the_plan_is_the_plain_one() -> None:
         a, b = (holdings(spec, head, *random_layout(rng, spec, world)) for _ in range(2))
         plain = plain_plan(a, b, lambda rank, n=per_host: rank // n)
         for rank in range(world):
-            plan, got = plan_transfer(a, b, lambda rank, n=per_host: rank // n, rank), dict[tuple[int, int], list[Part]]()
+            plan, got = plan_transfer(a, b, lambda rank, n=per_host: rank // n, rank), dict[tuple[int, int], list[ParamSlice]]()
             for piece in [*plan.moves(), *plan.copies()]:
                 if piece.taker == rank:
                     got.setdefault((piece.giver, rank), []).append(piece.target)
@@ -323,16 +323,21 @@ def test_a_70b_model_on_1024_ranks(source: Layout, target: Layout) -> None:
 
 
 def test_buckets_are_bounded_and_hold_everything_once() -> None:
-    parts = [Part("a", (0, 0), (10, 4)), Part("b", (3,), (5,)), Part("c", (2, 1), (1, 7)), Part("d", (0,), (30,))]
-    parts += [Part("e", (2 * row,), (1,)) for row in range(20)]  # not one below the other
+    parts = [
+        ParamSlice("a", (0, 0), (10, 4)),
+        ParamSlice("b", (3,), (5,)),
+        ParamSlice("c", (2, 1), (1, 7)),
+        ParamSlice("d", (0,), (30,)),
+    ]
+    parts += [ParamSlice("e", (2 * row,), (1,)) for row in range(20)]  # not one below the other
 
-    def rows(part: Part) -> list[tuple[str, int]]:
+    def rows(part: ParamSlice) -> list[tuple[str, int]]:
         return [(part.parameter, part.start[0] + i) for i in range(part.size[0])]
 
     for limit in (1, 5, 7, 8, 20, 200, 10_000):
         buckets = [
             [piece.source for piece in cut]
-            for cut in cut_messages((Piece(0, 1, part, part) for part in parts), limit, limit // 64)
+            for cut in cut_messages((SliceCopy(0, 1, part, part) for part in parts), limit, limit // 64)
         ]
         assert all(sum(part.numel for part in bucket) <= max(limit, 7) for bucket in buckets)  # a row of c has 7
         assert sorted(row for bucket in buckets for part in bucket for row in rows(part)) == sorted(
@@ -342,10 +347,10 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
     assert len(buckets) == 1
 
 
-def exchanges(a: list[Holding], b: list[Holding], members: list[int], rank: int, limit: int) -> list[Step]:
+def exchanges(a: list[Holding], b: list[Holding], members: list[int], rank: int, limit: int) -> list[TransferStep]:
     shapes = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in (a, b))
     return plan_steps(
-        plan_transfer(a, b, lambda rank: 0, rank), Endpoints(rank, members, *shapes, converted=False, limit=limit)
+        plan_transfer(a, b, lambda rank: 0, rank), TransferContext(rank, members, *shapes, converted=False, limit=limit)
     )
 
 
@@ -422,13 +427,13 @@ def move_for_real(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict
             )
             target = {name: torch.full_like(tensor, -1.0) for name, tensor in after.items()}
             plan = plan_transfer(*there, lambda rank: rank // 2, world.rank)
-            counted = RECORDER.sent["loan"], RECORDER.received["loan"]
+            counted = RECORDER.sent["weight_sync"], RECORDER.received["weight_sync"]
             move = start_once(plan, world.rank, before, target, group, bucket_bytes, in_flight_bytes)
             if not target:  # only sends: goes on by itself
                 move.proceed()
             move.wait()
             assert all(torch.equal(tensor, after[name]) for name, tensor in target.items()), f"{name}: other values"
-            sent, received = RECORDER.sent["loan"] - counted[0], RECORDER.received["loan"] - counted[1]
+            sent, received = RECORDER.sent["weight_sync"] - counted[0], RECORDER.received["weight_sync"] - counted[1]
             assert received == plan.received(world.rank) * 8
             assert sent == sum(n for (giver, _), n in plan.traffic.items() if giver == world.rank) * 8
             found[name] = sent, received
@@ -484,12 +489,12 @@ def send_changes(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict[
         steps = transfer_steps(plan, world.rank, *args)
         for step in range(5):
             whole = updated(whole, step) if 0 < step < 4 else whole
-            counted = RECORDER.received["loan"]
+            counted = RECORDER.received["weight_sync"]
             move = start_transfer(steps, cut_out(whole, mine), target, group, kinds[kind], in_flight_bytes, delta)
             if not target:
                 move.proceed()
             move.wait()
-            sizes.setdefault(f"{name}, {kind}", []).append(RECORDER.received["loan"] - counted)
+            sizes.setdefault(f"{name}, {kind}", []).append(RECORDER.received["weight_sync"] - counted)
             wanted = cut_out({n: t.to(kinds[kind]) for n, t in whole.items()}, there)
             different = [n for n, t in target.items() if not torch.equal(t.view(torch.uint8), wanted[n].view(torch.uint8))]
             assert not different, f"{name}, {kind}, transfer {step}: {different}"
@@ -559,7 +564,7 @@ def test_storages_are_given_up_and_come_back() -> None:
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
     tensors[1].fill_(5.0)
     tensors[2].fill_(3.0)
-    storages.rest(tensors, tensors[2:])
+    storages.offload(tensors, tensors[2:])
     assert storages.nbytes == 0
     storages.reload()
     assert torch.equal(tensors[1], copies[1]) and bool((tensors[2] == 3).all()), "only what has changed goes to the host"
@@ -587,11 +592,11 @@ def test_what_stays_on_a_rank_holds_up_no_message(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Transfer, "_copy", copy)
     both = [Holding((rank,), {"a": whole_shard("a", (6, 1 << 16))}) for rank in range(2)]
     plan = plan_transfer(both[:1], both, lambda rank: 0, 0)
-    steps = plan_steps(plan, Endpoints(0, (0, 1), {"a": (6, 1 << 16)}, {"a": (6, 1 << 16)}, False, 1 << 17))
+    steps = plan_steps(plan, TransferContext(0, (0, 1), {"a": (6, 1 << 16)}, {"a": (6, 1 << 16)}, False, 1 << 17))
     assert [bool(step.copies) for step in steps] == [True, False, False, False]
     source, target = torch.randn(6, 1 << 16), torch.zeros(6, 1 << 16)
     group = SimpleNamespace(start_exchange=exchange)
-    args = len(steps), steps.__getitem__, {"a": source}, {"a": target}, group, torch.float32, 1 << 30, "loan"
+    args = len(steps), steps.__getitem__, {"a": source}, {"a": target}, group, torch.float32, 1 << 30, "weight_sync"
     transfer = Transfer(*args)  # type: ignore[arg-type]
     assert said == ["exchange"] * 3
     transfer.wait()

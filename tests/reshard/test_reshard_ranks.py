@@ -51,7 +51,7 @@ def check_weights(decoder: Decoder, whole: dict[str, Tensor]) -> None:
 def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, buffers: str, bucket_bytes: int) -> dict:
     model = Model(world, spec, name, layout, buffers, bucket_bytes)
     reference, expected = whole_tensors(spec)
-    hybrid, twice = model.hybrid, bool(not model.hybrid.plan.homes)
+    hybrid, twice = model.hybrid, bool(not model.hybrid.plan.places)
     objects = {key: id(parameter) for key, parameter in model.parameters().items()}
     result: dict = {"address": set(), "shared": hybrid.shared is not None}
     training = model.held()  # storages: FSDP pads uneven shards

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.rewards import runner as rewards_runner
-from rlhf_spmd.rewards import worker_process
+from rlhf_spmd.rewards import worker
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardError, RewardRunner
 
@@ -77,7 +77,7 @@ def test_a_file_that_hangs_when_it_is_imported_is_named(tmp_path, monkeypatch):
     (tmp_path / "hangs.py").write_text(
         f"import os, time\nif {os.getpid()} != os.getpid():\n    time.sleep(100)\ndef f(response): return 1.0\n"
     )
-    for module in (rewards_runner, worker_process):
+    for module in (rewards_runner, worker):
         monkeypatch.setattr(module, "START_LIMIT_S", 3.0)
     with pytest.raises(RewardError, match=r"hangs.py:f' was not ready after 3 s"), RewardRunner(config) as shared:
         shared.score(texts(1))

@@ -19,11 +19,11 @@ from places import SHARED
 from rlhf_spmd.rewards import code, sandbox
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
-from rlhf_spmd.rewards.sandbox import Limits, remove_unused, run
+from rlhf_spmd.rewards.sandbox import SandboxLimits, remove_unused, run
 
 DATA = SHARED / "data"
 ISOLATED = run("pass").isolated
-SMALL = Limits(time_s=2.0, memory_mb=256, processes=8, file_mb=4)
+SMALL = SandboxLimits(time_s=2.0, memory_mb=256, processes=8, file_mb=4)
 namespaces = pytest.mark.skipif(not ISOLATED, reason="needs user namespaces")
 
 
@@ -64,7 +64,7 @@ def test_seconds_of_the_clock_say_nothing_of_the_program(monkeypatch):
     with pytest.raises(
         TimeoutError, match=r"had not ended after 1.0 s, in which it got 0.\d s of CPU: it waits, or the machine is"
     ):
-        run(waits, limits=Limits(wall_s=1.0))
+        run(waits, limits=SandboxLimits(wall_s=1.0))
     monkeypatch.setattr(code, "WALL", 0.2)
     with RewardRunner(RewardConfig(function="code", timeout_s=60.0)) as runner:
         slow = "    import time\n    time.sleep(1.5)\n    return 2 * x\n"
@@ -171,7 +171,7 @@ def test_it_cannot_write_elsewhere(tmp_path):
 def test_forks_are_limited_and_end_with_the_program(tmp_path):
     bomb = "import os, time\nwhile True:\n    os.fork()"
     started = time.monotonic()
-    outcome = run(bomb, limits=Limits(time_s=20.0, processes=8))
+    outcome = run(bomb, limits=SandboxLimits(time_s=20.0, processes=8))
     assert time.monotonic() - started < 15
     assert outcome.passed == 0 and ("more than 8 processes" in outcome.error or "Resource temporarily" in outcome.error)
     daemon = (

@@ -13,7 +13,7 @@ import pytest
 from ranks import run_ranks
 from reward_models import TOKENS, write_reward_model
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.rewards.judge import JudgeConfig
+from rlhf_spmd.rewards.config import JudgeConfig
 from rlhf_spmd.train import prepare
 from tasks import other_task, read_run, settings, task, train_here, worst_metric
 

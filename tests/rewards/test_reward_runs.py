@@ -112,7 +112,7 @@ def test_rows_of_a_reward_that_dies_are_left_out_and_a_second_step_of_them_ends_
 @pytest.mark.parametrize("more", [(), ("run.test_freq=1", "data.val_path={task}/train.jsonl")], ids=["a step", "validation"])
 def test_a_reward_that_scores_nothing_ends_the_run(tmp_path: Path, more: tuple[str, ...]) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    with pytest.raises(RewardError, match=r"^reward.function '.*none' gave None for all of the first \d+ rows$"):
+    with pytest.raises(RewardError, match=r"^reward.function '.*none' returned None for all of the first \d+ rows$"):
         train_alone(tmp_path / "run", 1, f"reward.function={tmp_path}/mine.py:none", *(x.format(task=task()) for x in more))
 
 
@@ -126,5 +126,5 @@ def test_rewards_that_are_not_added_up_have_to_score_each(tmp_path: Path) -> Non
     both = [f"{key}.function={tmp_path}/mine.py:digits" for key in ("reward", "rewards.cost")]
     for key in ("reward", "rewards.cost"):
         own = f"{key}.function={tmp_path}/mine.py:none"
-        with pytest.raises(RewardError, match=rf"^{key}.function '.*none' gave None for all of the first \d+ rows"):
+        with pytest.raises(RewardError, match=rf"^{key}.function '.*none' returned None for all of the first \d+ rows"):
             train_alone(tmp_path / key, 1, *both, own, config=tmp_path / "two.json")

@@ -1,12 +1,10 @@
-"""Compile the Triton draws for a Hopper GPU, which need not be there. Prints of each kernel its name, registers, bytes of spills and of
+"""Compile the Triton draws for a Hopper GPU, which need not be there. Prints of each kernel its name, registers, bytes of stack and of
 shared memory, and whether additions were fused with multiplications."""
 
-import re
-import subprocess
-import tempfile
 from typing import Any
 
 import triton
+from compile_head import usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -30,19 +28,7 @@ def compile_kernel(kernel: Any, warps: int, **sizes: Any) -> None:
     }
     source = ASTSource(kernel, types, constants, aligned)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**draw.OPTIONS, "num_warps": warps})
-    report = ptxas_report(built.asm["ptx"])
-    print(kernel.__name__, *report, built.metadata.shared, built.asm["ptx"].count("fma.rn.f32"))
-
-
-def ptxas_report(ptx: str) -> tuple[int, int]:
-    """Registers of a thread, bytes spilled."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--fmad=false", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (registers,) = re.findall(r"Used (\d+) registers", told)
-    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", told)))
+    print(kernel.__name__, *usage(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"].count("fma.rn.f32"))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Compile the Triton kernels of a layer for a Hopper GPU, which need not be there, and print a table of them: registers, bytes of
-spills and of shared memory. Arguments: parts of the names of those that are wanted, if not all; fp32 or bf16."""
+stack and of shared memory. Arguments: parts of the names of those that are wanted, if not all; fp32 or bf16."""
 
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
+from compile_head import usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -31,17 +28,6 @@ def compile_kernel(kernel: Any, dtype: str, warps: int, **sizes: Any) -> Any:
     source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": warps, **triton_layers.OPTIONS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def resources(ptx: str) -> tuple[int, int, int]:
-    """Registers of a thread, and bytes that it spills: stored, loaded."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    with tempfile.TemporaryDirectory() as directory:
-        (source := Path(directory) / "kernel.ptx").write_text(ptx)
-        command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(directory) / "kernel.cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    stored, loaded = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    return int(re.findall(r"Used (\d+) registers", said)[0]), int(stored), int(loaded)
 
 
 def variants() -> list[tuple[str, Any, int, dict[str, Any]]]:
@@ -74,9 +60,9 @@ def variants() -> list[tuple[str, Any, int, dict[str, Any]]]:
 
 if __name__ == "__main__":
     *wanted, dtype = sys.argv[1:]
-    print("| kernel | warps | registers | spilled, stores | loads | shared memory |\n|---|--:|--:|--:|--:|--:|")
+    print("| kernel | warps | registers | stack | shared memory |\n|---|--:|--:|--:|--:|")
     for name, kernel, warps, sizes in variants():
         if not wanted or any(part in name for part in wanted):
             compiled = compile_kernel(kernel, dtype, warps, **sizes)
-            figures = (warps, *resources(compiled.asm["ptx"]), compiled.metadata.shared)
+            figures = (warps, *usage(compiled.asm["cubin"]), compiled.metadata.shared)
             print(f"| {name} | {' | '.join(map(str, figures))} |", flush=True)

@@ -1,17 +1,16 @@
 """Compile the Triton attention for a Hopper GPU, which need not be there, and print a line of JSON for each kernel: its registers and
-spilled bytes, shared memory, and how often instructions stand in its PTX. Argument: fp32 or bf16.
+bytes of stack, shared memory, and how often instructions stand in its PTX. Argument: fp32 or bf16.
 
 ``products``: multiplications of the matrix products of a thread that stand there, where these are not tensor cores' work.
 """
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import triton
+from compile_head import usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -54,16 +53,10 @@ def compile_kernel(name: str, dtype: str, options: dict[str, Any], **sizes: Any)
 
 
 def describe(name: str, compiled: Any, products: int = 0) -> dict[str, Any]:
-    ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "--fmad=false", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled, registers = (re.search(pattern, said) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers"))
-    assert spilled and registers, said
-    facts = {"name": name, "registers": int(registers[1]), "spilled": int(spilled[1]), "shared": compiled.metadata.shared}
-    return {**facts, "products": products, "instructions": {key: len(re.findall(it, ptx)) for key, it in INSTRUCTIONS.items()}}
+    registers, stack = usage(compiled.asm["cubin"])
+    facts = {"name": name, "registers": registers, "stack": stack, "shared": compiled.metadata.shared}
+    counts = {key: len(re.findall(it, compiled.asm["ptx"])) for key, it in INSTRUCTIONS.items()}
+    return {**facts, "products": products, "instructions": counts}
 
 
 def attention(form: str, dtype: str, group: int, page: int, dim: int, window: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.process.ending import Preempted
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.process.watch import Limits
+from rlhf_spmd.process.watch import WatchLimits
 
 RUN_DIR, KIND = Path(sys.argv[1]), sys.argv[2]
 LOST_S = float(sys.argv[3]) if len(sys.argv) > 3 else 20.0
@@ -104,6 +104,8 @@ if __name__ == "__main__":
         "algorithm.name": "ppo",
         "models.actor.optim.lr": "1e-2" if KIND == "bad_lr" and os.environ["RANK"] == "1" else "1e-3",
     }
-    settings = ProgramSettings(RUN_DIR, timeout_s=5.0 if KIND == "stall" else 600.0, limits=Limits(lost_s=LOST_S), alike=alike)
+    settings = ProgramSettings(
+        RUN_DIR, timeout_s=5.0 if KIND == "stall" else 600.0, limits=WatchLimits(lost_s=LOST_S), alike=alike
+    )
     run_program(prepare, body, lambda _: settings, run_dir_hint=RUN_DIR, saves_on_signal=True)
     print(f"rank {os.environ.get('RANK', 0)} ended well")

@@ -27,18 +27,19 @@ from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.process.board import Board, announce
 from rlhf_spmd.process.program import _fail, classify
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.jsonl import JsonlLog, read_jsonl
 from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
     ExitStatus,
+    JsonlLog,
     WriteError,
     atomic_write_json,
     atomic_write_text,
     create_run_dir,
     list_checkpoints,
     read_exit_status,
+    read_jsonl,
     write_exit_status,
 )
 from rlhf_spmd.telemetry.trace import write_trace
@@ -169,7 +170,7 @@ def test_a_terminal_has_a_bar_and_a_line_per_validation(monkeypatch: pytest.Monk
     terminal = Terminal()
     progress = Progress(4, terminal)
     monkeypatch.setattr(progress._bar, "mininterval", 0.0)
-    for call in ("actor.generate_sequences", "arithmetic.apply", "reward.compute_reward", "actor.update_actor"):
+    for call in ("actor.generate_sequences", "compute.apply", "reward.compute_reward", "actor.update_actor"):
         progress.phase(call)
     progress.update(1, STEP)
     progress.phase("save_checkpoint")
@@ -223,8 +224,8 @@ def ended() -> int:
 
 
 def test_a_run_directory_has_one_owner_until_it_is_released(tmp_path: Path) -> None:
-    script = f"from rlhf_spmd.telemetry import run_lock; run_lock.take({str(tmp_path)!r})"
-    run_lock.take(tmp_path)
+    script = f"from rlhf_spmd.telemetry import run_lock; run_lock.acquire({str(tmp_path)!r})"
+    run_lock.acquire(tmp_path)
     assert run_lock.other_owner(tmp_path) is None
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     line = f"run.dir={tmp_path} is in use by process {HERE.pid} on {HERE.host}; wait for its end, or give another run.dir"
@@ -249,7 +250,7 @@ from rlhf_spmd.training.recorder import Recorder
 from rlhf_spmd.telemetry import run_lock
 print("ready", flush=True), sys.stdin.readline()
 try:
-    run_lock.take({str(tmp_path)!r}), print("owner", flush=True), sys.stdin.readline()
+    run_lock.acquire({str(tmp_path)!r}), print("owner", flush=True), sys.stdin.readline()
 except ValueError:
     print("refused", flush=True)
 """
@@ -282,12 +283,12 @@ def test_an_owner_that_is_gone_is_followed(tmp_path: Path, changes: dict[str, An
     os.utime(tmp_path / run_lock.LOCK_FILE, (touched, touched))
     assert held is None or re.search(held, str(run_lock.other_owner(tmp_path)))
     if held is None:
-        run_lock.take(tmp_path)
+        run_lock.acquire(tmp_path)
         run_lock.release()
         assert not (tmp_path / run_lock.LOCK_FILE).exists()
     else:
         with pytest.raises(ValueError, match=held):
-            run_lock.take(tmp_path)
+            run_lock.acquire(tmp_path)
         assert json.loads((tmp_path / run_lock.LOCK_FILE).read_text())["pid"] == changes.get("pid", HERE.pid)
 
 
@@ -295,7 +296,7 @@ def test_a_dead_owner_and_an_earlier_start_of_the_same_slurm_job_are_followed(
     tmp_path: Path, ended: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owned(tmp_path, pid=ended, started="12345")
-    run_lock.take(tmp_path)
+    run_lock.acquire(tmp_path)
     run_lock.release()
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     for restarts, held in (("0", True), ("1", False)):
@@ -306,7 +307,7 @@ def test_a_dead_owner_and_an_earlier_start_of_the_same_slurm_job_are_followed(
 
 def test_an_owner_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "TOUCH_S", 0.01)
-    run_lock.take(tmp_path)
+    run_lock.acquire(tmp_path)
     os.utime(tmp_path / run_lock.LOCK_FILE, (0, 0))
     deadline = time.monotonic() + 60
     while (tmp_path / run_lock.LOCK_FILE).stat().st_mtime == 0:
@@ -332,8 +333,8 @@ def contents(run_dir: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize("how", ["taken", "removed", "garbage"])
 def test_a_job_that_lost_its_lock_writes_nothing_more(tmp_path: Path, how: str) -> None:
-    run_lock.prove(tmp_path)  # of a directory that was never taken
-    run_lock.take(tmp_path)
+    run_lock.check_still_held(tmp_path)  # of a directory that was never taken
+    run_lock.acquire(tmp_path)
     config = SimpleNamespace(run=SimpleNamespace(steps=3, name="x", log_samples=1), logger=LoggerConfig())
     recorder = Recorder(tmp_path, config, 0, {})
     recorder.log(1, {"a": 1.0}, [], [])
@@ -364,7 +365,7 @@ def test_a_job_that_lost_its_lock_writes_nothing_more(tmp_path: Path, how: str) 
 def test_another_job_s_lock_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that woke up would keep the lock of its dead successor alive."""
     monkeypatch.setattr(run_lock, "TOUCH_S", 0.01)
-    run_lock.take(tmp_path)
+    run_lock.acquire(tmp_path)
     lose(tmp_path, "taken")
     os.utime(tmp_path / run_lock.LOCK_FILE, (0, 0))
     time.sleep(0.2)
@@ -374,12 +375,12 @@ def test_another_job_s_lock_is_not_touched(tmp_path: Path, monkeypatch: pytest.M
 
 def test_other_ranks_tell_an_ending_of_their_own_job_only(tmp_path: Path) -> None:
     owned(tmp_path, pid=1, started=run_lock._started(1))
-    run_lock.follow(tmp_path)
-    assert run_lock.may_tell_ending(tmp_path)
+    run_lock.note_owner(tmp_path)
+    assert run_lock.may_write_status(tmp_path)
     (tmp_path / run_lock.LOCK_FILE).unlink()
-    assert run_lock.may_tell_ending(tmp_path)  # rank 0 has left before
+    assert run_lock.may_write_status(tmp_path)  # rank 0 has left before
     lose(tmp_path, "taken")
-    assert not run_lock.may_tell_ending(tmp_path)
+    assert not run_lock.may_write_status(tmp_path)
     run_lock.release()
 
 
@@ -406,7 +407,7 @@ def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(
         "trace.json": lambda path: write_trace(path, []),
         "step_1.safetensors": lambda path: write_safetensors(path, [], lambda _: None),  # type: ignore[arg-type, return-value]
         "metrics.jsonl": lambda path: JsonlLog(path, 1).sync(),
-        "run.lock": lambda path: run_lock.take(path.parent),
+        "run.lock": lambda path: run_lock.acquire(path.parent),
     }
     atomic_write_json(tmp_path / "a.json", {"a": 1})
 

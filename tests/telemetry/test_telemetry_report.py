@@ -23,16 +23,16 @@ from typing import Any
 import pytest
 
 from places import ROOT
-from rlhf_spmd import report
-from rlhf_spmd.telemetry import report_server, timeline_chart
-from rlhf_spmd.telemetry.jsonl import JsonlLog
-from rlhf_spmd.telemetry.report import MAX_ROWS, Run, read_run, render, write_report
+from rlhf_spmd import report as report_program
+from rlhf_spmd.telemetry import report, timeline_chart
+from rlhf_spmd.telemetry.report import MAX_ROWS, RunRecord, read_run, render, write_report
 from rlhf_spmd.telemetry.run_dir import (
     METRICS_FILE,
     ROLLOUTS_FILE,
     STARTS_FILE,
     VALIDATION_FILE,
     ExitStatus,
+    JsonlLog,
     atomic_write_text,
     write_exit_status,
 )
@@ -191,9 +191,9 @@ def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / name / "run").mkdir(parents=True)
         fill(tmp_path / name / "run", steps=2)
     first, second = (str(tmp_path / name / "run") for name in "ab")
-    assert report.main([first]) == 0
+    assert report_program.main([first]) == 0
     assert capsys.readouterr().out == f"{first}/report.html\n"
-    assert report.main([first, second, f"out={tmp_path / 'both.html'}"]) == 0
+    assert report_program.main([first, second, f"out={tmp_path / 'both.html'}"]) == 0
     page = Page((tmp_path / "both.html").read_text())
     assert [run["name"] for run in page.runs] == ["a/run", "b/run"] and page.tags.count("template") == 2
     for arguments, line in (
@@ -212,7 +212,7 @@ def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.Ca
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What the command says of them, which it ends with."""
     with pytest.raises(SystemExit) as ending:
-        report.main(arguments)
+        report_program.main(arguments)
     assert ending.value.code == 2
     return capsys.readouterr().err
 
@@ -373,14 +373,14 @@ def test_a_browser_takes_over_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
     fill(tmp_path, steps=2)
     (tmp_path / "exit_status.json").unlink()
 
-    def render_then_go_on(runs: Sequence[Run], is_live: bool) -> str:
+    def render_then_go_on(runs: Sequence[RunRecord], is_live: bool) -> str:
         page = render(runs, is_live)
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "reward/mean": 0.5, "late/metric": 7.25}\n')
         return page
 
-    monkeypatch.setattr(report_server, "render", render_then_go_on)
-    with report_server.open_server([str(tmp_path)], 0) as server:
+    monkeypatch.setattr(report, "render", render_then_go_on)
+    with report.open_server([str(tmp_path)], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         made = browse(f"http://127.0.0.1:{server.server_port}/", budget_ms=15_000)
         server.shutdown()

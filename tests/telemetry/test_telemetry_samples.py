@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_spmd.telemetry.samples import pick, stretches
+from rlhf_spmd.telemetry.progress import equal_runs, pick_samples
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from rlhf_spmd.telemetry.samples import pick, stretches
     ],
 )
 def test_every_group_comes_before_a_second_row_of_one(groups: str, most: int, picked: list[int]) -> None:
-    assert pick(groups, most) == picked
+    assert pick_samples(groups, most) == picked
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_every_group_comes_before_a_second_row_of_one(groups: str, most: int, pi
     ],
 )
 def test_stretches_of_a_mask(mask: list[bool], found: list[tuple[bool, int, int]]) -> None:
-    assert stretches(mask) == found
+    assert equal_runs(mask) == found

@@ -19,8 +19,8 @@ import pytest
 
 from rlhf_spmd.config.load import check_tree, load, to_yaml
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.telemetry.jsonl import read_jsonl
 from rlhf_spmd.telemetry.logger import LoggerConfig
+from rlhf_spmd.telemetry.run_dir import read_jsonl
 from rlhf_spmd.training.recorder import Recorder
 from rlhf_spmd.training.run_config import RunConfig
 
@@ -287,7 +287,7 @@ def test_a_step_that_a_tracker_refuses_is_left_out(tmp_path: Path, capfd: pytest
 
     run_steps(tmp_path, settings())
     offsets = dict.fromkeys((follower.METRICS, *follower.SAMPLES), 0)
-    order = follower.Order("mine", str(tmp_path), offsets, 3, None, "p", "n", {}, 1.0)
+    order = follower.TrackerJob("mine", str(tmp_path), offsets, 3, None, "p", "n", {}, 1.0)
     tracker, ended = Refusing(), Future[int]()
     ended.set_result(0)
     follower.follow(tracker, order, ended)

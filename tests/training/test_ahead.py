@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 import tasks
 from ranks import run_ranks
-
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.train import prepare
@@ -261,7 +261,7 @@ def test_versions_of_steps() -> None:
         versions.end_step()
         assert versions.generating("actor") == versions.newest("actor"), "outside steps it is the newest"
     assert taken == [(0, 1, 0), (0, 1, 0), (0, 1, 0), (2, 2, 0), (3, 3, 0), (5, 4, 0)]
-    assert versions.to_come("actor") == {6, 8, 9}
+    assert versions.needed_later("actor") == {6, 8, 9}
     other = Versions(ahead=2)
     other.load_state(json.loads(json.dumps(versions.state())))
     other.begin_step(7)
@@ -269,7 +269,7 @@ def test_versions_of_steps() -> None:
     none = Versions()
     none.load_state(versions.state())
     none.begin_step(7)
-    assert none.generating("actor") == 9 and none.to_come("actor") == {9}
+    assert none.generating("actor") == 9 and none.needed_later("actor") == {9}
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
@@ -287,6 +287,6 @@ def test_what_a_step_takes_was_the_newest_when_some_step_generated(ahead: int) -
             wanted = versions.generating("actor")
             there.add(versions.newest("actor"))
             assert wanted in there and wanted >= newest_at[max(number - ahead, 1)]
-            there &= versions.to_come("actor") | {wanted}
+            there &= versions.needed_later("actor") | {wanted}
         versions.end_step()
-        assert versions.to_come("actor") - {versions.newest("actor")} <= there, "what a checkpoint must hold"
+        assert versions.needed_later("actor") - {versions.newest("actor")} <= there, "what a checkpoint must hold"

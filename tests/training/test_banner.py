@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks
 import torch
 
+import tasks
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import TrainJob, prepare
@@ -52,7 +52,7 @@ def test_a_dry_run_has_the_table_of_roles_as_well(tmp_path: Path) -> None:
     ready, world = prepared(tmp_path, 4, *POOLS)
     told = describe_roles(ready, world.launch)
     assert told.startswith(describe(ready, world) + "\n")
-    assert {line.split()[0] for line in told.splitlines()[5:]} == {"actor", "critic", "reference", "reward", "arithmetic"}
+    assert {line.split()[0] for line in told.splitlines()[5:]} == {"actor", "critic", "reference", "reward", "compute"}
     assert "  critic     pool value [2 to 3], pp(1) * tp(1) * dp(2)" in told.splitlines()
 
 

@@ -11,13 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tasks
 import torch
 import yaml
+
+import tasks
 from overrides import layout
 from ranks import run_ranks
-from tasks import train_alone as train
-
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.world import World
@@ -25,6 +24,7 @@ from rlhf_spmd.train import prepare
 from rlhf_spmd.training import exports
 from rlhf_spmd.training.exports import Exports
 from rlhf_spmd.training.model_card import base_names, curves
+from tasks import train_alone as train
 
 VALIDATION = [f"data.val_path={tasks.task() / 'train.jsonl'}", "run.test_freq=1"]
 

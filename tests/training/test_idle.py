@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-import tasks
 
+import tasks
 from rlhf_spmd.config.load import load
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.train import TrainConfig, prepare

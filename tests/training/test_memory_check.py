@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tasks
 import torch
+
+import tasks
 from planner_cases import FITS, GIB, H100, H200, Fit, everyone, overrides
 from ranks import Program, run_ranks
-from role_workers import build
-
 from rlhf_spmd import train
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import run, run_again, run_part_again
@@ -29,6 +28,7 @@ from rlhf_spmd.training import memory_check as fitting
 from rlhf_spmd.training.banner import describe
 from rlhf_spmd.training.memory import StepFacts, measure, step_facts
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
+from role_workers import build
 
 SMALL = str(tasks.task() / "ppo.json")
 
@@ -139,6 +139,8 @@ def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
     assert f"{name} left free by gpu_memory_utilization" in dict(report.largest(0))
     usual = measure(*judged(replace(case, more=()), root))
     assert usual.shares == {name: 0.9} and usual.peaks[0] < report.peaks[0]
+    with pytest.raises(ValueError, match=r"it would fit with models\.actor\.generation\.gpu_memory_utilization=0\.9$"):
+        check_memory(*judged(case, root), float(usual.peaks[0]) + 1, 8)
     fixed = measure(*judged(replace(case, more=("models.actor.generation.num_pages=40",)), root))
     assert fixed.shares == {}, "so many pages as are asked for"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+
 import tasks
 from overrides import FP64, STEADY, layout
 from ranks import run_ranks

@@ -8,16 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import planner_cases
 import pytest
-import ranks
 import torch
-from ranks import run_ranks
-from tasks import VOCABULARY, even_share, read_run, settings, task, token_ids, train_here
 
+import planner_cases
+import ranks
 from outside.rewards import share_of_even_digits
+from ranks import run_ranks
 from rlhf_spmd.rewards.runner import RewardError
 from rlhf_spmd.train import prepare
+from tasks import VOCABULARY, even_share, read_run, settings, task, token_ids, train_here
 
 
 def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:

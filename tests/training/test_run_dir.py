@@ -16,10 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tasks
 import torch
-from tasks import train_alone as train
 
+import tasks
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.manifest import DTYPES, CheckpointError
 from rlhf_spmd.telemetry import run_lock
@@ -27,6 +26,7 @@ from rlhf_spmd.train import main, prepare
 from rlhf_spmd.training import disk
 from rlhf_spmd.training.resume import check_state
 from rlhf_spmd.training.run_config import run_dir_hint
+from tasks import train_alone as train
 
 EVERY = ("run.save_freq=1", "run.keep_checkpoints=3")
 

@@ -17,7 +17,7 @@ from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.training.streams import STREAM_STRIDE, InFlightStream, RowStream, merge_values
-from rlhf_spmd.workers.arithmetic import ArithmeticWorker
+from rlhf_spmd.workers.compute import ComputeWorker
 from rlhf_spmd.workers.objective import Rows
 
 
@@ -117,9 +117,9 @@ def test_a_function_that_writes_to_its_fields_changes_no_other_call_s_result() -
         fields["scores"] -= fields["scores"].mean()
         return {"centred": fields["scores"]}, {}
 
-    worker = ArithmeticWorker.__new__(ArithmeticWorker)
+    worker = ComputeWorker.__new__(ComputeWorker)
     worker.mesh, worker.state = type("Mesh", (), {"pool": solo()})(), {}
-    made, _ = ArithmeticWorker.apply.spec.body(worker, batch, centre, ("scores",), ("centred",))
+    made, _ = ComputeWorker.apply.spec.body(worker, batch, centre, ("scores",), ("centred",))
     assert np.allclose(made["centred"], torch.arange(8.0) - 3.5)
     assert torch.equal(scores, torch.arange(8.0))
 

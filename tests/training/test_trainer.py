@@ -15,15 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tasks
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
+
+import tasks
 from overrides import layout
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
-from saved_models import flip_bit
-from tasks import train_alone as train
-
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
@@ -36,6 +34,8 @@ from rlhf_spmd.training.streams import merge_values
 from rlhf_spmd.workers import RewardWorker, flops
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
+from saved_models import flip_bit
+from tasks import train_alone as train
 
 
 def test_config_yaml_is_the_record_of_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,7 +444,7 @@ def test_rewards_that_no_call_gives_in_time_end_the_run(tmp_path: Path, monkeypa
 def test_a_score_beyond_float32_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "ten.py").write_text("def ten(prompt, response, row):\n    return 10.0\n")
     with pytest.raises(
-        RewardError, match=r"^reward: the score of row \d+ is beyond float32, by what it sums or by its weights$"
+        RewardError, match=r"^reward: the score of row \d+ is beyond float32; lower the weights, or what the function returns$"
     ):
         train(tmp_path, 1, f"reward.function={tmp_path / 'ten.py'}:ten", "reward.weight=1e38")
 
@@ -453,7 +453,7 @@ def test_mini_batches_are_shuffled_by_the_seed_of_the_run(tmp_path: Path, monkey
     settle, seeds = Controller.settle, list[int]()
 
     def noting(self: Controller, spare: int = 0) -> None:
-        seeds.extend(intake.cut.seed for call in self.graph.nodes if call.spec.kind == "train" for intake in call.intakes)
+        seeds.extend(its.cut.seed for call in self.graph.nodes if call.spec.kind == "train" for its in call.inputs)
         settle(self, spare)
 
     monkeypatch.setattr(Controller, "settle", noting)
@@ -489,13 +489,11 @@ def break_weights(role: str, copy: Path, tensor: str) -> Path:
 def test_the_role_whose_numbers_are_not_finite_first_is_named(tmp_path: Path) -> None:
     """And not the critic, whose update is the first that such numbers reach."""
     broken = break_weights("reference", tmp_path / "reference", "model.norm.weight")
-    with pytest.raises(
-        FloatingPointError, match=r"^row \d+: what reference makes of it is not finite; look at the weights that"
-    ):
+    with pytest.raises(FloatingPointError, match=r"^row \d+: the result of reference is not finite; check the weights that"):
         train(tmp_path / "run", 1, f"models.reference.path={broken}")
     broken = break_weights("critic", tmp_path / "critic", "model.norm.weight")
     with pytest.raises(
-        FloatingPointError, match=r"critic makes of it is not finite; lower models\.critic\.optim\.lr=0\.001, look"
+        FloatingPointError, match=r"the result of critic is not finite; lower models\.critic\.optim\.lr=0\.001, check"
     ):
         train(tmp_path / "other", 1, f"models.critic.path={broken}")
 

@@ -14,8 +14,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.roles import build_models
-from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.model_worker import WorkerContext
+from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 from rlhf_spmd.workers.objective import Objective, Rows, Totals, joint
 from role_workers import batch_of
 
@@ -54,7 +53,7 @@ def update(world: World, where: tuple[str, ...]) -> tuple[dict[str, float], list
 
     def script() -> tuple:
         values = rows.union(models.actor.compute_values(rows))
-        sums = models.arithmetic.apply(values, row_sums, ("values",), gives=("sums",))
+        sums = models.compute.apply(values, row_sums, ("values",), outputs=("sums",))
         return controller.get_field(sums, "sums"), models.actor.update(rows, both)
 
     sums, report = controller.run(script)

@@ -16,7 +16,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import missing_elements
-from rlhf_spmd.workers import weight_sync as loan
+from rlhf_spmd.workers import weight_sync
 from role_workers import build
 
 STEPS = 2
@@ -87,7 +87,7 @@ def test_the_same_run_in_fp64(directory: Path, name: str) -> None:
     assert other.log_prob_difference() < 1e-12
     assert all(row["reshard/bytes"] > 0 and row["timing_s/reallocate"] > 0 for row in other.raw)
     versions = [[row["generation/weights_version"] for row in some.raw] for some in (one, other)]
-    assert versions[0] == versions[1], "a twin generates with the weights of the last update too"
+    assert versions[0] == versions[1], "a replica generates with the weights of the last update too"
 
 
 def test_the_same_run_in_fp32(directory: Path) -> None:
@@ -146,21 +146,21 @@ def rows() -> Batch:
 def call_once(world: World, where: tuple[str, ...]) -> dict[str, Any]:
     controller, models = build(world, "models.critic.layout.tp=2", *where)
     critic = models.critic
-    twin = critic.serving("compute_values")
-    assert twin is not critic and critic.serving("update") is critic and twin.pool.name == "b"
-    found: dict[str, Any] = {"empty": stored(twin)}
-    with mock.patch.object(loan, "transfer_steps", wraps=loan.transfer_steps) as made:
+    replica = critic.worker_of("compute_values")
+    assert replica is not critic and critic.worker_of("update") is critic and replica.pool.name == "b"
+    found: dict[str, Any] = {"empty": stored(replica)}
+    with mock.patch.object(weight_sync, "transfer_steps", wraps=weight_sync.transfer_steps) as made:
         for _ in range(2):
-            before = RECORDER.received["loan"]
+            before = RECORDER.received["weight_sync"]
             controller.run(lambda batch: critic.compute_values(batch), controller.source(rows()))
-            found["received"] = RECORDER.received["loan"] - before
-            found["empty"] += stored(twin)
+            found["received"] = RECORDER.received["weight_sync"] - before
+            found["empty"] += stored(replica)
     found["planned"] = made.call_count
-    if twin.member:
+    if replica.member:
         home = critic.engine.param_shards() if critic.member else {}
-        found["lacked"] = missing_elements(home, twin.engine.param_shards()) * 4
-        found["optimizer"] = twin.engine.optimizer
-        found["gradients"] = sum(tensor.requires_grad for tensor in twin.engine.parameters().values())
+        found["lacked"] = missing_elements(home, replica.engine.param_shards()) * 4
+        found["optimizer"] = replica.engine.optimizer
+        found["gradients"] = sum(tensor.requires_grad for tensor in replica.engine.parameters().values())
     found["home"] = stored(critic)
     return found
 
@@ -182,7 +182,7 @@ def test_a_call_receives_what_it_lacks_and_leaves_nothing(pool: str) -> None:
     )
     where += ("models.critic.calls.compute_values.layout.dp=2", "models.reference.pool=all")
     for rank, found in enumerate(run_ranks(4, call_once, (placement, *where))):
-        assert found["empty"] == 0, "a twin keeps weights between calls"
+        assert found["empty"] == 0, "a replica keeps weights between calls"
         assert (found["home"] > 0) == (rank < 2), "the home keeps its own"
         assert found["received"] == found.get("lacked", 0)
         assert found["planned"] == (rank < 2 or str(rank) in pool), "a plan's steps are made once for all calls"
@@ -192,7 +192,7 @@ def test_a_call_receives_what_it_lacks_and_leaves_nothing(pool: str) -> None:
 
 def weights_at_rest(world: World) -> tuple[int, int, bool]:
     controller, models = build(world, "models.reference.offload=true", "models.reference.layout.zero=3")
-    sizes, held = [stored(models.reference)], models.reference.weights()
+    sizes, held = [stored(models.reference)], models.reference.owned.between_calls()
     versions = [tensor._version for tensor in held.values()]
     for _ in range(2):
         controller.run(lambda batch: models.reference.compute_ref_log_prob(batch), controller.source(rows()))

@@ -42,7 +42,7 @@ def train_and_look(world: World, config: str, overrides: Sequence[str], director
     from rlhf_spmd.workers.reward import RewardWorker
     from rlhf_spmd.workers.rollout_engine import RolloutEngine
 
-    tick, begin, finish = RolloutEngine.tick, RewardWorker.begin, RolloutStreamer.finish
+    tick, begin, finish = RolloutEngine.tick, RewardWorker.start_early, RolloutStreamer.finish
     begun, seen = [], []
 
     def slow_tick(self):
@@ -63,11 +63,11 @@ def train_and_look(world: World, config: str, overrides: Sequence[str], director
         seen.extend(seen_now())
         finish(self, rows)
 
-    RolloutEngine.tick, RewardWorker.begin, RolloutStreamer.finish = slow_tick, noted_begin, looked_finish
+    RolloutEngine.tick, RewardWorker.start_early, RolloutStreamer.finish = slow_tick, noted_begin, looked_finish
     try:
         tasks.train_here(world, config, overrides)
     finally:
-        RolloutEngine.tick, RewardWorker.begin, RolloutStreamer.finish = tick, begin, finish
+        RolloutEngine.tick, RewardWorker.start_early, RolloutStreamer.finish = tick, begin, finish
     assert len(begun) == tasks.PROMPTS * tasks.SAMPLES // world.size, "all rows of the replica have begun"
     return seen
 

@@ -36,7 +36,7 @@ from ranks import run_ranks
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.engine import Packed
-from rlhf_spmd.workers.optimizer import learning_rate
+from rlhf_spmd.workers.optim_config import learning_rate
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import init_random, load_pretrained, write_random_model
-from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer
+from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.optimizer import Optimizer
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

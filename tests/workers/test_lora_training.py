@@ -33,8 +33,9 @@ from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.boxes import zero_shards
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.adapters import merge_adapters, without_adapters
 from rlhf_spmd.workers.engine import rank_shards
+from rlhf_spmd.workers.reference import without_adapters
+from rlhf_spmd.workers.rollout_engine import merge_adapters
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 SOME = LoraConfig(rank=2, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"])
@@ -43,9 +44,7 @@ LAYOUTS = {
     "tp2": Layout(tp=2),
     "tp4, shared KV heads": Layout(tp=4),
     "tp2, sequence parallel": Layout(tp=2, sequence_parallel=True),
-    "pp2": Layout(pp=2),
     "pp2 vpp2": Layout(pp=2, vpp=2),
-    "dp2": Layout(dp=2),
     "dp2 zero1": Layout(dp=2, zero=1),
     "dp2 zero2": Layout(dp=2, zero=2),
     "dp2 zero3": Layout(dp=2, zero=3),
@@ -82,7 +81,7 @@ def alone(path: str, head: str, lora: LoraConfig, batches: list[int], **more: An
 
 CASES = [
     *(("untied", "lm", LORA, where) for where in LAYOUTS),
-    *(("tied", "lm", SOME, where) for where in ("tp2", "pp2", "pp2 vpp2", "dp2 zero1", "tp2 dp2 zero3")),  # ends share a tensor
+    *(("tied", "lm", SOME, where) for where in ("tp2", "pp2 vpp2", "tp2 dp2 zero3")),  # ends share a tensor
     *(("untied", "value", LORA, where) for where in ("tp2", "pp2 dp2 zero1", "dp2 zero3")),  # a head that is trained whole
 ]
 
@@ -101,10 +100,10 @@ def test_the_same_steps_in_every_layout(models: dict[str, str], model: str, head
     assert len({round(report["loss"], 6) for report in one[0]}) == STEPS
 
 
-FEW_BITS = ["tp2", "tp2, sequence parallel", "pp2 vpp2", "dp2", "dp2 zero1", "dp2 zero3", "tp2 dp2 zero3"]
+FEW_BITS = ["tp2, sequence parallel", "pp2 vpp2", "tp2 dp2", "dp2 zero1", "tp2 dp2 zero3"]
 
 
-@pytest.mark.parametrize(("bits", "where"), [*((4, where) for where in FEW_BITS), *((8, where) for where in FEW_BITS[0::2])])
+@pytest.mark.parametrize(("bits", "where"), [*((4, where) for where in FEW_BITS), (8, "pp2 vpp2"), (8, "tp2 dp2 zero3")])
 def test_the_same_steps_beside_fewer_bits(models: dict[str, str], bits: int, where: str) -> None:
     """In float32, bitsandbytes' widest: sums in another order. That other base gives numbers ten times further away and more."""
     layout, lora, wide, single = LAYOUTS[where], replace(LORA, bits=bits), models["wide"], {"dtype": torch.float32}
@@ -115,7 +114,7 @@ def test_the_same_steps_beside_fewer_bits(models: dict[str, str], bits: int, whe
     assert abs(unrounded[0][0]["loss"] / one[0][0]["loss"] - 1) > 2e-4
 
 
-@pytest.mark.parametrize("where", ["tp2", "dp2 zero3", "tp2 dp2 zero3"])
+@pytest.mark.parametrize("where", ["tp2", "tp2 dp2 zero3"])
 def test_generation_gets_the_sum_with_what_the_bits_stand_for(models: dict[str, str], where: str) -> None:
     lora = replace(LORA, bits=4)
     results = run_ranks(LAYOUTS[where].size, held, models["wide"], LAYOUTS[where], torch.bfloat16, lora)
@@ -152,8 +151,13 @@ def held(world: Any, path: str, layout: Layout, dtype: torch.dtype, lora: LoraCo
     return set(engine.optimizer.state_tensors()), same, local_boxes(engine), boxes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("where", ["tp2", "dp2 zero1", "dp2 zero3", "tp2 dp2 zero3", "dp4 zero3 zero_size2"])
+@pytest.mark.parametrize(
+    ("where", "dtype"),
+    [
+        *((where, torch.float64) for where in ("tp2", "dp2 zero1", "dp2 zero3", "dp4 zero3 zero_size2")),
+        *((where, torch.bfloat16) for where in ("dp2 zero1", "tp2 dp2 zero3")),
+    ],
+)
 def test_what_is_kept_and_what_generation_gets(models: dict[str, str], where: str, dtype: torch.dtype) -> None:
     results = run_ranks(LAYOUTS[where].size, held, models["untied"], LAYOUTS[where], dtype)
     for states, same, _, _ in results:

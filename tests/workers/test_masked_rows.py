@@ -84,7 +84,7 @@ def test_the_mask_of_an_environment_stays() -> None:
 def test_the_critic_learns_from_the_same_rows() -> None:
     config = PPOConfig(mask_truncated_completions=True)
     both = joint(clipped_policy(config, SamplingConfig()), clipped_value(config))
-    assert both.only == "stopped" and "stopped" in both.inputs and "stopped" not in both.reads
+    assert both.only == "stopped" and "stopped" in both.row_inputs and "stopped" not in both.inputs
     assert clipped_value(PPOConfig()).only is None
 
 

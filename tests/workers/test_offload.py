@@ -72,11 +72,11 @@ def while_generating(world: World) -> tuple[int, int]:
     controller, models = build(world, "models.actor.offload=true", *layout("actor", tp=2), *layout("generation", tp=1))
     kept: list[int] = []
     came: list[Any] = []
-    let_go, back = Storages.let_go, HybridWeights.to_training
+    release, back = Storages.release, HybridWeights.to_training
 
     def note(storages: Storages) -> None:
         came.extend(tensor.untyped_storage()._weak_ref() for tensor in models.actor.engine.local_tensors().values())
-        let_go(storages)
+        release(storages)
 
     def look(weights: HybridWeights) -> None:
         kept.extend(ref for ref in came if not torch.UntypedStorage._expired(ref))
@@ -84,7 +84,7 @@ def while_generating(world: World) -> tuple[int, int]:
 
     prompts = Batch(torch.arange(2), torch.arange(2), {"prompt_ids": ragged([torch.tensor([3, 4])] * 2, torch.int64)})
     sampling = SamplingConfig(max_response_length=4)
-    with mock.patch.object(Storages, "let_go", note), mock.patch.object(HybridWeights, "to_training", look):
+    with mock.patch.object(Storages, "release", note), mock.patch.object(HybridWeights, "to_training", look):
         controller.run(lambda batch: models.actor.generate_sequences(batch, sampling, 1), controller.source(prompts))
     return len(came), len(kept)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, learning_rate
+from rlhf_spmd.workers.optim_config import OptimConfig, learning_rate
+from rlhf_spmd.workers.optimizer import Optimizer
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (7,), "empty": (0, 4)}
 

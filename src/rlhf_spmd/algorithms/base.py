@@ -70,7 +70,7 @@ class AlgorithmConfig:
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        """Role -> the class of its object in ``models``. Besides there is always ``models.arithmetic``."""
+        """Role -> the class of its object in ``models``. Besides there is always ``models.compute``."""
         return {"actor": ActorWorker, "reward": RewardWorker}
 
     @property
@@ -231,7 +231,7 @@ def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
         call.rename(scores=score, failed=fail).select(score, fail) for call, (score, fail) in zip(calls, names, strict=True)
     ]
     reads = tuple(name for pair in names for name in pair)
-    total = models.arithmetic.apply(rows.union(*scored), add_scores, reads, gives=("scores",))
+    total = models.compute.apply(rows.union(*scored), add_scores, reads, outputs=("scores",))
     return total, [*calls, total]
 
 
@@ -268,5 +268,5 @@ def _answer_and_score(
     answered = rows.union(models.actor.generate_sequences(rows, sampling, number))
     scores, calls = score(models, answered)
     answered = answered.union(scores)
-    read = models.arithmetic.apply(answered, read_answers, ("response_ids", "scores", "stopped"), gives=("answer_codes",))
+    read = models.compute.apply(answered, read_answers, ("response_ids", "scores", "stopped"), outputs=("answer_codes",))
     return scores.union(read), [*calls, read]

@@ -89,7 +89,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
         batch, rollout = sample(models, data, number)
         scores, scored = score(models, batch)
-        judged = models.arithmetic.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
+        judged = models.compute.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
         calls, wanted, batch = calls or [rollout, *scored, judged], wanted or len(batch), batch.union(scores, judged)
         if filtering.enable:
             spread = models.controller.get_field(judged, "spread")
@@ -104,7 +104,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     kept = batches[0].concat(*batches[1:])
     kept = kept.take(np.arange(len(kept)) < wanted)
     counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
-    advantages = models.arithmetic.apply(kept, in_group(counts), ("seq_rewards",), gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(kept, in_group(counts), ("seq_rewards",), outputs=("advantages",), keep_groups=True)
     old = models.actor.compute_log_prob(kept)
     update = models.actor.update(kept.union(old, advantages), clipped_policy(config, data.sampling, number), **config.schedule)
     return [*calls, old, advantages, update]

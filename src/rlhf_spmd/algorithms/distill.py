@@ -69,7 +69,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old, models.teacher.compute_ref_log_prob(batch).rename(ref_log_prob="teacher_log_probs"))
     reads = ("old_log_probs", "teacher_log_probs")
-    advantages = models.arithmetic.apply(batch, towards_teacher(config.gamma), reads, gives=("advantages",))
+    advantages = models.compute.apply(batch, towards_teacher(config.gamma), reads, outputs=("advantages",))
     update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling, number), **config.schedule)
     return [rollout, *scored, old, advantages, update]
 

@@ -29,7 +29,7 @@ def step(models: Any, data: Any, config: CriticFreeConfig, number: int) -> list[
     if config.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
     estimate = in_group(config, data.sampling.n)
-    advantages = models.arithmetic.apply(batch, estimate, config.reads, gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(batch, estimate, config.reads, outputs=("advantages",), keep_groups=True)
     batch = batch.union(advantages)
     update = models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule)
     return [rollout, *scored, old, advantages, update]

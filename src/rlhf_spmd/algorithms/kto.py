@@ -57,7 +57,7 @@ def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
     that says both."""
     mismatched = rows.take(np.arange(len(rows)) % 2 == 1)
     mismatched = mismatched.union(models.actor.compute_log_prob(mismatched))
-    call = models.arithmetic.apply(mismatched, mean_log_ratio, ("old_log_probs", "ref_logps", "desirable"))
+    call = models.compute.apply(mismatched, mean_log_ratio, ("old_log_probs", "ref_logps", "desirable"))
     values = models.controller.get(call)[0] or [{"kto/kl": 0.0, "kto/desirable_fraction": 0.5}]  # empty while tracing
     return call, max(values[0]["kto/kl"], 0.0), values[0]["kto/desirable_fraction"]
 

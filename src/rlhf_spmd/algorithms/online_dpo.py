@@ -27,7 +27,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     """One step. Prompts whose responses all score alike teach nothing and are left out; a step may have no others."""
     batch, rollout = sample(models, data, number)
     scores, scored = score(models, batch)
-    decided = models.arithmetic.apply(batch.union(scores), decide, ("scores",), gives=("chosen",), keep_groups=True)
+    decided = models.compute.apply(batch.union(scores), decide, ("scores",), outputs=("chosen",), keep_groups=True)
     pairs = batch.union(decided).take(models.controller.get_field(decided, "chosen") >= 0)
     calls = [rollout, *scored, decided]
     if len(pairs) == 0:

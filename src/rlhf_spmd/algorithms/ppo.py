@@ -74,7 +74,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
 
     # 2. advantages
     reads = ("scores", "values", "old_log_probs", *(("ref_log_prob",) if config.uses_reference else ()))
-    advantages = models.arithmetic.apply(batch, gae_advantages(config), reads, gives=("advantages", "returns"))
+    advantages = models.compute.apply(batch, gae_advantages(config), reads, outputs=("advantages", "returns"))
     batch = batch.union(advantages).rename(values="old_values")
 
     # 3. updates

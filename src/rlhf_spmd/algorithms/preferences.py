@@ -26,7 +26,7 @@ from rlhf_spmd.workers import (
     ScoreWorker,
     Totals,
 )
-from rlhf_spmd.workers.arithmetic import Computed
+from rlhf_spmd.workers.compute import Computed
 
 # (number of each of two rows by field, [pairs] each) -> losses [pairs], and what to report the mean of
 PairLoss = Callable[[dict[str, Tensor], dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -145,7 +145,7 @@ def implied_rewards(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tenso
 def reference_log_probs(models: Any, rows: Reference) -> Reference:
     """``rows`` with ``ref_logps``: the reference's log-prob of each response, float64 [rows]."""
     tokens = models.reference.compute_ref_log_prob(rows)
-    return rows.union(models.arithmetic.apply(rows.union(tokens), sum_log_probs, ("ref_log_prob",), gives=("ref_logps",)))
+    return rows.union(models.compute.apply(rows.union(tokens), sum_log_probs, ("ref_log_prob",), outputs=("ref_logps",)))
 
 
 def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:

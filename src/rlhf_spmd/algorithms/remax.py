@@ -48,7 +48,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     scores, scored = score(models, both.take(prompts))
     baseline, _ = score(models, both.take(greedy))  # by itself, so that the metrics of rewards are those of samples
     judged = both.union(scores.concat(baseline))
-    advantages = models.arithmetic.apply(judged, minus_greedy, ("scores",), gives=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(judged, minus_greedy, ("scores",), outputs=("advantages",), keep_groups=True)
     batch = both.union(advantages).take(prompts)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old)

@@ -22,7 +22,7 @@ from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.kl import kl_penalty
 from rlhf_spmd.workers import (
-    ArithmeticWorker,
+    ComputeWorker,
     CriticWorker,
     Function,
     GlobalReduce,
@@ -32,7 +32,7 @@ from rlhf_spmd.workers import (
     Rows,
     Totals,
 )
-from rlhf_spmd.workers.arithmetic import Computed
+from rlhf_spmd.workers.compute import Computed
 
 LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: from far below it would not come back
 
@@ -81,7 +81,7 @@ class Config(PPOConfig):
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        return {**super().roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ArithmeticWorker}
+        return {**super().roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ComputeWorker}
 
 
 def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:

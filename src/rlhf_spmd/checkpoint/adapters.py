@@ -1,4 +1,4 @@
-"""Low-rank adapters of a checkpoint: as a directory of PEFT, or added to the weights beside which they were trained."""
+"""Low-rank adapters in a checkpoint: written as a PEFT directory, or added to the weights beside which they were trained."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from torch import Tensor
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, Piece
+from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, StoredBox
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.adapters import merge
-from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, LoraConfig, Part, adapter_tensor
+from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, AdapterPart, LoraConfig, adapter_tensor
 from rlhf_spmd.models.quantized import quantized_tensors, rounded
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_spec
 from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, StoredModel
 from rlhf_spmd.parallel.boxes import Box, whole_shard
 
-STATE = "lora"  # in a checkpoint's state: role -> settings of its adapters
+STATE = "lora"  # key in a checkpoint's state: role -> settings of its adapters
 
 
 class SavedAdapters:
-    """Those of a role. ``pieces``: of what was trained, by the tensor's name; ``dtype``: of all of it."""
+    """A role's adapters. ``pieces``: name of a trained tensor -> its stored boxes. ``dtype``: of all of them."""
 
-    def __init__(self, directory: Path, pieces: dict[str, list[Piece]], settings: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, pieces: dict[str, list[StoredBox]], settings: dict[str, Any]) -> None:
         self._directory, self.pieces, self.lora = directory, pieces, LoraConfig(**settings)
         self.dtype = DTYPES[next(iter(pieces.values()))[0].dtype]
 
     def read(self, name: str) -> Tensor:
-        """A tensor that was trained. Raises CheckpointError."""
+        """A trained tensor. Raises CheckpointError."""
         pieces = self.pieces[name]
         return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
 
     def add(self, box: Box, stored: Any, device: torch.device, few_bits: Collection[str]) -> Tensor:
-        """The box of a tensor of the model, ``stored`` as safetensors' slice object, with what its adapter adds, if it has one, in
-        ``dtype``. Made on ``device``. ``few_bits``: tensors that were trained beside as they are in ``lora.bits``."""
+        """A box of a model's tensor with its adapter added, if it has one, in ``dtype`` on ``device``.
+
+        ``stored``: safetensors' slice object of the tensor. ``few_bits``: tensors that were in ``lora.bits`` bits during training.
+        """
         names = [adapter_tensor(box.name, which) for which in "AB"]
-        if box.name in few_bits and self.lora.bits is not None:  # whole rows are
+        if box.name in few_bits and self.lora.bits is not None:  # rounding needs whole rows
             rows, columns = box.global_slices
             values = rounded(stored[rows, :].to(device, self.dtype), self.lora.bits)[:, columns]
         else:
@@ -54,12 +56,12 @@ class SavedAdapters:
             return values
         rows, columns = box.global_slices
         a, b = self.read(names[0])[:, columns].to(device), self.read(names[1])[rows].to(device)
-        parts = [Part(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
+        parts = [AdapterPart(slice(0, len(a)), slice(0, len(b)), slice(0, len(b)))]
         return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
 
     @torch.no_grad()
     def add_to(self, spec: ModelSpec, held: RoleState, source: Path) -> None:
-        """To the weights of the model in ``source``, beside which they were trained, in any layout: sums are rounded once."""
+        """Add the adapters to the weights of the model in ``source``, in any layout. Sums are rounded once."""
         with ExitStack() as stack:
             stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
             for name, parameter in held.tensors.items():
@@ -69,10 +71,10 @@ class SavedAdapters:
                         parameter[box.local_slices].copy_(self.add(box, found, parameter.device, few_bits))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
-        """The tensors of the model in ``source`` with the adapters, and how to read each."""
+        """The tensors of the model in ``source`` with the adapters added, and how to read each."""
         spec = read_spec(source)
         stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # of a process that trains there
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # a process that trains on a GPU merges there
 
         def get(wanted: Spec) -> Tensor:
             if wanted.key in self.pieces:
@@ -84,7 +86,7 @@ class SavedAdapters:
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get
 
     def write(self, out: Path, source: Path) -> None:
-        """A directory that ``peft.PeftModel.from_pretrained`` loads beside the model in ``source``."""
+        """Write a directory that ``peft.PeftModel.from_pretrained`` loads beside the model in ``source``."""
         adapters, inside = [name for name in self.pieces if name.startswith(PREFIX)], read_spec(source).text_prefix
         heads = [name for name in self.pieces if name == Names.value_head]
         stored = {name.replace(".layers.", f".{inside}layers."): name for name in adapters}
@@ -113,7 +115,10 @@ class SavedAdapters:
 
 
 def find_adapters(directory: Path, role: str) -> SavedAdapters | None:
-    """None where the role's weights were trained themselves. Raises CheckpointError, ValueError without a package that it needs."""
+    """The adapters of a role; None if its weights themselves were trained.
+
+    Raises CheckpointError, and ValueError if a package that they need is missing.
+    """
     manifest = read_manifest(directory)
     settings = manifest.state.get(STATE, {}).get(role)
     if settings is None:

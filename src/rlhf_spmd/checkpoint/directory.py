@@ -1,8 +1,8 @@
-"""Checkpoints on disk: names, what is committed, and the order in which they were made.
+"""Checkpoints on disk: their names, which are committed, and in which order they were made.
 
-``checkpoints/step_N`` is complete exactly if it has a COMMIT file, whose hash fits its manifest. It is prepared as
-``step_N.tmp`` and renamed when it is complete. ``step_N.old`` is a complete predecessor of the same step that the new one
-is about to replace. What is removed gets a name that ends in ``.tmp`` first: a ``step_N`` without a COMMIT file was damaged.
+``checkpoints/step_N`` is complete exactly if it has a COMMIT file with the hash of its manifest. It is prepared as ``step_N.tmp`` and
+renamed when it is complete. ``step_N.old`` is a complete predecessor of the same step, which the new one is about to replace. Before a
+removal a directory gets a name that ends in ``.tmp``. So a ``step_N`` without a COMMIT file was damaged.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_bytes, atomic_write_text, fsync_directory
 
-FORMAT_1 = "manifest.json"  # what format 1 had in its place
+FORMAT_1 = "manifest.json"  # the manifest of format 1
 MANIFEST, COMMIT = "manifest.jsonl", "COMMIT"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
-# those that were read, as long as they are in use
+# manifests that were read and are still in use
 _HELD: WeakValueDictionary[tuple[Any, ...], Manifest] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint that has its COMMIT file. ``serial`` counts the saves of a run directory: their order in time, whatever their
-    steps, so that a step that is saved again is another one."""
+    """A checkpoint with its COMMIT file.
+
+    ``serial`` counts the saves of a run directory. It gives their order in time, whatever their steps, and a step that is saved again
+    gets another one.
+    """
 
     path: Path
     step: int
@@ -52,7 +55,7 @@ def step_directory(run_dir: Path, step: int) -> Path:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """``path``, or the checkpoint that the file ``latest`` there names, where it names one."""
+    """``path``; or, for the file ``latest``, the checkpoint that it names."""
     path = path.expanduser()
     if path.name != LATEST or not path.is_file():
         return path
@@ -61,10 +64,10 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def check_place(run_dir: Path) -> None:
-    """Raises CheckpointError where something lies in the way of checkpoints, which a save would meet only when it ends."""
+    """Raises CheckpointError if something blocks checkpoints that a save would meet only at its end."""
     root = checkpoints_of(run_dir)
     if root.is_symlink() and not root.exists():
-        raise CheckpointError(f"{root} is a link to {os.readlink(root)}, which is not there; make that directory")
+        raise CheckpointError(f"{root} is a link to {os.readlink(root)}, which does not exist; make that directory")
     if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
         raise CheckpointError(f"{root} is not a directory that this user can write to; move it away")
     if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
@@ -72,12 +75,12 @@ def check_place(run_dir: Path) -> None:
 
 
 def draft_directory(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is prepared."""
+    """The directory in which a step's checkpoint is prepared."""
     return checkpoints_of(run_dir) / f"step_{step}.tmp"
 
 
 def committed(run_dir: Path) -> list[Committed]:
-    """Checkpoints that can be complete, newest first. Reads only the COMMIT files."""
+    """Checkpoints that may be complete, newest first. Reads only the COMMIT files."""
     found = []
     for path in _step_directories(run_dir):
         with suppress(CheckpointError):
@@ -87,7 +90,7 @@ def committed(run_dir: Path) -> list[Committed]:
 
 
 def uncommitted(run_dir: Path) -> dict[Path, str]:
-    """Checkpoints whose COMMIT file is missing or damaged, and what is wrong: no save leaves them behind, they were damaged later."""
+    """Checkpoints whose COMMIT file is missing or damaged -> what is wrong. No save leaves these; they were damaged later."""
     found = {}
     for path in sorted(_step_directories(run_dir)):
         try:
@@ -103,7 +106,7 @@ def _step_directories(run_dir: Path) -> list[Path]:
 
 
 def _read_commit(path: Path) -> dict[str, Any]:
-    """What the COMMIT file of a checkpoint says: step, serial and the manifest's sha256. Raises CheckpointError."""
+    """The contents of a checkpoint's COMMIT file: step, serial and the manifest's sha256. Raises CheckpointError."""
     where = path / COMMIT
     if not where.exists():
         raise CheckpointError(f"{path}: not a complete checkpoint, {COMMIT} is missing")
@@ -121,15 +124,15 @@ def is_of_format_1(directory: Path) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a complete checkpoint, with its files present in full. Raises CheckpointError naming what is wrong.
+    """The manifest of a complete checkpoint whose files have their full size. Raises CheckpointError that says what is wrong.
 
-    Pieces are parsed where they are asked for, and their contents verified where they are read. What somebody still holds is not read
-    again: with a thousand ranks it has hundreds of megabytes, and a run that goes on asks for it with every role.
+    Boxes are parsed when somebody asks for them, and verified when they are read. A manifest that is still in use is not read again:
+    with a thousand ranks it has hundreds of megabytes, and a resuming run asks for it once per role.
     """
     directory = Path(directory)
     try:
         stats = [(directory / name).stat() for name in (MANIFEST, COMMIT)]
-    except OSError:  # told in the words of who reads it
+    except OSError:  # the reader says what is wrong
         return _read_manifest(directory)
     seen = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
     held = _HELD.get(seen)
@@ -166,11 +169,11 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ()) -> Path:
-    """An empty directory to write a checkpoint into. Removes what interrupted saves left. Raises OSError, LockLost.
+    """Make an empty directory for a new checkpoint. Removes remains of interrupted saves. Raises OSError, LockLost.
 
-    A ``step_N.old`` stays where ``step_N`` is not complete or one of the ``damaged``: the run may stand on it.
+    A ``step_N.old`` stays if ``step_N`` is incomplete or ``damaged``: the run may depend on it.
     """
-    run_lock.prove(run_dir)
+    run_lock.check_still_held(run_dir)
     root = checkpoints_of(run_dir)
     root.mkdir(parents=True, exist_ok=True)
     good = {found.path for found in committed(run_dir) if found not in damaged}
@@ -184,12 +187,12 @@ def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ())
 
 
 def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Committed] = ()) -> Path:
-    """Make a written draft the newest checkpoint, then delete the ones beyond ``keep`` but that of the step ``state["best"]["step"]``;
-    those that are known as ``damaged`` do not count.
+    """Make a written draft the newest checkpoint, then delete those beyond ``keep``, except that of ``state["best"]["step"]``.
 
-    Raises OSError, CheckpointError, LockLost. Every rank must have written and synced its files before.
+    ``damaged`` checkpoints do not count. Every rank must have written and synced its files before. Raises OSError, CheckpointError,
+    LockLost.
     """
-    run_lock.prove(run_dir)
+    run_lock.check_still_held(run_dir)
     draft, final = draft_directory(run_dir, manifest.step), step_directory(run_dir, manifest.step)
     for name, size in manifest.files.items():
         found = (draft / name).stat().st_size if (draft / name).is_file() else None
@@ -204,7 +207,7 @@ def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Com
     atomic_write_bytes(draft / MANIFEST, text)
     atomic_write_text(draft / COMMIT, json.dumps(mark))
     old = final.with_name(final.name + ".old")
-    if old.is_dir() and final.exists():  # prepare_draft left it, so what lies in the new one's place is damaged
+    if old.is_dir() and final.exists():  # prepare_draft kept it, so the present step_N is damaged
         _remove(final)
     elif final.exists():
         os.rename(final, old)
@@ -221,15 +224,17 @@ def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Com
 
 
 def drop_draft(run_dir: Path, step: int) -> None:
-    """After a save that failed, for its space, unless the run directory is another job's by now. What stays, the next save removes."""
+    """Remove the draft of a failed save, to free space, unless another job owns the run directory by now.
+
+    The next save removes whatever stays.
+    """
     with suppress(OSError, run_lock.LockLost):
-        run_lock.prove(run_dir)
+        run_lock.check_still_held(run_dir)
         shutil.rmtree(draft_directory(run_dir, step))
 
 
 def _remove(path: Path) -> None:
-    """It is renamed first: a removal that is interrupted must leave neither what looks complete nor what looks damaged. Of a
-    symbolic link only the link goes."""
+    """Rename, then remove: an interrupted removal must leave nothing that looks complete or damaged. Of a link, remove the link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return

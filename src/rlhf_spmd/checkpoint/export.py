@@ -1,4 +1,4 @@
-"""A role of a checkpoint as a Hugging Face directory: file to file, one tensor in memory at a time, no process group."""
+"""Export of a checkpoint's role as a Hugging Face directory: one tensor in memory at a time, without a process group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,13 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
-from rlhf_spmd.checkpoint.special_tokens import name_ends, name_padding, padding, with_ends
 from rlhf_spmd.data.encoding import TEMPLATE_FILE
-from rlhf_spmd.models.spec import join_ends, read_spec
+from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 
-# copied as they are, where the source directory has them
+# copied as they are, if the source directory has them
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -40,9 +39,9 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-ADAPTER_DIR = "adapter"  # in an export: PEFT's directory
+ADAPTER_DIR = "adapter"  # PEFT's directory inside an export
 VALUE_HEAD = "score.weight"
-SECOND_HEAD = "v_head.weight"  # of a policy that is its own critic; transformers' class has no place for it
+SECOND_HEAD = "v_head.weight"  # of a policy that is its own critic; transformers has no class with both heads
 
 
 def export_hugging_face(
@@ -60,14 +59,16 @@ def export_hugging_face(
 ) -> Path:
     """Write ``out_dir`` so that ``transformers`` loads it; returns it.
 
-    The configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). ``dtype`` None keeps the stored one.
-    A model with a value head becomes ``<Family>ForSequenceClassification`` with one label; one that has both heads leaves the value
-    head out. Of a role with adapters these go to ``adapter`` there, and the model with them only if ``merged``. ``card``: the text of
-    README.md. ``tokenizer``: of the directory, if it has one; ``chat_template``: what the role was trained with in place of its own.
-    The configuration names all ends of a response, and with a value head a token to pad with at which no row ends.
+    Configuration and tokenizer come from ``source_model_dir`` (the role's ``path``). A model with a value head becomes
+    ``<Family>ForSequenceClassification`` with one label; a model with both heads leaves the value head out. The configuration names all
+    tokens that end a response, and with a value head a padding token that ends no row.
 
-    An earlier export at ``out_dir`` is replaced only when the new one is complete and ``prove`` returns. Raises
-    CheckpointError (damaged piece, no such role, a file that cannot be written), ValueError (paths) and what ``prove`` raises.
+    - ``dtype``: None keeps the stored one. ``card``: the text of README.md.
+    - ``merged``: for a role with adapters, which go to the directory ``adapter``: also write the model with them.
+    - ``tokenizer``: the directory's, if it has one. ``chat_template``: the one that the role was trained with, if not its own.
+
+    An earlier export at ``out_dir`` is replaced only when the new one is complete and ``prove`` returns. Raises CheckpointError
+    (damaged box, no such role, a file that cannot be written), ValueError (paths) and whatever ``prove`` raises.
     """
     checkpoint_dir, out_dir, source = Path(checkpoint_dir), Path(out_dir), Path(source_model_dir)
     if not (source / "config.json").is_file():
@@ -111,7 +112,7 @@ def export_hugging_face(
         os.rename(draft, out_dir)
         _remove(old)
     except OSError as error:
-        file = error.filename2 or error.filename or out_dir  # of a copy the second one is written
+        file = error.filename2 or error.filename or out_dir  # a copy writes the second file
         raise CheckpointError(f"cannot write export {file}: {error.strerror}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -119,7 +120,7 @@ def export_hugging_face(
 
 
 def _remove(path: Path) -> None:
-    """A directory, if it is there; of a symbolic link, which an export may be, only the link."""
+    """Remove a directory if it exists. An export may be a symbolic link; then remove only the link."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -127,7 +128,7 @@ def _remove(path: Path) -> None:
 
 
 def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
-    """Of a role whose weights are in the checkpoint."""
+    """The tensors of a role whose weights are in the checkpoint, and how to read each."""
     pieces = read_manifest(checkpoint_dir).pieces_of(role, PARAM)
     exported = sorted((name, parts) for name, parts in pieces.items() if name != SECOND_HEAD)
     specs = [Spec(name, DTYPES[parts[0].dtype], parts[0].shape) for name, parts in exported]
@@ -135,7 +136,7 @@ def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callabl
 
 
 def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
-    """File name -> tensors, in order, each file at most ``max_shard_bytes`` unless a single tensor is larger. Pure."""
+    """File name -> tensors in order. Each file has at most ``max_shard_bytes``, unless a single tensor is larger. Pure."""
     by_key = {spec.key: spec for spec in specs}
     parts = list(buckets({key: spec.num_bytes for key, spec in by_key.items()}, max_shard_bytes))
     if len(parts) == 1:
@@ -144,9 +145,9 @@ def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Sp
 
 
 def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
-    """The source's config.json with the exported dtype and, where there is a value head, the class that has one. Pure."""
+    """The source's config.json with the exported dtype and, with a value head, the class that has one. Pure."""
     names = {spec.key for spec in specs}
-    if "text_config" in config:  # the language model of one that sees, whose class for text bears the same name
+    if "text_config" in config:  # the language part of a model that sees; its class for text has the same name
         family = str((config.get("architectures") or [""])[0]).partition("For")[0]
         shared: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         config = {**config["text_config"], **shared, "architectures": [f"{family}ForCausalLM"]}
@@ -173,3 +174,46 @@ def _write_weights(out: Path, files: dict[str, list[Spec]], get: Callable[[Spec]
         where = {spec.key: name for name, specs in files.items() for spec in specs}
         index = {"metadata": {"total_parameters": numbers, "total_size": total}, "weight_map": where}
         atomic_write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def with_ends(config: Mapping[str, Any], ends: Collection[int]) -> dict[str, Any]:
+    """``config`` with ``ends`` as its ``eos_token_id``; unchanged if it already says the same. Pure."""
+    named = config.get("eos_token_id")
+    same = not ends or set(named if isinstance(named, list) else [named]) == {*ends}
+    return {**config} if same else {**config, "eos_token_id": [*ends] if len(ends) > 1 else next(iter(ends))}
+
+
+def padding(spec: ModelSpec, tokenizer: Any) -> int | None:
+    """The token to pad scored rows with; None if there is none. Then transformers refuses several rows at once.
+
+    Transformers reads the score at the last token that is not padding, so it must not be a token that ends a response. The first such
+    token of: the tokenizer's own, a special token with "pad" in its name, that of unknown words, the first of a text, any special
+    token. Without a tokenizer: those in config.json.
+    """
+    config = spec.hf_config
+    wished = [config.get("pad_token_id"), config.get("bos_token_id")]
+    if tokenizer is not None:
+        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        named = [number for number, text in special.items() if "pad" in text.lower()]
+        wished = [tokenizer.pad_token_id, *named, tokenizer.unk_token_id, tokenizer.bos_token_id, *special]
+    return next((t for t in wished if isinstance(t, int) and t not in spec.eos_token_ids and 0 <= t < spec.vocab_size), None)
+
+
+def name_ends(directory: Path, ends: Collection[int]) -> None:
+    """Write ``ends`` into the directory's ``generation_config.json``, if it has one."""
+    file = directory / "generation_config.json"
+    if file.is_file():
+        _rewrite(file, with_ends(read_json(file), ends))
+
+
+def name_padding(directory: Path, token: str) -> None:
+    """Write the padding ``token`` into the directory's tokenizer files."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = directory / name
+        if file.is_file():
+            _rewrite(file, {**read_json(file), "pad_token": token})
+
+
+def _rewrite(file: Path, value: dict[str, Any]) -> None:
+    if value != read_json(file):
+        atomic_write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Safetensors files, written one tensor at a time: the bytes are hashed as they pass and a whole model is never in memory.
+"""Safetensors files, written one tensor at a time and hashed on the way, so that a whole model is never in memory.
 
 The format: 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, the data.
 ``safetensors.torch.save_file`` writes the same files, but takes all tensors at once and does not sync them to disk.
@@ -22,12 +22,12 @@ from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.telemetry.run_dir import writing
 
-_CHUNK = 16 << 20  # bytes hashed and written at a time: stays in the cache between the two
+_CHUNK = 16 << 20  # bytes that are hashed and written at a time; they stay in the cache between the two
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor to be written: its key, dtype and shape."""
+    """A tensor to write: key, dtype and shape."""
 
     key: str
     dtype: torch.dtype
@@ -39,11 +39,11 @@ class Spec:
 
 
 def hash_tensor(tensor: Tensor, file: BinaryIO | None = None) -> str:
-    """The sha256 of a contiguous CPU tensor's bytes, which go into ``file`` on the way."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", "raw bytes are of contiguous CPU tensors"
+    """The sha256 of a contiguous CPU tensor's bytes. Also writes them to ``file``, if given."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous CPU tensors have raw bytes"
     digest = hashlib.sha256()
     for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK):
-        RECORDER.tick()  # saving and loading a large model takes longer than ranks may stand still
+        RECORDER.tick()  # a large model takes longer than ranks may be silent
         # a copy: after Tensor.numpy() a storage can never be resized again, which resharding does to FSDP's shards
         data: Any = chunk.clone().numpy()
         digest.update(data)
@@ -55,7 +55,7 @@ def hash_tensor(tensor: Tensor, file: BinaryIO | None = None) -> str:
 def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor]) -> list[str]:
     """Write ``get(spec)`` for every spec, one after the other, and sync the file to disk.
 
-    Returns the sha256 of each tensor's bytes. Raises WriteError, which names the file.
+    Returns the sha256 of each tensor's bytes. Raises WriteError with the file's name.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

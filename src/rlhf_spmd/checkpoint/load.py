@@ -1,4 +1,4 @@
-"""Reading a checkpoint into the current layout: any number of ranks, any layout, each piece verified before it is used."""
+"""Reading a checkpoint into the current layout: any number of ranks, any layout, every box verified before it is used."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.agree import agree
 from rlhf_spmd.checkpoint.directory import Committed, check_place, committed, is_of_format_1, read_manifest, uncommitted
 from rlhf_spmd.checkpoint.files import Spec, hash_tensor
-from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, Piece
-from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, StoredBox
+from rlhf_spmd.checkpoint.save import RoleState, agree
 from rlhf_spmd.parallel.boxes import Box, cover, whole_shard
 from rlhf_spmd.parallel.collectives import Group
 
 
 @dataclass(frozen=True)
 class Resumable:
-    """The newest undamaged checkpoint (None: there is none), the ``damaged`` ones before it, and ``warnings`` that say so, and which
-    others have no COMMIT file that can be read."""
+    """The newest undamaged checkpoint; None if there is none.
+
+    ``damaged``: newer ones that are damaged. ``warnings``: about these, and about others without a readable COMMIT file.
+    """
 
     directory: Path | None
     damaged: tuple[Committed, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
-def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces one after the other, file by file, each verified. Raises CheckpointError naming file and piece."""
-    by_file: dict[str, list[Piece]] = {}
+def read_pieces(directory: Path, pieces: Sequence[StoredBox]) -> Iterator[tuple[StoredBox, Tensor]]:
+    """The boxes one after the other, file by file, each verified. Raises CheckpointError that names file and box."""
+    by_file: dict[str, list[StoredBox]] = {}
     for piece in pieces:
         by_file.setdefault(piece.file, []).append(piece)
     for name, wanted in by_file.items():
@@ -50,17 +51,17 @@ def read_pieces(directory: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piec
             raise CheckpointError(f"{path}: unreadable ({error})") from error
 
 
-def read_whole(directory: Path, pieces: Sequence[Piece], spec: Spec) -> Tensor:
-    """A full tensor from its pieces, in the exported dtype."""
+def read_whole(directory: Path, pieces: Sequence[StoredBox], spec: Spec) -> Tensor:
+    """A whole tensor from its boxes, in the dtype of ``spec``."""
     (whole,) = whole_shard(spec.key, spec.shape).boxes
     tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
     fill(directory, [(f"{directory}: {spec.key}", tensor, whole, pieces)])
     return tensor.to(spec.dtype)
 
 
-def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[Piece]]]) -> None:
-    """Boxes of local tensors, in place, from stored pieces of theirs; the text names each. Raises CheckpointError."""
-    copies: dict[Piece, list[tuple[Tensor, Box]]] = {}  # the parts of a piece, and the views that receive them
+def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[StoredBox]]]) -> None:
+    """Fill boxes of local tensors from stored boxes. The text names each in messages. Raises CheckpointError."""
+    copies: dict[StoredBox, list[tuple[Tensor, Box]]] = {}  # stored box -> the views that receive its parts, and these parts
     for what, tensor, box, pieces in wanted:
         taken, missing = cover(box, [piece.box for piece in pieces])
         if missing:
@@ -74,9 +75,9 @@ def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[Piec
 
 @torch.no_grad()
 def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> set[str]:
-    """Fill this rank's tensors in place; returns the names of the role's tensors that the checkpoint holds. No communication.
+    """Fill this rank's tensors in place. Returns the names of the role's tensors in the checkpoint. No communication.
 
-    Raises CheckpointError where a tensor is missing, incomplete, or of another shape or dtype.
+    Raises CheckpointError if a tensor is missing, incomplete, or has another shape or dtype.
     """
     target.check(role)
     where = f"checkpoint of step {manifest.step}, role '{role}'"
@@ -103,10 +104,10 @@ def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState)
 def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group, without: frozenset[str] = frozenset()) -> None:
     """Fill the tensors of ``target`` in place from a checkpoint of any layout.
 
-    Collective over ``group`` (the role's pool, all ranks that hold the role): every rank of it must call, in program order.
-    Together the ranks must take every tensor of the role that the checkpoint holds, but those in ``without``. Kinds that
-    ``target.optim`` does not name are not read. Raises CheckpointError on every rank if any rank fails; the tensors are then in no
-    defined state.
+    Together the ranks must take every tensor of the role in the checkpoint, except those in ``without``. Kinds that ``target.optim``
+    does not name are not read. Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
+
+    Collective over ``group`` (the role's pool): every rank of it must call, in program order.
     """
     directory = Path(directory)
 
@@ -117,14 +118,15 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group,
 
     def compare(left_by_rank: list[list[str]]) -> None:
         if surplus := sorted(set(left_by_rank[0]).intersection(*left_by_rank)):
-            told = f"{len(surplus)} tensors that the model has not, such as {surplus[0]}"
-            raise CheckpointError(f"{directory}: role '{role}' holds {told}")
+            raise CheckpointError(
+                f"{directory}: role '{role}' has {len(surplus)} tensors that the model lacks, such as {surplus[0]}"
+            )
 
     agree(group, read, compare)
 
 
 def verify_checkpoint(directory: Path, group: Group, check: Callable[[Manifest], None] = lambda manifest: None) -> None:
-    """Read and hash every piece once, shared out over the ranks, and ``check`` the manifest. Raises CheckpointError on every rank.
+    """Read and hash every box once, shared among the ranks, and ``check`` the manifest. Raises CheckpointError on every rank.
 
     Collective over the group: every rank of it must call, in program order.
     """
@@ -132,9 +134,9 @@ def verify_checkpoint(directory: Path, group: Group, check: Callable[[Manifest],
     def read() -> None:
         manifest = read_manifest(directory)
         check(manifest)
-        keys = sorted(manifest.lines)  # to each rank as many of a role and kind as to the others
+        keys = sorted(manifest.lines)  # each rank gets equally many of a role and kind
         num = max(1, len(keys))
-        first, sharing = group.rank % num, len(range(group.rank % num, group.size, num))  # the ranks of one line
+        first, sharing = group.rank % num, len(range(group.rank % num, group.size, num))  # how many ranks share a line
         for key in keys[first :: group.size]:
             for _ in read_pieces(directory, manifest.pieces_in(key)[group.rank // num :: sharing]):
                 pass
@@ -143,11 +145,12 @@ def verify_checkpoint(directory: Path, group: Group, check: Callable[[Manifest],
 
 
 def find_resumable(run_dir: Path, group: Group, check: Callable[[Manifest], None] = lambda manifest: None) -> Resumable:
-    """The newest undamaged checkpoint of a run directory: damaged ones are passed over with a warning, and what an interrupted save
-    left without a word. ``check`` raises CheckpointError for a state that the run cannot go on with.
+    """The newest undamaged checkpoint of a run directory. ``check`` raises CheckpointError for a state that the run cannot resume.
 
-    Raises CheckpointError before one of format 1, where no save could succeed, and where all are damaged: a run that began anew
-    beside them would in time delete them. Collective over the group: every rank of it must call, in program order.
+    Damaged checkpoints are skipped with a warning, remains of an interrupted save silently. Raises CheckpointError if the next
+    candidate has format 1, if no save could succeed, or if all are damaged: a new run beside them would eventually delete them.
+
+    Collective over the group: every rank of it must call, in program order.
     """
 
     def look(everyone: list[None]) -> Any:

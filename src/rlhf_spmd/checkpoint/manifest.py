@@ -1,10 +1,10 @@
-"""What a checkpoint holds: the manifest as data, its JSON lines, and who writes which piece. Pure.
+"""What a checkpoint holds: the manifest as data, its JSON lines, and who writes which box. Pure.
 
-A checkpoint is the directory ``checkpoints/step_N``: safetensors files of pieces, ``manifest.jsonl`` (this module) and
-``COMMIT``. A piece is one box of one global tensor (``parallel.boxes``) of one kind: the parameter itself or a tensor of its
-optimizer. The manifest's first line has everything but the pieces, and names the other lines in their order; each of these
-is ``[role, kind, file, [[name, shape, start, size, dtype, sha256], ...]]``: the pieces of one kind in one file, made by the
-rank that wrote it. Lines are short enough for Python's other threads, such as the heartbeat, to run between them.
+A checkpoint is the directory ``checkpoints/step_N``: safetensors files of boxes, ``manifest.jsonl`` (this module) and ``COMMIT``. A
+stored box is one box of one global tensor (``parallel.boxes``) of one kind: the parameter itself, or a tensor of its optimizer. The
+manifest's first line has everything but the boxes, and names the other lines in order. Each of these is ``[role, kind, file, [[name,
+shape, start, size, dtype, sha256], ...]]``: the boxes of one kind in one file, made by the rank that wrote it. Lines are short, so that
+Python's other threads, such as the heartbeat, can run between them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ LineKey = tuple[str, str, str]  # role, kind, file
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file, and the piece where there is one."""
+    """A checkpoint cannot be written or read. The message names the file, and the box if one is concerned."""
 
     exit_class = "checkpoint"  # how the run ends: process/program.py
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """``name[start : start + size]`` of a global tensor of ``shape``, in ``file``; ``dtype`` by safetensors' name."""
 
     role: str
@@ -62,17 +62,17 @@ class Piece(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The name in its file."""
         return piece_key(self.kind, self.box)
 
     @property
     def box(self) -> Box:
-        """As a box that lies at the origin of the stored tensor."""
+        """The box, located at the origin of the stored tensor."""
         return Box(self.name, self.shape, self.start, self.size, (0,) * len(self.shape))
 
 
-def piece_lines(pieces: Iterable[Piece]) -> dict[LineKey, str]:
-    """The manifest's lines for all pieces that some files hold."""
+def piece_lines(pieces: Iterable[StoredBox]) -> dict[LineKey, str]:
+    """The manifest's lines for all boxes in some files."""
     rows: dict[LineKey, list[Any]] = {}
     for piece in pieces:
         rows.setdefault(piece[:3], []).append(piece[3:])
@@ -81,9 +81,9 @@ def piece_lines(pieces: Iterable[Piece]) -> dict[LineKey, str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files`` maps each file to its size in bytes; ``state`` is the caller's plain JSON (loader position, counters).
+    """``files``: file -> its size in bytes. ``state``: the caller's plain JSON (loader position, counters).
 
-    ``lines`` are as the file has them, and parsed by whoever asks for their pieces: there may be millions.
+    ``lines``: as in the file. They are parsed when somebody asks for their boxes, of which there may be millions.
     """
 
     step: int
@@ -103,16 +103,16 @@ class Manifest:
     def roles(self) -> list[str]:
         return sorted({role for role, *_ in self.lines})
 
-    def pieces_of(self, role: str, kind: str) -> dict[str, list[Piece]]:
-        """Tensor name -> its pieces. Raises CheckpointError where the checkpoint has no such role or kind."""
-        found: dict[str, list[Piece]] = {}
+    def pieces_of(self, role: str, kind: str) -> dict[str, list[StoredBox]]:
+        """Tensor name -> its boxes. Raises CheckpointError if the checkpoint has no such role or kind."""
+        found: dict[str, list[StoredBox]] = {}
         for key in self._lines_of(role, kind):
             for piece in self.pieces_in(key):
                 found.setdefault(piece.name, []).append(piece)
         return found
 
     def dtype_of(self, role: str) -> str:
-        """That of its first parameter. Raises CheckpointError as :meth:`pieces_of`."""
+        """The dtype of the role's first parameter. Raises CheckpointError as :meth:`pieces_of`."""
         return self.pieces_in(self._lines_of(role, PARAM)[0])[0].dtype
 
     def _lines_of(self, role: str, kind: str) -> list[LineKey]:
@@ -124,17 +124,17 @@ class Manifest:
             raise CheckpointError(f"{where} '{kind}' of role '{role}'; it holds: {', '.join(sorted(kinds))}")
         return [key for key in self.lines if key[:2] == (role, kind)]
 
-    def pieces_in(self, key: LineKey) -> list[Piece]:
-        """Those of one line, at least one. Every field is checked. Raises CheckpointError."""
+    def pieces_in(self, key: LineKey) -> list[StoredBox]:
+        """The boxes of one line, at least one, every field checked. Raises CheckpointError."""
         RECORDER.tick()
         where = f"manifest of step {self.step}, line of '{key[1]}' in {key[2]}"
         try:
             *stated, rows = json.loads(self.lines[key])
             pieces = [_read_piece(key, *row) for row in rows]
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{where}: not a line of pieces ({error})") from error
+            raise CheckpointError(f"{where}: not a line of boxes ({error})") from error
         if tuple(stated) != key or not pieces:
-            raise CheckpointError(f"{where}: it has {len(pieces)} pieces of {stated}")
+            raise CheckpointError(f"{where}: it has {len(pieces)} boxes of {stated}")
         return pieces
 
     def to_bytes(self) -> bytes:
@@ -143,8 +143,7 @@ class Manifest:
 
     @staticmethod
     def from_lines(lines: Sequence[bytes], where: str) -> Manifest:
-        """Parses the first line only. A manifest is input: what is parsed is checked. ``where`` names its file in the
-        CheckpointError."""
+        """Parse and check the first line only. Raises CheckpointError that names the file ``where``."""
         try:
             head = parse_json(lines[0])
             if head["format"] != FORMAT_VERSION:
@@ -159,10 +158,10 @@ class Manifest:
             raise CheckpointError(f"{where}: not a checkpoint manifest ({type(error).__name__}: {error})") from error
 
 
-def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtype: Any, sha256: Any) -> Piece:
-    """Raises TypeError or ValueError where a field is unfit."""
+def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtype: Any, sha256: Any) -> StoredBox:
+    """Check the fields of a stored box. Raises TypeError or ValueError."""
     shape, start, size = (tuple([int(n) for n in numbers]) for numbers in (shape, start, size))
-    piece = Piece(*key, str(name), shape, start, size, str(dtype), str(sha256))
+    piece = StoredBox(*key, str(name), shape, start, size, str(dtype), str(sha256))
     inside = all(a >= 0 and n > 0 and a + n <= extent for a, n, extent in zip(start, size, shape, strict=True))
     if piece.dtype not in DTYPES or not inside:
         raise ValueError(f"piece {piece.key!r} is not possible: {piece}")
@@ -170,12 +169,12 @@ def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtyp
 
 
 def piece_key(kind: str, box: Box) -> str:
-    """The name of a piece in its safetensors file, start and size after it: ``param/model.norm.weight@0+64``."""
+    """The name of a box in its safetensors file, with start and size: ``param/model.norm.weight@0+64``."""
     return f"{kind}/{box.name}@{','.join(map(str, box.start))}+{','.join(map(str, box.size))}"
 
 
 def held_boxes(shards: Mapping[str, ParamShard]) -> dict[BoxKey, tuple[str, Box]]:
-    """The distinct boxes of a rank's shards -> the local parameter that holds each (the first one), and the box in it."""
+    """The distinct boxes of a rank's shards -> the first local parameter that holds each, and the box in it."""
     found: dict[BoxKey, tuple[str, Box]] = {}
     for parameter, shard in shards.items():
         for box in shard.boxes:
@@ -185,10 +184,10 @@ def held_boxes(shards: Mapping[str, ParamShard]) -> dict[BoxKey, tuple[str, Box]
 
 
 def plan_writes(boxes_by_rank: Sequence[Iterable[BoxKey]]) -> list[list[BoxKey]]:
-    """Each distinct box is written once. Replicas share the work: of the ranks that hold a box, the least loaded takes it.
+    """The boxes that each rank writes. Each distinct box is written once, by the least loaded rank that holds it.
 
-    ``boxes_by_rank[rank]`` is what that rank holds (nothing for ranks outside the role). Load is counted in elements; a tie
-    goes to the lowest rank. Deterministic: boxes are dealt in the order in which the lowest ranks list them.
+    ``boxes_by_rank[rank]``: the boxes of that rank, none for ranks outside the role. Load is counted in elements; a tie goes to the
+    lowest rank. Deterministic: boxes are dealt in the order in which the lowest ranks list them.
     """
     holders: dict[BoxKey, list[int]] = {}
     for rank, boxes in enumerate(boxes_by_rank):

@@ -1,10 +1,10 @@
-"""Writing a checkpoint: every rank writes its share of the pieces, rank 0 commits, and all see the same outcome."""
+"""Writing a checkpoint: every rank writes its share of the boxes, rank 0 commits, and all see the same outcome."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.agree import agree
 from rlhf_spmd.checkpoint.directory import Committed, commit, draft_directory, drop_draft, prepare_draft, step_directory
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.manifest import (
@@ -22,7 +21,7 @@ from rlhf_spmd.checkpoint.manifest import (
     BoxKey,
     CheckpointError,
     Manifest,
-    Piece,
+    StoredBox,
     held_boxes,
     piece_key,
     piece_lines,
@@ -32,14 +31,16 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.telemetry.run_lock import LockLost
 
+LABEL = "checkpoint"
+
 
 @dataclass(frozen=True)
 class RoleState:
     """What one rank holds of one role.
 
-    shards: local parameter name -> its boxes. tensors: the same names -> the local values, shaped as the shard says.
-    optim: the same names -> kind ("exp_avg", "exp_avg_sq", "master", ...) -> tensor of the same local shape. Parameters may be
-    absent or have different kinds (frozen parameters have no moments).
+    - ``shards``: local parameter name -> its boxes. ``tensors``: the same names -> local values of the shard's shape.
+    - ``optim``: the same names -> kind ("exp_avg", "exp_avg_sq", "master", ...) -> tensor of the same shape. Parameters may be
+      absent or have different kinds (frozen parameters have no moments).
     """
 
     shards: Mapping[str, ParamShard]
@@ -47,7 +48,7 @@ class RoleState:
     optim: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def kinds(self) -> dict[str, dict[str, Tensor]]:
-        """Kind -> parameter name -> tensor; the parameters themselves are of kind "param"."""
+        """Kind -> parameter name -> tensor. The parameters themselves have the kind "param"."""
         found = {PARAM: dict(self.tensors)}
         for name, states in self.optim.items():
             for kind, tensor in states.items():
@@ -75,10 +76,11 @@ def save_checkpoint(
 ) -> Path:
     """Write ``run_dir/checkpoints/step_<step>``; returns its path.
 
-    Collective over ``group`` (the world: every rank that holds something): every rank of it must call, in program order.
-    ``roles`` holds the roles of which this rank is a member. ``state`` is plain JSON; the group's first rank's is stored.
-    The ``keep`` newest checkpoints stay, at least 2, and that of the step ``state["best"]["step"]``, if it says one; those known
-    as ``damaged`` do not count. Raises CheckpointError on every rank if any rank fails; the checkpoints before are then untouched.
+    ``roles``: those of which this rank is a member. ``state``: plain JSON; the one of the group's first rank is stored. The ``keep``
+    newest checkpoints stay (at least 2), and that of the step ``state["best"]["step"]``, if given; ``damaged`` ones do not count.
+    Raises CheckpointError on every rank if any rank fails. Earlier checkpoints are then untouched.
+
+    Collective over ``group`` (the world): every rank of it must call, in program order.
     """
     if keep < 2:
         raise ValueError(f"keep={keep} must be at least 2: one checkpoint to fall back to")
@@ -117,7 +119,10 @@ def save_checkpoint(
 def _assign(
     run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Group, damaged: Collection[Committed]
 ) -> dict[str, list[BoxKey]]:
-    """The boxes that this rank writes, per role. The first rank also prepares the directory. Collective over the group."""
+    """The boxes that this rank writes, per role. The first rank also prepares the directory.
+
+    Collective over the group: every rank of it must call, in program order.
+    """
 
     def plan_shares(everyone: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
         plan = {}
@@ -125,7 +130,7 @@ def _assign(
             prepare_draft(run_dir, step, damaged)
         for role in sorted({role for rank in everyone for role in rank}):
             lists = [[(name, tuple(start), tuple(size)) for name, start, size in rank.get(role, ())] for rank in everyone]
-            # sent back as positions in each rank's own list: a few bytes per piece
+            # sent back as positions in each rank's own list: a few bytes per box
             positions = [{key: i for i, key in enumerate(keys)} for keys in lists]
             plan[role] = [[positions[rank][key] for key in keys] for rank, keys in enumerate(plan_writes(lists))]
         return plan
@@ -136,8 +141,8 @@ def _assign(
 
 def _write_role(
     draft: Path, role: str, state: RoleState, boxes: dict[BoxKey, tuple[str, Box]], keys: list[BoxKey], group: Group
-) -> list[Piece]:
-    """One file with this rank's pieces of one role, all kinds; returns them."""
+) -> list[StoredBox]:
+    """Write this rank's boxes of one role, of all kinds, to one file; returns them."""
     views: dict[Spec, Tensor] = {}
     found: list[tuple[str, Box]] = []
     kinds = state.kinds()
@@ -151,14 +156,14 @@ def _write_role(
     with torch.no_grad():
         hashes = write_safetensors(path, list(views), views.__getitem__)
     return [
-        Piece(role, kind, path.name, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
+        StoredBox(role, kind, path.name, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
         for spec, (kind, box), digest in zip(views, found, hashes, strict=True)
     ]
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for an OSError and LockLost."""
+    """Turn OSError and LockLost into CheckpointError."""
     try:
         yield
     except LockLost as failure:
@@ -166,5 +171,33 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as failure:
         raise CheckpointError(
             f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "
-            "the checkpoints before are intact; free space there or choose another run.dir"
+            "earlier checkpoints are intact; free space there or choose another run.dir"
         ) from failure
+
+
+def agree(group: Group, work: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda everyone: None) -> Any:
+    """Run ``work`` on every rank and ``decide`` on group index 0, with the values of all. Returns its decision on every rank (JSON).
+
+    If ``work`` or ``decide`` raises CheckpointError on any rank, every rank raises it: that of the lowest rank, named in the message.
+    Collective over the group: every rank of it must call, in program order.
+    """
+    mine = error = value = None
+    try:
+        mine = work()
+    except CheckpointError as failure:
+        error = str(failure)
+    outcomes = group.gather_json([error, mine], LABEL)
+    if outcomes is not None:
+        failed = [(rank, error) for rank, (error, _) in zip(group.ranks, outcomes, strict=True) if error]
+        if failed:
+            more = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+            error = f"rank {failed[0][0]}: {failed[0][1]}{more}"
+        else:
+            try:
+                value = decide([part for _, part in outcomes])
+            except CheckpointError as failure:
+                error = str(failure)
+    value, error = group.broadcast_json([value, error], LABEL)
+    if error:
+        raise CheckpointError(error)
+    return value

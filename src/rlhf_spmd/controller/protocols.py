@@ -1,10 +1,13 @@
-"""Transfer protocols (HybridFlow, table 3): how a call's rows are distributed over a role's ranks and collected from them.
+"""Where roles live, and how a call's rows reach their ranks (transfer protocols: HybridFlow, table 3).
 
-A protocol is three small functions of the role's :class:`GroupShape`; indices count ranks inside the pool. The rows of a call
-are cut into ``parts(shape)`` parts. ``distribute(shape, index)`` is the part that a member works on, None if it does not run.
-``collect(shape)`` lists the members whose results count: for calls that return rows, one per part in the order of the parts;
-``replicas(shape, part)`` lists all members that hold the part's result, so that a consumer that is one of them fetches nothing.
-A protocol of one's own is another ``Protocol(...)`` value, given to ``@register``.
+A role lives on a :class:`ResourcePool` and splits it by its :class:`GroupShape`. A protocol is three small functions of that
+shape. Their indices count ranks inside the pool, and a call's rows are cut into ``parts(shape)`` parts:
+
+- ``distribute(shape, index)``: the part that a member works on; None if it does not run.
+- ``collect(shape)``: the members whose results count. For calls that return rows: one member per part, in the order of the parts.
+- ``replicas(shape, part)``: all members that hold the part's result. A consumer that is one of them fetches nothing.
+
+A protocol of your own is another ``Protocol(...)`` value, given to ``@register``.
 """
 
 from __future__ import annotations
@@ -12,15 +15,52 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
-from rlhf_spmd.controller.pool import GroupShape, ResourcePool
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A named set of ascending global ranks. Roles on one pool are colocated. Pools may be equal, disjoint or overlap."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ValueError(f"pool '{self.name}' has no ranks")
+        if sorted(set(self.ranks)) != list(self.ranks):
+            raise ValueError(f"pool '{self.name}': ranks {list(self.ranks)} must ascend without repeats")
+
+    def __str__(self) -> str:
+        mine = set(self.ranks)
+        starts = [rank for rank in self.ranks if rank - 1 not in mine]
+        ends = [rank for rank in self.ranks if rank + 1 not in mine]
+        runs = (f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
+        return f"{self.name} [{', '.join(runs)}]"
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """All that a protocol knows about a role: its layout, and its generation layout if it has one."""
+
+    layout: Layout
+    generation: GenerationLayout | None = None
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @cached_property
+    def generating(self) -> GenerationLayout:
+        """The generation layout. By default the replicas of the training layout generate as they are."""
+        return self.generation or GenerationLayout(self.layout, self.layout.pp, self.layout.tp)
 
 
 @dataclass(frozen=True, eq=False)
 class Protocol:
-    """``per_member``: an argument that is no reference is a sequence with one entry per member; otherwise all get the same."""
+    """``per_member``: an argument that is not a reference holds one entry per member. Otherwise all members get the same argument."""
 
     name: str
     parts: Callable[[GroupShape], int]
@@ -30,20 +70,21 @@ class Protocol:
     per_member: bool = False
 
     def holders(self, shape: GroupShape, part: int) -> list[int]:
-        """Members that hold the rows of ``part`` after the call; the first is the one that others fetch from."""
+        """The members that hold the rows of ``part`` after the call. Others fetch from the first one."""
         return self.replicas(shape, part) if self.replicas else [self.collect(shape)[part]]
 
 
 class ProtocolRanks:
-    """A protocol on a role's pool, in global ranks. Answers are kept: a script asks for the same ones in every step.
+    """A protocol on a role's pool, in global ranks. Answers are cached, because a script asks the same questions in every step.
 
-    ``part_of``: the part of each rank that runs. ``workers(part)``: the ranks that work on its rows. ``holders(part)``: those that
-    hold them after the call; the first is the one that others fetch from. ``are_holders(makers)``: whether each rank that works on a
-    part holds that part of what ``makers`` made.
+    - ``part_of``: rank -> the part it works on, for every rank that runs.
+    - ``workers(part)``: the ranks that work on its rows.
+    - ``holders(part)``: the ranks that hold its rows after the call. Others fetch from the first one.
+    - ``are_holders(makers)``: True if every rank that works on a part already holds that part of what ``makers`` made.
+    - ``speeds``: the pace of each part; empty if all parts are equally fast.
 
-    ``rank_speeds``: of each rank of the world; empty: all alike. ``speeds``: of each part, that of its slowest rank, since the ranks of
-    a replica wait for each other: tensor slices in every layer, stages in every micro-batch. Every part has as many ranks, so
-    this is its pace, not the sum. Empty where the parts are equally fast, so that their rows are dealt as without speeds.
+    ``rank_speeds`` gives the speed of each rank of the world; empty means that all are alike. A part runs at the speed of its slowest
+    rank: tensor slices wait for each other in every layer, stages in every micro-batch.
     """
 
     def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool, rank_speeds: Sequence[float] = ()) -> None:
@@ -58,8 +99,8 @@ class ProtocolRanks:
         self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
         self.are_holders: Callable[[ProtocolRanks], bool] = cache(self._are_holders)
 
-    def answered(self, rank: int) -> int | None:
-        """The part that others fetch from this rank, if there is one."""
+    def part_sent_by(self, rank: int) -> int | None:
+        """The part that others fetch from ``rank``; None if they fetch nothing from it."""
         part = self.part_of.get(rank)
         return part if part is not None and self.holders(part)[0] == rank else None
 
@@ -72,7 +113,7 @@ def _everyone(shape: GroupShape) -> list[int]:
 
 
 def _by_replica(name: str, grid: Callable[[GroupShape], Layout | GenerationLayout]) -> Protocol:
-    """Split over the replicas of a grid, the same rows on the pp * tp ranks of each, results from its last stage."""
+    """Each replica of a grid gets its own rows, the same on its pp * tp ranks. Results come from its last stage."""
 
     def last_stage(shape: GroupShape, dp: int) -> list[int]:
         layout = grid(shape)
@@ -87,14 +128,14 @@ def _by_replica(name: str, grid: Callable[[GroupShape], Layout | GenerationLayou
     )
 
 
-ONE_TO_ALL = Protocol(  # the same input everywhere, results from everyone: building models, checkpoints
+ONE_TO_ALL = Protocol(  # same input for all, results from all: building models, checkpoints
     "ONE_TO_ALL",
     parts=lambda shape: 1,
     distribute=lambda shape, index: 0,
     collect=_everyone,
     replicas=lambda shape, part: _everyone(shape),
 )
-ALL_TO_ALL = Protocol(  # no distribution: the caller passes one argument per member (debugging)
+ALL_TO_ALL = Protocol(  # the caller passes one argument per member: debugging
     "ALL_TO_ALL",
     parts=lambda shape: shape.size,
     distribute=lambda shape, index: index,
@@ -108,14 +149,16 @@ RANK_ZERO = Protocol(  # only the first member runs
     collect=lambda shape: [0],
 )
 DP = replace(ALL_TO_ALL, name="DP", per_member=False)  # every rank is a data-parallel rank
-THREE_D = _by_replica("THREE_D", lambda shape: shape.layout)  # the replicas of training
-MICRO_DP = _by_replica("MICRO_DP", lambda shape: shape.generating)  # of the generation layout: d_g * d of p_g * t_g ranks
-PP_ONLY = Protocol(  # the same input everywhere, one result per pipeline stage (dp 0, tp 0): looking at weight names
+THREE_D = _by_replica("THREE_D", lambda shape: shape.layout)  # one part per training replica
+MICRO_DP = _by_replica(
+    "MICRO_DP", lambda shape: shape.generating
+)  # one part per generation replica: d_g * d of p_g * t_g ranks
+PP_ONLY = Protocol(  # same input for all, one result per pipeline stage (dp 0, tp 0): inspecting weight names
     "PP_ONLY",
     parts=lambda shape: 1,
     distribute=lambda shape, index: 0,
     collect=lambda shape: [shape.layout.index(pp, 0, 0) for pp in range(shape.layout.pp)],
 )
-PP_AS_DP = _by_replica(  # pipeline stages take rows of their own, as if they were replicas that generate
+PP_AS_DP = _by_replica(  # each pipeline stage gets its own rows, as if it were a generation replica
     "PP_AS_DP", cache(lambda shape: GenerationLayout(shape.layout, 1, shape.layout.tp))
 )

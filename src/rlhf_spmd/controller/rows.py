@@ -1,7 +1,7 @@
-"""Which rows there are, and how a call cuts them over the members of its role: pure, the same on every rank.
+"""Which rows there are, and how a call partitions them over the members of its role. Pure, the same on every rank.
 
-Rows are found by id. A cut deals whole groups or single rows to parts that hold about as many tokens; of a call that trains it
-first makes mini-batches, of whole groups shuffled from the seed, so that a mini-batch has the same rows in every layout.
+Rows are found by id. A partition deals whole groups or single rows to parts of about equally many tokens. For a train call it
+first forms mini-batches from whole groups, shuffled by the seed, so a mini-batch has the same rows in every layout.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.data.balance import partition_sharing
+from rlhf_spmd.data.balance import partition_with_prefixes
 
-KEPT_PLACEMENTS = 32  # of a row set, more than the calls of a script need; rows that outlive their step get new ones in each
+KEPT_PARTITIONS = 32  # per row set: more than a script needs; rows that outlive their step get new ones in each
 
 
 class PartitionSpec(NamedTuple):
-    """Into ``num_parts``. ``keep_groups``: the rows of a group go to one part. Of training: into ``num_chunks`` mini-batches of
-    about as many groups each, dealt anew in each of ``epochs``, in an order that follows from (``seed``, epoch, group id).
-    ``speeds``: of each part, which gets tokens in proportion; empty: all alike. ``follows``: of rows that stay where a call made
-    them, that call's cut and token counts, and which part here each of its parts is; such rows are never dealt.
-    ``limits``: tokens and rows of a micro-batch, 0: any."""
+    """How to cut rows into ``num_parts``.
+
+    - ``keep_groups``: the rows of a group go to one part.
+    - ``num_chunks``: mini-batches of about equally many groups (train calls). Each of ``epochs`` deals them anew, in an order that
+      depends on (``seed``, epoch, group id).
+    - ``speeds``: each part gets tokens in proportion to its speed; empty: all alike.
+    - ``follows``: for rows that stay where a call made them: that call's cut, its token counts, and which part here each of its
+      parts becomes. Such rows are never dealt.
+    - ``limits``: tokens and rows of a micro-batch; 0: no limit.
+    """
 
     num_parts: int
     keep_groups: bool = True
@@ -38,9 +43,11 @@ class PartitionSpec(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """The rows that one part works on: ascending ``positions`` in the row set, int64, and their ids. ``updates``: for each epoch
-    and mini-batch, which of these rows it has."""
+class RowPart:
+    """The rows of one part: ascending ``positions`` in the row set, int64, and their ids.
+
+    ``updates``: for each epoch and mini-batch, which of these rows it has.
+    """
 
     positions: np.ndarray
     row_ids: Tensor
@@ -50,21 +57,21 @@ class Part:
 
 @dataclass(eq=False)
 class Partition:
-    """Where the rows of a cut went: ``parts`` and ``chunks`` int64 [epochs, rows]; one epoch stands for all that are alike."""
+    """The part and mini-batch of each row: ``parts`` and ``chunks``, int64 [epochs, rows]. One epoch stands for several equal ones."""
 
     rows: RowIndex
     cut: PartitionSpec
     parts: np.ndarray
     chunks: np.ndarray
-    _parts: dict[int, Part] = field(default_factory=dict)
+    _parts: dict[int, RowPart] = field(default_factory=dict)
 
     def positions(self) -> list[tuple[int, np.ndarray]]:
-        """Each part that has rows, with their ascending positions; of a cut for one pass over the rows."""
+        """Each part that has rows, with their ascending positions. Only for cuts with one pass over the rows."""
         order = np.argsort(self.parts[0], kind="stable")
         found, starts = np.unique(self.parts[0][order], return_index=True)
         return list(zip(found.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else []
 
-    def part(self, index: int) -> Part:
+    def part(self, index: int) -> RowPart:
         if index not in self._parts:
             mine = self.parts == index
             positions = np.flatnonzero(mine.any(0))
@@ -74,20 +81,23 @@ class Partition:
                 for chunk in range(self.cut.num_chunks)
             ]
             ids, groups = (torch.from_numpy(x[positions]) for x in (self.rows.row_ids, self.rows.group_ids))
-            self._parts[index] = Part(positions, ids, groups, updates * (self.cut.epochs // len(mine)))
+            self._parts[index] = RowPart(positions, ids, groups, updates * (self.cut.epochs // len(mine)))
         return self._parts[index]
 
 
 @dataclass(eq=False)
 class RowIndex:
-    """``row_ids`` int64 [rows], ascending, and ``group_ids``. ``decided``: which rows these are was decided by what ranks
-    computed, so that a trace cannot know them. ``given``: the part of each row for calls that cut the rows so."""
+    """``row_ids`` int64 [rows], ascending, and ``group_ids``.
+
+    ``decided``: computed values decided which rows these are, so a trace cannot know them. ``fixed_parts``: cut -> the part of each
+    row, for calls whose partition is fixed in advance.
+    """
 
     row_ids: np.ndarray
     group_ids: np.ndarray
     decided: bool = False
-    given: dict[PartitionSpec, np.ndarray] = field(default_factory=dict)
-    _placements: dict[Hashable, Partition] = field(default_factory=dict)
+    fixed_parts: dict[PartitionSpec, np.ndarray] = field(default_factory=dict)
+    _partitions: dict[Hashable, Partition] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert (np.diff(self.row_ids) > 0).all(), "row ids ascend without repeats"
@@ -96,8 +106,7 @@ class RowIndex:
         return len(self.row_ids)
 
     @cached_property
-    def everywhere(self) -> np.ndarray:
-        """The positions of all rows."""
+    def all_positions(self) -> np.ndarray:
         return np.arange(len(self))
 
     @cached_property
@@ -105,39 +114,41 @@ class RowIndex:
         return len(np.unique(self.group_ids))
 
     def same(self, other: RowIndex) -> bool:
-        """Whether these are the same rows: ids alone do not say that, since rows that are repeated get ids that others may have."""
+        """True if these are the same rows. Ids alone do not decide: repeated rows get ids that other rows may have."""
         pairs = (self.row_ids, other.row_ids), (self.group_ids, other.group_ids)
         return self is other or all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
-    def place(self, cut: PartitionSpec, counted: Hashable, tokens: Callable[[], np.ndarray]) -> Partition:
-        """``tokens()`` int64 [2, rows]: what balances the parts, and how much of it a row has in common with those of its group;
-        ``counted`` says in short which counts these are."""
-        key = cut, counted
-        if key not in self._placements:
-            if cut in self.given:
-                parts, chunks = self.given[cut][None], np.zeros((1, len(self)), dtype=np.int64)
+    def partition(self, cut: PartitionSpec, counts_key: Hashable, tokens: Callable[[], np.ndarray]) -> Partition:
+        """Cut the rows, or return the partition of an earlier call with the same ``cut`` and ``counts_key``.
+
+        ``tokens()`` int64 [2, rows]: the tokens that balance the parts, and how many of them a row shares with its group.
+        """
+        key = cut, counts_key
+        if key not in self._partitions:
+            if cut in self.fixed_parts:
+                parts, chunks = self.fixed_parts[cut][None], np.zeros((1, len(self)), dtype=np.int64)
             else:
-                parts, chunks = place_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.zeros((2, len(self))))
-            if len(self._placements) == KEPT_PLACEMENTS:
-                del self._placements[next(iter(self._placements))]
-            self._placements[key] = Partition(self, cut, parts, chunks)
-        return self._placements[key]
+                parts, chunks = assign_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.zeros((2, len(self))))
+            if len(self._partitions) == KEPT_PARTITIONS:
+                del self._partitions[next(iter(self._partitions))]
+            self._partitions[key] = Partition(self, cut, parts, chunks)
+        return self._partitions[key]
 
 
 def distinct(parts: np.ndarray) -> list[int]:
-    """The different ones of small numbers, ascending."""
+    """The distinct values of small integers, ascending."""
     found: list[int] = np.flatnonzero(np.bincount(parts.ravel())).tolist()
     return found
 
 
-def place_rows(cut: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Part and mini-batch of each row, int64 [epochs, rows] both; [1, rows] where all epochs are alike. ``tokens``: see
-    :meth:`RowIndex.place`."""
+def assign_rows(cut: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Part and mini-batch of each row: int64 [epochs, rows] each, [1, rows] if all epochs are alike. ``tokens``: see
+    :meth:`RowIndex.partition`."""
     epochs = cut.epochs if cut.num_chunks > 1 else 1
     chunks = np.zeros((epochs, len(group_ids)), dtype=np.int64)
     if cut.num_chunks > 1:
         found, group_of = np.unique(group_ids, return_inverse=True)
-        bounds = np.arange(len(found)) * cut.num_chunks // max(len(found), 1)  # runs of as many groups, or one more
+        bounds = np.arange(len(found)) * cut.num_chunks // max(len(found), 1)  # equal runs of groups, or one group more
         for epoch in range(epochs):
             order = np.argsort(_scrambled(found, cut.seed, epoch), kind="stable")
             chunk_of = np.empty_like(bounds)
@@ -149,13 +160,13 @@ def place_rows(cut: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) ->
             for chunk in range(cut.num_chunks):
                 rows = np.flatnonzero(chunks[epoch] == chunk)
                 (lengths, common), groups = tokens[:, rows], group_ids[rows]
-                way = cut.num_parts, cut.keep_groups, cut.speeds, cut.limits
-                parts[epoch, rows] = partition_sharing(lengths, common, groups, *way)
+                options = cut.num_parts, cut.keep_groups, cut.speeds, cut.limits
+                parts[epoch, rows] = partition_with_prefixes(lengths, common, groups, *options)
     return parts, chunks
 
 
 def _scrambled(ids: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """uint64 per id, which depends on nothing but (seed, epoch, id): three rounds of SplitMix64 (Steele et al. 2014)."""
+    """A uint64 per id that depends only on (seed, epoch, id): three rounds of SplitMix64 (Steele et al. 2014)."""
     words = np.zeros(len(ids), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for value in (np.uint64(seed % 2**64), np.uint64(epoch), ids.astype(np.uint64)):

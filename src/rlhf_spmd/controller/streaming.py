@@ -1,13 +1,12 @@
-"""Calls on rows that are still being generated (APP's bubble hiding): which they are, what a generating rank hands out, and what of
-several runs of a body is its result.
+"""Calls on rows that are still being generated, which hides idle time (APP).
 
-On the ranks that generate, a call without a model takes the rows that were made there (:func:`staying`), and begins on whole groups
-as they end (``Worker.begin``). On other ranks rows come in portions.
+On the ranks that generate, a call without a model takes the rows that were made there (:func:`staying_input`) and starts on whole
+groups as they end (``Role.start_early``). On other ranks rows come in portions:
 
-A generate call hands out the rows of each replica in a fixed number of portions, whole groups as they end. A call on other ranks whose
-rows all come from it runs its body on each portion. Which rows it gets on which of its ranks is known before: they are dealt by
-what is known of them then (prompts), not by what they will have become. Several such calls wait together, so that those on the same
-ranks take turns: each portion goes through all of them before the next one.
+A generate call hands over the rows of each replica in a fixed number of portions, whole groups as they end. A call on other ranks
+whose rows all come from it runs its body on each portion. Which rows go to which of its ranks is known before: they are dealt by
+what every rank knows then (prompts), not by their final lengths. Several such calls wait together, so that those on the same ranks
+take turns: each portion goes through all of them before the next one.
 """
 
 from __future__ import annotations
@@ -15,69 +14,70 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rlhf_spmd.controller.reference import CallInput, CallRecord, ReplicatedBatch
-from rlhf_spmd.controller.rows import Part, PartitionSpec, distinct
+from rlhf_spmd.controller.call import CallInput, CallRecord, ReplicatedBatch, Role
+from rlhf_spmd.controller.data_router import DataRouter
+from rlhf_spmd.controller.rows import PartitionSpec, RowPart, distinct
 from rlhf_spmd.controller.transport import Transport
 from rlhf_spmd.data.batch import Batch, concat, pack
 
-if TYPE_CHECKING:
-    from rlhf_spmd.controller.controller import Controller
-    from rlhf_spmd.controller.data_router import DataRouter
-    from rlhf_spmd.controller.worker import MethodSpec, Worker
-    from rlhf_spmd.telemetry.trace import Argument
+
+def stay_or_stream(call: CallRecord, num_portions: int) -> None:
+    """Let a planned call take its rows where one generate call makes them, or in portions, if that can be."""
+    if len(call.inputs) != 1:
+        return
+    (its,) = call.inputs
+    if (stays := staying_input(call, its)) is not None:
+        call.inputs = [stays]
+    elif num_portions > 1 and comes_in_portions(call, its):
+        call.inputs, call.in_portions = [known_before(its)], True
 
 
-def comes_in_portions(role: Worker, spec: MethodSpec, intake: CallInput) -> bool:
-    """Whether a call may take rows as they are generated, on ranks that it need not wait for, by one call; all else must be known."""
-    made = made_pieces(intake)
-    if not (spec.streams and spec.kind == "infer" and len(made) == 1) or intake.rows.decided:
+def comes_in_portions(call: CallRecord, its: CallInput) -> bool:
+    """True if a call may take its rows while another call generates them, on ranks that do not generate."""
+    made = its.made_calls()
+    if not (call.spec.streams and call.spec.kind == "infer" and len(made) == 1) or its.rows.decided:
         return False
-    (maker, ids), ranks = made[0], {*role.pool.ranks, *role.lenders}
-    return (
-        maker.spec.kind == "generate" and ranks.isdisjoint(maker.role.pool.ranks) and np.array_equal(ids, intake.rows.row_ids)
-    )
+    (maker, ids), ranks = made[0], {*call.role.pool.ranks, *call.role.weight_sources}
+    return maker.spec.kind == "generate" and ranks.isdisjoint(maker.role.pool.ranks) and np.array_equal(ids, its.rows.row_ids)
 
 
-def staying(call: CallRecord, intake: CallInput) -> CallInput | None:
-    """The intake of a call that can begin on the ranks where one generate call makes just its rows: they stay there, by whatever
-    that call's rows were dealt. None where that cannot be, or is not known before the script begins."""
-    if not call.role.begins_early(call.spec.name) or intake.rows.decided:
+def staying_input(call: CallRecord, own: CallInput) -> CallInput | None:
+    """The input of a call that can start on the ranks where one generate call makes exactly its rows: the rows stay there.
+
+    None if that cannot be, or is not known before the script starts.
+    """
+    if not call.role.starts_early(call.spec.name) or own.rows.decided:
         return None
-    made, rows = made_pieces(intake), intake.rows
+    made, rows = own.made_calls(), own.rows
     if len(made) != 1:
         return None
-    (maker, ids), (its, *others) = made[0], made[0][0].intakes
+    (maker, ids), (its, *others) = made[0], made[0][0].inputs
     is_whole = maker.spec.kind == "generate" and its.rows.same(rows) and np.array_equal(ids, rows.row_ids)
-    if others or not (is_whole and maker.role.hands_out and its.cut.keep_groups) or its.token_makers:
+    if others or not (is_whole and maker.role.streams_rollouts and its.cut.keep_groups) or its.length_makers:
         return None
-    if not {*call.role.pool.ranks} <= maker.members.part_of.keys():  # the others would score nothing
+    if not {*call.role.pool.ranks} <= maker.members.part_of.keys():  # the others would have no rows
         return None
-    parts = [call.members.answered(maker.members.holders(part)[0]) for part in range(maker.members.num_parts)]
+    parts = [call.members.part_sent_by(maker.members.holders(part)[0]) for part in range(maker.members.num_parts)]
     if None in parts:
         return None
-    cut = PartitionSpec(call.members.num_parts, follows=(its.cut, its.counted, tuple(parts)))
-    if cut not in rows.given:
-        rows.given[cut] = np.array(parts)[its.placement.parts[0]]
-    return replace(intake, tokens=(), cut=cut)
+    cut = PartitionSpec(call.members.num_parts, follows=(its.cut, its.counts_key, tuple(parts)))
+    if cut not in rows.fixed_parts:
+        rows.fixed_parts[cut] = np.array(parts)[its.partition.parts[0]]
+    return replace(own, tokens=(), cut=cut)
 
 
-def made_pieces(intake: CallInput) -> list[tuple[CallRecord, np.ndarray]]:
-    """For each share that a call makes this call, and the ids of its rows there."""
-    return [(piece.producer, piece.ids) for piece, _ in intake.shares if isinstance(piece.producer, CallRecord)]
-
-
-def known_before(intake: CallInput) -> CallInput:
-    """Its rows dealt by those token counts only that every rank has before the script begins."""
-    return replace(intake, tokens=tuple(piece for piece in intake.tokens if isinstance(piece.producer, ReplicatedBatch)))
+def known_before(its: CallInput) -> CallInput:
+    """The input with its rows dealt only by token counts that every rank has before the script starts."""
+    return replace(its, tokens=tuple(shard for shard in its.tokens if isinstance(shard.producer, ReplicatedBatch)))
 
 
 class Recipients(NamedTuple):
-    """``ranks`` that get the rows ``row_ids`` (int64, ascending) for the call ``name`` at a node, with the fields ``fields``."""
+    """``ranks`` that get the rows ``row_ids`` (int64, ascending), with ``fields``, for the call ``name`` at ``node``."""
 
     ranks: Sequence[int]
     row_ids: np.ndarray
@@ -87,18 +87,22 @@ class Recipients(NamedTuple):
 
 
 class EarlyCall(NamedTuple):
-    """``inputs``: what a foreseen call of ``role`` takes of rows that the generate call under way has made. ``ranks``: of the replica,
-    in whose place this one takes rows."""
+    """A traced call of ``role`` that starts on rows of the current generate call. ``inputs``: the fields it takes of such rows.
 
-    role: Worker
+    ``ranks``: how many ranks of the replica this one takes rows for.
+    """
+
+    role: Role
     inputs: Callable[[Batch], Batch]
     ranks: int
 
 
 @dataclass
 class RolloutStreamer:
-    """A generating rank's sends of its replica's rows, in ``num_portions`` to each recipient; empty ones too, so that nobody has to be
-    told how many come. ``early``: the calls that begin on these rows here."""
+    """Sends a replica's rows from a generating rank, in ``num_portions`` to each recipient.
+
+    Empty portions are sent too, so that nobody must be told how many come. ``early``: calls that start on these rows on this rank.
+    """
 
     transport: Transport
     seq: int
@@ -109,7 +113,7 @@ class RolloutStreamer:
     _gone: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def send(self, rows: Batch) -> None:
-        """The next portion; sends are under way when it returns."""
+        """Send the next portion; returns while the sends are in flight."""
         self._num_sent += 1
         ids = rows.row_ids.numpy()
         self._gone = np.concatenate([self._gone, ids])
@@ -119,12 +123,12 @@ class RolloutStreamer:
             self.transport.send(pack(theirs), to.ranks, self.seq, to.node, to.name)
 
     def begin(self, rows: Batch) -> None:
-        """Whole groups that have ended."""
+        """Start the early calls on whole groups that have ended."""
         for call in self.early:
-            call.role.begin(call.inputs(rows), call.ranks)
+            call.role.start_early(call.inputs(rows), call.ranks)
 
     def finish(self, rows: Batch | None) -> None:
-        """The portions that are left, of which the first has those of the call's ``rows`` that have not been sent."""
+        """Send the remaining portions. The first of them has those of the call's ``rows`` that were not sent."""
         assert rows is not None, "the call has made no data here"
         while self.recipients and self._num_sent < self.num_portions:
             self.send(rows.take(np.flatnonzero(~np.isin(rows.row_ids.numpy(), self._gone))))
@@ -132,9 +136,9 @@ class RolloutStreamer:
 
 @dataclass
 class WaitingCall:
-    """A call whose rows come in portions; ``batches`` and ``results``: of its body's runs on this rank."""
+    """A call whose rows come in portions. ``batches`` and ``results``: of each run of its body on this rank."""
 
-    production: CallRecord
+    record: CallRecord
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batches: list[Batch] = field(default_factory=list)
@@ -142,147 +146,118 @@ class WaitingCall:
 
 
 class Streaming:
-    """This rank's part of all that comes in portions. ``_waiting``: the calls, in the script's order, until somebody needs results."""
+    """This rank's streamed rows: what generate calls hand over, and which calls have started early or wait for portions.
 
-    def __init__(self, controller: Controller, delivery: DataRouter, num_portions: int) -> None:
-        self.controller, self.delivery, self.num_portions = controller, delivery, num_portions
-        self._waiting: list[WaitingCall] = []
-        self._begun: dict[Worker, CallRecord] = {}  # role -> the generate call on whose rows its next call has begun here
+    ``waiting``: calls in the script's order that wait until somebody needs their results.
+    """
 
-    def hand_out(self, call: CallRecord) -> RolloutStreamer | None:
-        """Before the body of a call, on every rank: where its rows go as they end, if it generates and this rank is to send any, or
-        begins calls on them."""
+    def __init__(self, router: DataRouter) -> None:
+        self.router = router
+        self.waiting: list[WaitingCall] = []
+        self._started: dict[Role, CallRecord] = {}  # role -> the generate call on whose rows its next call has started here
+
+    def streamer(self, call: CallRecord) -> RolloutStreamer | None:
+        """Returns the streamer for rows that end in ``call``, or None if this rank streams nothing. Called before the body."""
         if call.spec.kind != "generate":
             return None
         recipients = [
-            Recipients(ranks, ids, consumer.node, consumer.name, tuple(dict.fromkeys(share[2].values())))
-            for consumer, share in self.delivery.announce_portions(call)
-            for ranks, ids in self.delivery.outgoing(call, consumer, share)
+            Recipients(ranks, ids, consumer.node, consumer.name, tuple(dict.fromkeys(share.names.values())))
+            for consumer, share in self.router.announce_portions(call)
+            for ranks, ids in self.router.outgoing(call, consumer, share)
         ]
         early = self._early(call)
-        num_portions = self.num_portions if recipients else 1
-        return (
-            RolloutStreamer(self.delivery.transport, call.seq, num_portions, recipients, early) if recipients or early else None
+        if not (recipients or early):
+            return None
+        return RolloutStreamer(
+            self.router.transport, call.seq, self.router.num_portions if recipients else 1, recipients, early
         )
 
     def _early(self, call: CallRecord) -> list[EarlyCall]:
-        rank = self.controller.rank
-        index = call.members.answered(rank)
+        rank = self.router.rank
+        index = call.members.part_sent_by(rank)
         if index is None:
             return []
         found = []
-        for consumer in self.delivery.foreseen_consumers(call):
-            if consumer.intakes[0].cut.follows is not None and consumer.role not in self._begun:
-                self._begun[consumer.role] = call
+        for consumer in self.router.traced_consumers(call):
+            if consumer.inputs[0].cut.follows is not None and consumer.role not in self._started:
+                self._started[consumer.role] = call
                 inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
                 ranks = {*call.members.workers(index)} & {*consumer.role.pool.ranks}
                 found.append(EarlyCall(consumer.role, inputs, len(ranks)))
         return found
 
     def expect(self, call: CallRecord) -> None:
-        """Before a call, on every rank: what was begun for another call of its role is dropped."""
-        maker = self._begun.pop(call.role, None)
-        awaited = maker is not None and any(i.cut.follows and made_pieces(i)[0][0] is maker for i in call.intakes)
+        """Before a call, on every rank: drop what was started for another call of its role."""
+        maker = self._started.pop(call.role, None)
+        awaited = maker is not None and any(its.cut.follows and its.made_calls()[0][0] is maker for its in call.inputs)
         if maker is not None and not awaited:
-            call.role.drop()
+            call.role.drop_early()
 
-    def go_on(self) -> None:
-        """With the calls that have begun here."""
-        for role in self._begun:
-            role.go_on()
+    def continue_early(self) -> None:
+        """Go on with the calls that have started on this rank."""
+        for role in self._started:
+            role.continue_early()
 
-    def drop_begun(self) -> None:
-        """For calls that did not come."""
-        while self._begun:
-            self._begun.popitem()[0].drop()
+    def drop_early(self) -> None:
+        """Drop what was started for calls that did not come."""
+        while self._started:
+            self._started.popitem()[0].drop_early()
 
-    def enter(self, call: CallRecord) -> bool:
-        """Whether the rows of a call come in portions, so that it waits. Calls that wait and must come before it run first."""
-        in_portions = self.delivery.sends_portions(call)
-        if self._waiting and must_wait_for(call, [other.production for other in self._waiting], in_portions):
-            self.run_waiting()
-        return in_portions
+    def must_run_waiting(self, call: CallRecord, in_portions: bool) -> bool:
+        """True if calls that wait must run before ``call``."""
+        return bool(self.waiting) and must_wait_for(call, [other.record for other in self.waiting], in_portions)
 
-    def wait_for_rows(self, call: CallRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._waiting.append(WaitingCall(call, args, kwargs))
-
-    def run_waiting(self) -> None:
-        """Run the calls that wait: each portion through all of them.
-
-        Every rank of the world must call, in program order.
-        """
-        waiting, self._waiting = self._waiting, []
-        controller, rank = self.controller, self.controller.rank
-        mine = [call for call in waiting if rank in call.production.members.part_of]
-        for call in waiting:
-            call.production.role.enter(call.production)
-            self.expect(call.production)
-        for number in range(self.num_portions if mine else 0):
-            for call in mine:
-                self._run_portion(call, number)
-        for call in waiting:
-            production = call.production
-            if call in mine:
-                with controller.timeline.span(production.name, category="compute", call=production.seq) as controller.span:
-                    result = one_result(production, call.batches, call.results)
-                controller.keep(production, result, production.members.part_of[rank])
-            controller.end(production)
-
-    def _run_portion(self, call: WaitingCall, number: int) -> None:
-        production, controller = call.production, self.controller
-        told: dict[str, Argument] = {"call": production.seq, "portion": number}
-        with controller.timeline.span(f"{production.name}: inputs", category="wait", **told):
-            batch = self._receive(production, production.members.part_of[controller.rank])
-        with controller.timeline.span(production.name, category="compute", rows=len(batch), **told) as controller.span:
-            call.results.append(production.spec.body(production.role, batch, *call.args, **call.kwargs))
-        call.batches.append(batch)
-
-    def _receive(self, call: CallRecord, index: int) -> Batch:
-        """The next portion of the rows of a part; waits for it."""
-        (intake,) = call.intakes
-        ((maker, _),) = made_pieces(intake)
-        parts = distinct(maker.parts_of(intake.rows.row_ids[intake.part(index).positions]))
-        arrived = [batch for batch in self.delivery.receive(maker, call, parts) if len(batch)]
+    def receive(self, call: CallRecord, index: int) -> Batch:
+        """The next portion of the rows of part ``index``; waits for it."""
+        (its,) = call.inputs
+        ((maker, _),) = its.made_calls()
+        parts = distinct(maker.parts_of(its.rows.row_ids[its.part(index).positions]))
+        arrived = [batch for batch in self.router.receive(maker, call, parts) if len(batch)]
         return self._gather(call, index, concat(arrived) if arrived else None)
 
     def _gather(self, call: CallRecord, index: int, arrived: Batch | None) -> Batch:
-        """What a call takes of the rows ``arrived``, which lie in its part ``index``."""
-        (intake,) = call.intakes
-        rows = intake.rows
+        """What a call takes of the rows ``arrived``, which are in its part ``index``."""
+        (its,) = call.inputs
+        rows = its.rows
         ids = rows.row_ids[:0] if arrived is None else np.sort(arrived.row_ids.numpy())
         at = np.searchsorted(rows.row_ids, ids)
-        part = Part(at, torch.from_numpy(ids), torch.from_numpy(rows.group_ids[at]), [])
-        return self.delivery.gather(call, intake, index, part, arrived)
+        part = RowPart(at, torch.from_numpy(ids), torch.from_numpy(rows.group_ids[at]), [])
+        return self.router.gather(call, its, index, part, arrived)
 
 
 def must_wait_for(call: CallRecord, waiting: Sequence[CallRecord], in_portions: bool) -> bool:
-    """Whether ``call`` comes after calls that wait: it takes what one of them makes, works on ranks of theirs, or may change weights.
-    One that gets its own rows ``in_portions`` waits with them if it takes those of the same generate call, for another role."""
-    makers = [maker for intake in call.intakes for maker, _ in made_pieces(intake)]
+    """True if ``call`` must come after calls that wait: it takes their results, uses their ranks, or may change weights.
+
+    A call that gets its own rows ``in_portions`` joins them instead, if it is another role's and takes rows of the same generate
+    call.
+    """
+    makers = [maker for its in call.inputs for maker, _ in its.made_calls()]
     if in_portions:
-        return any(made_pieces(other.intakes[0])[0][0] is not makers[0] or other.role is call.role for other in waiting)
+        return any(other.inputs[0].made_calls()[0][0] is not makers[0] or other.role is call.role for other in waiting)
     ranks = set(call.role.pool.ranks)
     changes = call.spec.kind in ("train", "control")
     return changes or any(other in makers or not ranks.isdisjoint(other.role.pool.ranks) for other in waiting)
 
 
 def one_result(call: CallRecord, batches: Sequence[Batch], results: Sequence[Any]) -> Any:
-    """What the runs of a body on ``batches`` returned, as of one run on all their rows; its value is what the method's ``report``
-    says, if it has one."""
+    """Merge what runs of a body on ``batches`` returned into the result of one run on all rows.
+
+    Its value is what the method's ``report`` returns, if it has one.
+    """
     report = call.spec.report
     if report is None and len(results) == 1:
         return results[0]
     pairs = [result if isinstance(result, tuple) else (result, None) for result in results]
     made = _joined([data for data, _ in pairs])
-    noted = [note for _, note in pairs]
+    notes = [note for _, note in pairs]
     if report is not None:
-        return made, report(call.role, _joined(batches), made, noted)
-    assert noted == [None] * len(noted), f"{call.name} streams and returns a value beside its rows: give register() a report="
+        return made, report(call.role, _joined(batches), made, notes)
+    assert notes == [None] * len(notes), f"{call.name} streams and returns a value beside its rows: give register() a report="
     return made
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """In the order of their ids; None where all are None."""
+    """All rows in the order of their ids; None if all batches are None."""
     filled = [batch for batch in batches if batch is not None and len(batch)]
     if not filled or len(batches) == 1:
         return batches[0]

@@ -1,9 +1,8 @@
-"""Rank to rank: rows of a batch as flat bytes, without pickle, sent when they are made and received when they are needed.
+"""Messages from rank to rank: rows of a batch as flat bytes, without pickle.
 
-A message is a header of four int64 (production, consumer node, hash of its name, payload bytes) and a payload that
-describes itself. Messages between two ranks carry the tag of (production, consumer), so that the order in which a rank consumes
-need not be the order in which others produce. Batch data are small beside weights (token ids, one number per token) and travel
-over gloo from host memory, on GPUs too.
+A message is a header of four int64 (producing call, consumer node, hash of its name, payload bytes) and a payload that describes
+itself. Its tag is (call, consumer), so a rank may consume in another order than others produce. Batch data are small beside
+weights (token ids, one number per token): they travel over gloo from host memory, on GPUs too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from rlhf_spmd.parallel.collectives import Group, wait_all
 
 LENGTHS = 1023  # the node number under which row lengths travel
-UNTRACED = 1022  # the node number of calls that no trace foresaw
+UNTRACED = 1022  # the node number of calls that the trace did not contain
 REPORTS = 1021  # the node number under which reports for the first rank travel
 _LABEL = "batch"
 
@@ -31,47 +30,47 @@ class CallOrderError(RuntimeError):
 
 
 class Transport:
-    """Messages between ranks of the world; sends are asynchronous and kept alive until :meth:`finish`."""
+    """Messages between ranks of the world. Sends are asynchronous, and their tensors stay alive until :meth:`finish`."""
 
     def __init__(self, world: Group) -> None:
         self.world = world
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
-        self._earlier: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # of scripts that have ended
+        self._earlier: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # sends of scripts that have ended
 
-    def send(self, payload: Tensor, to: Sequence[int], production: int, node: int, name: str) -> None:
-        """Start sending uint8 ``payload``, which nobody else changes, to global ranks, for call ``name`` at graph node ``node``."""
-        header = torch.tensor([production, node, zlib.crc32(name.encode()), payload.numel()])
-        tag = _tag(production, node)
+    def send(self, payload: Tensor, to: Sequence[int], seq: int, node: int, name: str) -> None:
+        """Start to send uint8 ``payload`` of call ``seq`` to global ranks, for call ``name`` at node ``node``. Nobody may change it."""
+        header = torch.tensor([seq, node, zlib.crc32(name.encode()), payload.numel()])
+        tag = _tag(seq, node)
         for rank in to:
             for tensor in (header, payload):
                 self._pending.append((self.world.isend(tensor, rank, _LABEL, tag), tensor))
 
-    def receive(self, sources: Sequence[int], production: int, node: int, name: str) -> list[Tensor]:
-        """A uint8 payload from each of some global ranks. Raises CallOrderError if one was sent for another call.
+    def receive(self, sources: Sequence[int], seq: int, node: int, name: str) -> list[Tensor]:
+        """A uint8 payload from each of these global ranks. Raises CallOrderError if one was sent for another call.
 
-        All receives are posted before the first is waited for: one by one a thousand take a second.
+        All receives are posted before the first wait: one at a time, a thousand would take a second.
         """
-        headers, tag = [torch.empty(4, dtype=torch.int64) for _ in sources], _tag(production, node)
+        headers, tag = [torch.empty(4, dtype=torch.int64) for _ in sources], _tag(seq, node)
         wait_all([self.world.irecv(header, rank, _LABEL, tag) for header, rank in zip(headers, sources, strict=True)])
         payloads = []
         for header, rank in zip(headers, sources, strict=True):
             *got, num_bytes = header.tolist()
-            if got != [production, node, zlib.crc32(name.encode())]:
+            if got != [seq, node, zlib.crc32(name.encode())]:
                 raise CallOrderError(
                     f"call order differs: rank {rank} sent the result of call {got[0]} to node {got[1]}, but {name} "
-                    f"(node {node}) expects call {production}; a script may branch only on replicated values"
+                    f"(node {node}) expects call {seq}; a script may branch only on replicated values"
                 )
             payloads.append(torch.empty(num_bytes, dtype=torch.uint8))
         wait_all([self.world.irecv(payload, rank, _LABEL, tag) for payload, rank in zip(payloads, sources, strict=True)])
         return payloads
 
     def finish(self, spare: int = 0) -> None:
-        """The end of a script: wait until everything sent has been received, except by the last ``spare`` scripts."""
+        """End a script: wait until all sends have been received, except those of the last ``spare`` scripts."""
         self._earlier.append(self._pending)
         self._pending = []
         while len(self._earlier) > spare:
             wait_all([work for work, _ in self._earlier.popleft()])
 
 
-def _tag(production: int, node: int) -> int:
-    return (production & 0xFFFFF) << 10 | node
+def _tag(seq: int, node: int) -> int:
+    return (seq & 0xFFFFF) << 10 | node

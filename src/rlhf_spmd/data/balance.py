@@ -1,6 +1,6 @@
-"""Rows to parts (data-parallel ranks, mini-batches) and to micro-batches by token count. Pure arithmetic.
+"""Assigns rows to parts (data-parallel ranks, mini-batches) and to micro-batches by token count. Pure arithmetic.
 
-The same input gives the same answer on every rank and every machine: ties are broken by the lower row index or group id.
+Every rank and every machine computes the same result: ties go to the lower row index or group id.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MICRO_BATCH = 1 / 32  # what a micro-batch costs beside its tokens (launches, gathers), of the tokens that it may have
-SHARE_UNITS = 1 << 16  # of a token: shares by speed are whole numbers of these, so that they are compared exactly
+MICRO_BATCH = 1 / 32  # fixed cost of a micro-batch (launches, gathers), as a share of its token budget
+SHARE_UNITS = 1 << 16  # units per token: shares by speed are integers in these units, so comparisons are exact
 
 
 def partition_by_tokens(
@@ -22,14 +22,14 @@ def partition_by_tokens(
     speeds: Sequence[float] = (),
     counts: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The part of each row, int64 [rows], with token sums as equal as possible, or with ``speeds`` (one per part) in their proportion.
+    """Returns the part of each row, int64 [rows], with token sums as equal as possible.
 
-    Every part gets the same number of items, or one more than another where ``num_parts`` does not divide them. An item is
-    a row, or with ``groups`` (one id per row) all rows of one group, which then stay together. Fewer items than parts leave
-    the last parts empty.
+    An item is a row, or all rows of one group if ``groups`` (one id per row) is given; groups are never split. Every
+    part gets the same number of items; if they do not divide evenly, some parts get one more. With fewer items than
+    parts, the last parts stay empty.
 
-    With ``speeds`` a part's tokens are within one item of its share, and a part may get none: each item goes to the part that
-    lacks most of its share. ``counts`` says how many items each part gets, in all as many as there are.
+    ``speeds`` (one per part) makes token sums proportional to them instead: each item goes to the part that is furthest
+    below its share, and a part may get none. ``counts`` fixes the number of items of each part.
     """
     weights = np.asarray(lengths, dtype=np.int64)
     assert num_parts >= 1 and (groups is None or len(groups) == len(weights)), f"{len(weights)} rows to {num_parts} parts"
@@ -48,7 +48,7 @@ def partition_by_tokens(
     return parts if groups is None else parts[items]
 
 
-def partition_sharing(
+def partition_with_prefixes(
     lengths: np.ndarray,
     common: np.ndarray,
     groups: np.ndarray,
@@ -57,9 +57,13 @@ def partition_sharing(
     speeds: Sequence[float] = (),
     limits: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
-    """:func:`partition_by_tokens` of whole groups, or of single rows where that leaves less to the part that has most (of its speed)
-    and ``keep_groups`` does not forbid it. Rows of a group have their first ``common`` tokens [rows] in common; a part computes
-    these once for as many rows as fit into ``limits``, the tokens and the rows of a micro-batch (0: any number)."""
+    """Like :func:`partition_by_tokens`, for groups whose rows share their first ``common`` tokens [rows], such as a
+    prompt.
+
+    A part computes a shared prefix once for as many rows as fit into ``limits``, the tokens and rows of a micro-batch
+    (0: no limit). Whole groups or single rows are assigned, whichever gives the slowest part less work; ``keep_groups``
+    forbids single rows.
+    """
     if common.any():
         _, items, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     if not common.any() or not common[sizes[items] > 1].any():
@@ -69,20 +73,22 @@ def partition_sharing(
     fits = np.maximum(max_tokens // np.maximum(of_group, 1), 1) if max_tokens else sizes
     fits = (np.minimum(fits, max_rows) if max_rows else fits)[items]
 
-    def most(parts: np.ndarray) -> float:
-        held = np.bincount(parts, own_tokens(parts, items, lengths, common, fits), num_parts)
+    def heaviest(parts: np.ndarray) -> float:
+        held = np.bincount(parts, computed_tokens(parts, items, lengths, common, fits), num_parts)
         return float(np.max(held / speeds if len(speeds) else held))
 
-    weights = own_tokens(np.zeros_like(items), items, lengths, common, fits)
+    weights = computed_tokens(np.zeros_like(items), items, lengths, common, fits)
     together = partition_by_tokens(weights, num_parts, groups, speeds)
-    return together if keep_groups else min(partition_by_tokens(lengths, num_parts, speeds=speeds), together, key=most)
+    return together if keep_groups else min(partition_by_tokens(lengths, num_parts, speeds=speeds), together, key=heaviest)
 
 
-def own_tokens(
+def computed_tokens(
     parts: np.ndarray, items: np.ndarray, lengths: np.ndarray, common: np.ndarray, fits: np.ndarray | int
 ) -> np.ndarray:
-    """What each row adds to the tokens that its part computes, int64 [rows]: of the rows of one item that a part has, only each
-    ``fits``-th adds its ``common`` tokens."""
+    """Returns the tokens that each row adds to the work of its part, int64 [rows].
+
+    Of the rows of one item in one part, only every ``fits``-th row adds its ``common`` tokens.
+    """
     order = np.lexsort((items, parts))
     begins = np.ones(len(order), dtype=bool)
     begins[1:] = (np.diff(parts[order]) != 0) | (np.diff(items[order]) != 0)
@@ -91,16 +97,27 @@ def own_tokens(
     return lengths - np.where(place % fits == 0, 0, common)
 
 
-def share_out(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
-    """``held`` int64 [parts], items of equal size, filled up to ``number`` in all: to each part in proportion to its speed, within
-    one where none has more already."""
+def greedy_partition(sizes: Sequence[int], num_parts: int, given: Sequence[int | None] = ()) -> list[int]:
+    """The part of each item: in order, each goes to the part that has least so far. ``given``: parts that are already decided."""
+    held, parts = [0] * num_parts, list[int]()
+    for size, part in itertools.zip_longest(sizes, given):
+        parts.append(held.index(min(held)) if part is None else part)
+        held[parts[-1]] += size
+    return parts
+
+
+def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Adds equal items to ``held`` int64 [parts] until there are ``number``; each part ends near its share by speed.
+
+    A part that already holds more than its share gets nothing.
+    """
     lacks = _shares(number * SHARE_UNITS, speeds) - held * SHARE_UNITS
     parts = _deal([SHARE_UNITS] * (number - int(held.sum())), [number] * len(held), 0, (-lacks).tolist())
     return held + np.bincount(np.array(parts, dtype=np.int64), minlength=len(held))
 
 
 def _shares(number: int, speeds: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Whole numbers that add up to ``number``, int64 [parts]."""
+    """Splits ``number`` into integers proportional to ``speeds``, int64 [parts]."""
     ends = np.cumsum(np.asarray(speeds, dtype=np.float64))
     return np.diff(np.rint(ends / ends[-1] * number).astype(np.int64), prepend=0)
 
@@ -112,13 +129,14 @@ def micro_batches_by_tokens(
     where: str = "ppo_max_token_len_per_gpu",
     item: str = "row",
 ) -> list[list[int]]:
-    """Rows into micro-batches of at most ``max_tokens`` tokens each, largest first, rows ascending inside each.
+    """Packs rows into micro-batches of at most ``max_tokens`` tokens; the largest comes first, rows ascend inside each.
 
-    Their number is that of first-fit decreasing; their tokens are balanced where the budget allows. With
-    ``num_micro_batches`` (ranks of one group agree on the largest of theirs) exactly that many come out: rows are spread
-    further, and empty lists fill up at the end. Largest first, so that a budget that does not fit into memory fails at once.
-    Raises ValueError if a row is longer than the budget (``where`` names the setting, ``item`` what is called a row here) or the
-    number is too small.
+    First-fit decreasing gives their number; their tokens are balanced where the budget allows. Ranks of one group pass
+    the largest of their numbers as ``num_micro_batches``: rows are then spread further, and empty lists fill up the
+    end. A budget that exceeds memory fails at once, because the largest runs first.
+
+    Raises ValueError if a row exceeds the budget or the number is too small; ``where`` names the setting and ``item``
+    the row.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -133,7 +151,7 @@ def micro_batches_by_tokens(
     if wanted < len(bins):
         raise ValueError(f"num_micro_batches={wanted} is too small: {where}={max_tokens} needs {len(bins)}")
     balanced: list[list[int]] = [[] for _ in range(min(wanted, len(lengths)))]
-    weights = [max(lengths[row], 1) for row in order]  # an empty row weighs something, so that none of the lists stays empty
+    weights = [max(lengths[row], 1) for row in order]  # an empty row still weighs 1, so no list stays empty
     for row, part in zip(order, _deal(weights, [len(lengths)] * len(balanced), 0, [0] * len(balanced)), strict=True):
         balanced[part].append(row)
     if all(sum(lengths[row] for row in rows) <= max_tokens for rows in balanced):
@@ -147,7 +165,7 @@ def micro_batches_by_tokens(
 def micro_batches_by_count(
     lengths: Sequence[int], rows_per_micro_batch: int, num_micro_batches: int | None = None
 ) -> list[list[int]]:
-    """Rows in order, ``rows_per_micro_batch`` at a time, the last one shorter; empty lists up to ``num_micro_batches``."""
+    """Cuts rows in order into micro-batches of ``rows_per_micro_batch``; empty lists fill up to ``num_micro_batches``."""
     assert rows_per_micro_batch >= 1, f"{rows_per_micro_batch} rows per micro-batch"
     num_rows = len(lengths)
     bins = [list(range(i, min(i + rows_per_micro_batch, num_rows))) for i in range(0, num_rows, rows_per_micro_batch)]
@@ -157,7 +175,7 @@ def micro_batches_by_count(
     return bins + [[] for _ in range(wanted - len(bins))]
 
 
-def cut_rows(
+def cut_micro_batches(
     lengths: np.ndarray,
     common: np.ndarray,
     groups: np.ndarray,
@@ -167,12 +185,13 @@ def cut_rows(
     number: int | None = None,
     where: str = "ppo_max_token_len_per_gpu",
 ) -> list[list[int]]:
-    """The rows of each micro-batch, ascending, by ``max_rows`` rows where it is given, or by tokens; those that compute most first.
+    """Returns the rows of each micro-batch, ascending, the most expensive micro-batch first.
 
-    Rows of a group (one id of ``groups`` per row) have ``common`` tokens in common, which a micro-batch computes once. With
-    ``keep_groups`` they come together. Without, the way is taken that computes least: rows one by one, as many of a group as
-    fit, or group after group until a micro-batch is full. A micro-batch is counted as MICRO_BATCH of its budget beside.
-    ``number`` and errors as in :func:`micro_batches_by_tokens`.
+    They are cut by ``max_rows`` rows if given, else by tokens. Rows of a group (``groups``, one id per row) share
+    ``common`` tokens, which a micro-batch computes once. ``keep_groups`` keeps groups together. Otherwise three cuts
+    are compared, and the one that computes least is used: row by row, as many rows of a group as fit, or group after
+    group until a micro-batch is full. Each micro-batch adds MICRO_BATCH of its budget to the cost. ``number`` and
+    errors are those of :func:`micro_batches_by_tokens`.
     """
     _, items = np.unique(groups, return_inverse=True)
     bounds = np.bincount(items).cumsum()[:-1]
@@ -190,7 +209,7 @@ def cut_rows(
     def computed(bins: list[list[int]]) -> np.ndarray:
         rows = np.fromiter(itertools.chain(*bins), dtype=np.int64)
         of = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
-        return np.bincount(of, own_tokens(of, items[rows], lengths[rows], common[rows], len(rows) + 1), len(bins))
+        return np.bincount(of, computed_tokens(of, items[rows], lengths[rows], common[rows], len(rows) + 1), len(bins))
 
     ways = [whole] if keep_groups else [[[row] for row in range(len(lengths))]]
     if not keep_groups and max_rows is None and len(whole) < len(lengths):
@@ -205,7 +224,7 @@ def cut_rows(
 
 
 def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """``rows`` in their order, in runs of at most ``max_tokens`` tokens; a longer row is a run of its own."""
+    """Cuts ``rows`` in order into runs of at most ``max_tokens`` tokens; a longer row is a run of its own."""
     runs: list[list[int]] = []
     tokens = max_tokens + 1
     for row in rows:
@@ -218,11 +237,11 @@ def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[
 
 
 def _deal(weights: Sequence[int], room: list[int], extra: int, held: Sequence[int]) -> list[int]:
-    """The part of each weight, heaviest given first: always the part of fewest tokens that has room, of the lower number.
+    """Returns the part of each weight, heaviest given first: always the lightest part that has room, lower number first.
 
-    Part ``i`` begins with ``held[i]`` tokens (below 0: what it lacks) and has room for ``room[i]`` weights, and any ``extra`` parts
-    for one more. A heap entry is a part's tokens and its
-    number in one integer, since integers compare fastest: thousands of rows are dealt several times in a step.
+    Part ``i`` starts with ``held[i]`` tokens (negative: it lacks so many) and has room for ``room[i]`` weights;
+    ``extra`` parts, whichever need it first, get room for one more. A heap entry packs tokens and part into one
+    integer, because integers compare fastest and thousands of rows are assigned several times per step.
     """
     bits = len(room).bit_length()
     mask, heap, parts = (1 << bits) - 1, sorted((tokens << bits) + part for part, tokens in enumerate(held)), []
@@ -240,6 +259,7 @@ def _deal(weights: Sequence[int], room: list[int], extra: int, held: Sequence[in
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Returns first-fit bins of the rows in ``order``."""
     free = np.full(len(order), max_tokens)
     bins: list[list[int]] = []
     for row in order:

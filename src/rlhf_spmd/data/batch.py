@@ -1,7 +1,7 @@
 """A batch: one row per sample, token fields packed, never padded.
 
-A field is a tensor with one entry per row, or a :class:`Ragged`: the rows' entries concatenated, with their lengths. Text and
-other small objects travel as ragged bytes (JSON), so that a batch is tensors and nothing else.
+A field is a tensor with one entry per row, or a :class:`Ragged`: all rows concatenated, with their lengths. Text and
+small objects are ragged bytes (JSON), so a batch consists of tensors only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGN = 16  # bytes: every tensor of a packed batch starts at a multiple, so that it is a view of what was received
-LONG = 32  # entries of a row, on average
+_ALIGN = 16  # bytes: tensors of a packed batch start at multiples, so the receiver can view them in place
+LONG = 32  # mean entries per row from which slices are faster than an index
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """``values`` [sum(lengths), ...] and ``lengths`` int64 [rows] on the CPU."""
+    """``values`` [sum(lengths), ...] and ``lengths`` int64 [rows]; ``lengths`` are on the CPU."""
 
     values: Tensor
     lengths: Tensor
@@ -37,10 +37,10 @@ class Ragged:
         return list(self.values.split(self.lengths.tolist()))
 
     def take(self, index: Tensor) -> Ragged:
-        """The rows at ``index`` (int64 [n], on the CPU), in that order; one may come more than once."""
+        """Returns the rows at ``index`` (int64 [n], on the CPU), in that order; a row may be taken more than once."""
         lengths = self.lengths[index]
         starts = self.offsets[:-1][index]
-        if len(index) and int(lengths.sum()) >= LONG * len(index):  # slices, no index for each entry
+        if len(index) and int(lengths.sum()) >= LONG * len(index):
             runs = zip(starts.tolist(), lengths.tolist(), strict=True)
             return Ragged(torch.cat([self.values[first : first + size] for first, size in runs]), lengths)
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
@@ -48,17 +48,17 @@ class Ragged:
         return Ragged(self.values[positions], lengths)
 
     def where(self, mask: Ragged) -> Ragged:
-        """The entries for which ``mask`` (bool, of the same lengths) is true."""
+        """Returns the entries where ``mask`` (bool, same lengths) is true."""
         return Ragged(self.values[mask.values.to(self.values.device)], mask.counts())
 
     def spread(self, mask: Ragged) -> Ragged:
-        """The inverse of :meth:`where`: entry by entry to where ``mask`` is true, and 0 elsewhere."""
+        """Inverse of :meth:`where`: puts the entries where ``mask`` is true, and 0 elsewhere."""
         values = self.values.new_zeros(len(mask.values))
         values[mask.values.to(values.device)] = self.values
         return Ragged(values, mask.lengths)
 
     def counts(self) -> Tensor:
-        """Of a mask: how many entries of each row are true, int64 [rows]."""
+        """Returns the number of true entries of each row of a mask, int64 [rows]."""
         ends = torch.cat([self.lengths.new_zeros(1), self.values.long().cumsum(0).cpu()])
         return ends[self.offsets].diff()
 
@@ -67,25 +67,25 @@ Field = Tensor | Ragged
 
 
 def ragged(rows: Sequence[Tensor | Sequence[int]], dtype: torch.dtype | None = None) -> Ragged:
-    """Rows of [length, ...] each, as one; ``dtype`` None: that of the rows."""
+    """Concatenates rows of [length, ...]; ``dtype`` None keeps theirs."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
     return Ragged(values, torch.tensor([len(t) for t in tensors], dtype=torch.int64))
 
 
 def encode_json(rows: Iterable[Any]) -> Ragged:
-    """uint8, the UTF-8 JSON of each row. Raises TypeError for what JSON cannot hold."""
+    """Returns each row as UTF-8 JSON, uint8. Raises TypeError for values that JSON cannot hold."""
     return ragged([torch.frombuffer(bytearray(json.dumps(row).encode()), dtype=torch.uint8) for row in rows], torch.uint8)
 
 
 def decode_json(field: Ragged) -> list[Any]:
-    """The values that :func:`encode_json` was given, one per row."""
+    """Returns the values that :func:`encode_json` was given, one per row."""
     return [json.loads(bytes(row.numpy())) for row in field.rows()]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """``row_ids`` int64 [rows]: stable ids. ``group_ids`` int64 [rows]: rows of one prompt share one. Both on the CPU."""
+    """``row_ids`` int64 [rows] are stable ids; rows of one prompt share a ``group_ids`` int64 [rows]. Both are on the CPU."""
 
     row_ids: Tensor
     group_ids: Tensor
@@ -95,7 +95,7 @@ class Batch:
         return len(self.row_ids)
 
     def __getitem__(self, name: str) -> Any:
-        """A field; Any, since the reader knows whether it is a Tensor or Ragged. Raises KeyError with the names at hand."""
+        """Returns a field; the caller knows whether it is a Tensor or Ragged. Raises KeyError that lists the fields."""
         if name not in self.fields:
             raise KeyError(f"batch has no field {name!r}; it has {', '.join(sorted(self.fields))}")
         return self.fields[name]
@@ -107,23 +107,23 @@ class Batch:
         return Batch(self.row_ids, self.group_ids, {name: self[name] for name in names})
 
     def union(self, other: Batch) -> Batch:
-        """Fields of both; the rows must be the same in the same order."""
+        """Returns the fields of both; the rows must be the same in the same order."""
         if not torch.equal(self.row_ids, other.row_ids):
             raise ValueError(f"union of different rows: {self.row_ids.tolist()[:8]}... and {other.row_ids.tolist()[:8]}...")
         return Batch(self.row_ids, self.group_ids, {**self.fields, **other.fields})
 
     def with_fields(self, **fields: Field) -> Batch:
-        """The same rows with these fields only (what a worker's method returns)."""
+        """Returns the same rows with only these fields, as a worker's method does."""
         return Batch(self.row_ids, self.group_ids, fields)
 
     def take(self, index: Tensor | np.ndarray | Sequence[int]) -> Batch:
-        """Rows by position, in that order."""
+        """Returns rows by position, in that order."""
         index = torch.as_tensor(index, dtype=torch.int64)
         fields = {name: take_rows(field, index) for name, field in self.fields.items()}
         return Batch(self.row_ids[index], self.group_ids[index], fields)
 
     def reorder(self, row_ids: Tensor) -> Batch:
-        """Rows by id, in that order."""
+        """Returns rows by id, in that order."""
         order = torch.argsort(self.row_ids)
         found = torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)
         index = order[found]
@@ -131,7 +131,7 @@ class Batch:
         return self.take(index)
 
     def repeat(self, n: int) -> Batch:
-        """n rows for each row, side by side; they keep the group id and get the ids ``row_id * n + j``."""
+        """Returns n rows for each row, side by side, with the same group id and the ids ``row_id * n + j``."""
         index = torch.arange(len(self)).repeat_interleave(n)
         out = self.take(index)
         ids = self.row_ids.repeat_interleave(n) * n + torch.arange(n).repeat(len(self))
@@ -139,26 +139,26 @@ class Batch:
 
 
 def take_rows(field: Field, index: Tensor) -> Field:
-    """The rows of a field at ``index`` (int64 [n], on the CPU), in that order."""
+    """Returns the rows of a field at ``index`` (int64 [n], on the CPU), in that order."""
     return field.take(index) if isinstance(field, Ragged) else field[index.to(field.device)]
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Rows of all batches, one after the other; all must have the same fields."""
+    """Concatenates the rows of batches that have the same fields."""
     first = batches[0]
     fields = {name: concat_field([b[name] for b in batches]) for name in first.fields}
     return Batch(torch.cat([b.row_ids for b in batches]), torch.cat([b.group_ids for b in batches]), fields)
 
 
 def concat_field(parts: Sequence[Any]) -> Any:
-    """One field of the rows of all: tensors, or Ragged ones."""
+    """Concatenates one field: tensors, or Ragged ones."""
     if isinstance(parts[0], Ragged):
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
     return torch.cat(list(parts))
 
 
 def pack(batch: Batch) -> Tensor:
-    """Batch -> uint8 [bytes]: 8 bytes of length, a JSON description, then the tensors one after the other, aligned."""
+    """Serialises a batch, uint8 [bytes]: 8 bytes of length, a JSON header, then the tensors, aligned."""
     parts: list[Tensor] = [batch.row_ids, batch.group_ids]
     description = []
     for name, field in batch.fields.items():

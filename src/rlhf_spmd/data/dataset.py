@@ -1,4 +1,4 @@
-"""What the data sets share: where their rows come from, and rows as token ids, without those that are too long."""
+"""What all data sets share: where rows come from, and rows as token ids without those that are too long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, take_rows
 from rlhf_spmd.data.encoding import EncodingConfig
-from rlhf_spmd.data.files import DataError, Given, Paths, Row, list_paths, names_of, readable, stream_rows
+from rlhf_spmd.data.files import DataError, Paths, Row, RowOrError, list_paths, row_or_raise, set_names, stream_rows
 
 DUPLICATES = ("refuse", "drop", "keep")
 
@@ -26,11 +26,11 @@ DUPLICATES = ("refuse", "drop", "keep")
 class RowsConfig(EncodingConfig):
     """Rows of a file or a data set.
 
-    - path: required: file, glob pattern, directory or `datasets` name; a list of them; or a mapping of them to weights, see
-      [data_and_rewards.md](data_and_rewards.md)
-    - split: of a `datasets` name or directory
-    - subset: of a `datasets` name
-    - prompt_key: column of the prompt; here and in the other keys of columns dots reach inside one: `reward_model.ground_truth`
+    - path: required: file, glob pattern, directory or `datasets` name; a list of them; or a mapping from them to
+      weights, see [data_and_rewards.md](data_and_rewards.md)
+    - split: split of a `datasets` name or directory
+    - subset: subset of a `datasets` name
+    - prompt_key: column of the prompt; in all keys of columns dots reach inside objects: `reward_model.ground_truth`
     """
 
     path: Paths = ""
@@ -46,39 +46,42 @@ class RowsConfig(EncodingConfig):
         check_bounds(self, where, *counts, least=1)
 
     def check_path(self, where: str) -> None:
-        """Raises ValueError."""
+        """Raises ValueError without a path."""
         if not self.path:
             raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
 
     def sources(self, validation: bool = False) -> list[str]:
-        """Where the rows are from, a name for each source."""
+        """Returns a name for each source of rows."""
         return list_paths(self.path)
 
-    def stream(self, validation: bool = False) -> Iterator[Given]:
-        """All rows one by one, those that cannot be used as the error. Raises DataError for what is not of a row."""
+    def stream(self, validation: bool = False) -> Iterator[RowOrError]:
+        """Yields all rows; a row that cannot be used is yielded as its error. Raises DataError for anything but a row."""
         return stream_rows(self.path, self.split, self.subset)
 
     def read(self, validation: bool = False) -> list[Row]:
-        """All rows. Raises DataError."""
-        return list(map(readable, self.stream(validation)))
+        """Returns all rows. Raises DataError."""
+        return list(map(row_or_raise, self.stream(validation)))
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """Some of the rows (or none) as this kind of data has them, for :func:`joined`. An error of a row begins with where it is."""
+        """Returns some of the rows (or none) as a data set of this kind, for :func:`joined`.
+
+        The error of a row begins with the row's place.
+        """
         raise AssertionError(f"{type(self).__name__} does not say what its rows are")
 
     def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """The rows as this kind of data has them. Raises DataError."""
+        """Returns the rows as a data set of this kind. Raises DataError."""
         return joined([self.encode(rows, tokenizer)])
 
 
 @dataclass(frozen=True)
 class StoredRowsConfig(RowsConfig):
-    """``one_chunk``: rows are encoded all together.
+    """Rows that can be cached. ``one_chunk``: all rows are encoded together.
 
-    - max_bad_rows: so many rows that cannot be used are left out, named and counted; one more ends the run. See
+    - max_bad_rows: bad rows that may be left out; they are named and counted, and one more ends the run. See
       [data_and_rewards.md](data_and_rewards.md#bad-rows)
-    - cache_dir: directory for tokens and rows, made once and mapped into memory by all ranks; null: each rank tokenises for
-      itself. See [data_and_rewards.md](data_and_rewards.md#many-rows)
+    - cache_dir: directory for tokenised rows, made once and mapped into memory by all ranks; null: each rank tokenises
+      for itself. See [data_and_rewards.md](data_and_rewards.md#many-rows)
     """
 
     max_bad_rows: int = 0
@@ -89,28 +92,28 @@ class StoredRowsConfig(RowsConfig):
         super().check(where)
         check_bounds(self, where, "max_bad_rows", least=0)
 
-    def usable(self, row: Given) -> Row:
-        """The row, as far as it can be told without its tokens. Raises DataError."""
-        return readable(row)
+    def checked(self, row: RowOrError) -> Row:
+        """Returns the row if it looks usable before it is tokenised. Raises DataError."""
+        return row_or_raise(row)
 
 
 @dataclass(frozen=True)
 class DatasetConfig(StoredRowsConfig):
-    """Rows for training, and for validation those of ``val_path``. Batch sizes count rows.
+    """Rows for training, and those of ``val_path`` for validation. Batch sizes count rows.
 
-    - val_path: `path` of the rows to validate by
-    - val_split: `split` of the rows to validate by
+    - val_path: `path` of the validation rows
+    - val_split: `split` of the validation rows
     - train_batch_size: rows per step
-    - val_batch_size: rows per batch of validation; null: all
+    - val_batch_size: rows per validation batch; null: all
     - train_max_samples: read only the first rows
-    - val_max_samples: read only the first rows to validate by
+    - val_max_samples: read only the first validation rows
     - shuffle: a new order in every epoch
-    - seed: of the order; null: `run.seed`
-    - epochs: how long the run is, in passes over the data, in place of `run.steps`, which is then `null`; the last step may
-      begin another pass
-    - curriculum_key: column with a number: the first epochs go through the rows by it, the smallest first
-    - curriculum_epochs: so many epochs go by `curriculum_key`
-    - duplicates: of training rows with the `id` of an earlier one that can be used: `refuse`, `drop` or `keep`
+    - seed: seed of the order; null: `run.seed`
+    - epochs: length of the run in passes over the data, in place of `run.steps`, which is then `null`; the last step
+      may begin another pass
+    - curriculum_key: column with a number; the first epochs go through the rows by it, the smallest first
+    - curriculum_epochs: number of epochs in the order of `curriculum_key`
+    - duplicates: what to do with a training row whose `id` an earlier usable row has: `refuse`, `drop` or `keep`
     """
 
     val_path: str | list[str] | dict[str, str] | None = None
@@ -145,8 +148,8 @@ class DatasetConfig(StoredRowsConfig):
     def sources(self, validation: bool = False) -> list[str]:
         return list(self.val_sets.values()) if validation else list_paths(self.path)
 
-    def stream(self, validation: bool = False) -> Iterator[Given]:
-        """The training rows, or the validation rows."""
+    def stream(self, validation: bool = False) -> Iterator[RowOrError]:
+        """Yields the training rows, or the validation rows."""
         if validation:
             assert self.val_path is not None, "there are no validation rows without val_path"
             sets = enumerate(self.sources(validation=True))
@@ -158,7 +161,7 @@ class DatasetConfig(StoredRowsConfig):
         rows = stream_rows(self.path, self.split, self.subset, self.train_max_samples)
         return rows if self.curriculum_key is None else map(self._ranked, rows)
 
-    def _ranked(self, row: Given) -> Given:
+    def _ranked(self, row: RowOrError) -> RowOrError:
         try:
             return row if isinstance(row, DataError) else replace(row, rank=self._rank(row))
         except DataError as error:
@@ -173,15 +176,18 @@ class DatasetConfig(StoredRowsConfig):
 
     @property
     def val_sets(self) -> dict[str, str]:
-        """Where each set of validation rows is. Raises ValueError."""
-        return self.val_path if isinstance(self.val_path, dict) else names_of(list_paths(self.val_path or []))
+        """Returns the path of each validation set by its name. Raises ValueError."""
+        return self.val_path if isinstance(self.val_path, dict) else set_names(list_paths(self.val_path or []))
 
 
 @dataclass
-class Tally:
-    """Counts of a data set's rows, and of each kind that is left out the first. ``overlong``: the first row that is too long;
-    ``shortest``: tokens of the shortest. ``num_dialogues``: rows whose prompt is the beginning of a dialogue. ``left_out``: by
-    reason. ``bad``: the first rows of ``num_bad`` that cannot be used."""
+class RowTally:
+    """Counts of a data set's rows, and the first row of each kind that is left out.
+
+    ``overlong``: the first row that is too long. ``shortest``: tokens of the shortest row. ``num_dialogues``: rows
+    whose prompt is the beginning of a dialogue. ``left_out``: counts by reason. ``bad``: the first of ``num_bad``
+    unusable rows.
+    """
 
     num_overlong: int = 0
     overlong: str = ""
@@ -193,16 +199,16 @@ class Tally:
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
-        """What was counted of the rows that follow."""
+    def add(self, other: RowTally) -> None:
+        """Adds the counts of the rows that follow."""
         self.num_overlong += other.num_overlong
         self.num_dialogues += other.num_dialogues
         self.overlong, self.first_left_out = self.overlong or other.overlong, self.first_left_out or other.first_left_out
         self.shortest = min(self.shortest, other.shortest)
         self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
 
-    def told(self) -> str:
-        """In words, with a comma before each."""
+    def describe(self) -> str:
+        """Returns the counts in words, with a comma before each."""
         text = f", {self.num_dialogues} cut from whole dialogues at their last turn" if self.num_dialogues else ""
         text += f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
         text += "".join(f", {count} left out whose {reason}" for reason, count in self.left_out.items())
@@ -211,27 +217,32 @@ class Tally:
         return text + (f", {self.num_bad} bad ones left out" if self.num_bad else "")
 
     def warnings(self) -> list[str]:
-        """A line about the bad rows, if there are any."""
-        told = f"{self.num_bad} rows cannot be used and are left out; the first: {'; '.join(self.bad)}"
-        return [f"  warning: {told}"] if self.num_bad else []
+        """Returns a line about the bad rows, if there are any."""
+        line = f"  warning: {self.num_bad} rows cannot be used and are left out; the first: {'; '.join(self.bad)}"
+        return [line] if self.num_bad else []
 
 
 class TokenDataset:
-    """``batch(indices, row_ids)`` has one field (Ragged int64) for each of ``columns``, which holds them as int32.
+    """Rows as token ids. ``batch(indices, row_ids)`` has one Ragged int64 field for each of ``columns``, which are stored
+    as int32.
 
-    ``numbers``: besides, one number per entry, fields float64 [entries]; then there is ``entry``, its position, too.
-    ``group_size``: entries of ``columns`` that make one row of the data, a group of as many rows of a batch: 2 for pairs.
-    Rows are dropped of which an entry has more than the limit's tokens, all columns together; ``kept``: positions of the others in
-    ``rows``. ``limit`` and ``drop`` are keys of ``data`` with their values; without ``drop`` a long row raises.
-    ``beside``: fields by row that are no tokens; always ``source`` int64, which of the paths it is from, and ``rank`` float64, of a
-    curriculum. One whose values all are that of ``trivial`` is left out; those named in ``in_batches`` are fields of batches. All
-    of it is tensors, and a tally, so that a file can hold it.
+    ``numbers`` holds one number per entry; a batch then has these fields as float64 [entries], and ``entry``, the
+    entry's position. ``group_size`` entries of ``columns`` form one row of the data and a group of rows in a batch: 2
+    for pairs.
+
+    A row is dropped if one of its entries has more tokens than the limit, all columns together; ``kept`` holds the
+    positions of the others. ``limit`` and ``drop`` are keys of ``data`` with their values; if ``drop`` is false, a long
+    row raises.
+
+    ``row_fields`` holds other tensors by row: always ``source`` int64 (which path) and ``rank`` float64 (of a
+    curriculum). A field whose values all equal ``omitted_if`` is left out; ``batch_fields`` names those that batches
+    have. Everything is a tensor or the tally, so a file can hold it.
     """
 
     noun = "rows"
     group_size = 1
-    trivial: ClassVar[dict[str, int]] = {}
-    in_batches: ClassVar[tuple[str, ...]] = ()
+    omitted_if: ClassVar[dict[str, int]] = {}
+    batch_fields: ClassVar[tuple[str, ...]] = ()
     fingerprint = ""
 
     def __init__(
@@ -247,11 +258,11 @@ class TokenDataset:
         lengths = [max(each[at : at + size]) for at in range(0, len(each), size)]
         self.limit, self.drop, self.known = limit, drop, dict[str, Tensor]()
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
-        self.tally = Tally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
+        self.tally = RowTally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
         if self.tally.num_overlong:
             first = next(i for i, length in enumerate(lengths) if length > limit[1])
             self.tally.overlong = f"{rows[first].where}: {lengths[first]} tokens"
-        self.beside: dict[str, Field] = {
+        self.row_fields: dict[str, Field] = {
             "source": torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64),
             "rank": torch.tensor([rows[i].rank for i in self.kept], dtype=torch.float64),
         }
@@ -260,7 +271,7 @@ class TokenDataset:
         self.numbers = {name: torch.tensor(column, dtype=torch.float64)[entries] for name, column in (numbers or {}).items()}
 
     def check(self) -> None:
-        """Raises DataError where a row is too long and none may be dropped, and where no row is left."""
+        """Raises DataError if a row is too long and may not be dropped, or if no row is left."""
         tally, limit = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
         if tally.num_overlong and not self.drop[1]:
             raise DataError(
@@ -268,18 +279,18 @@ class TokenDataset:
                 f"({tally.num_overlong} of {len(self) + tally.num_overlong} {self.noun} are too long)"
             )
         if len(self) == 0 and tally.num_overlong:
-            all_of_them = f"all {tally.num_overlong} {self.noun}{replace(tally, num_overlong=0).told()}"
+            all_of_them = f"all {tally.num_overlong} {self.noun}{replace(tally, num_overlong=0).describe()}"
             raise DataError(f"{all_of_them} are longer than {limit} tokens (the shortest has {tally.shortest})")
         if len(self) == 0:
             reasons = "".join(f"; {bad}" for bad in tally.bad)
             raise DataError(
-                f"none of {sum(tally.left_out.values()) + tally.num_bad} {self.noun} can be used{tally.told()}{reasons}"
+                f"none of {sum(tally.left_out.values()) + tally.num_bad} {self.noun} can be used{tally.describe()}{reasons}"
             )
 
     def digest(self) -> str:
-        """What tells these rows from others."""
+        """Returns a fingerprint of the rows."""
         digest = hashlib.sha256()
-        fields = (*self.columns.values(), *self.numbers.values(), *(self.beside[name] for name in sorted(self.beside)))
+        fields = (*self.columns.values(), *self.numbers.values(), *(self.row_fields[name] for name in sorted(self.row_fields)))
         for one in fields:
             for part in (one.lengths, one.values) if isinstance(one, Ragged) else (one,):
                 digest.update(part.numpy().tobytes())
@@ -290,23 +301,23 @@ class TokenDataset:
 
     @property
     def sources(self) -> Tensor:
-        """int64 [rows]: which of the paths each is from."""
-        return cast(Tensor, self.beside["source"])
+        """The path that each row comes from, int64 [rows]."""
+        return cast(Tensor, self.row_fields["source"])
 
     @property
     def ranks(self) -> Tensor:
-        """float64 [rows]: of a curriculum."""
-        return cast(Tensor, self.beside["rank"])
+        """Places in a curriculum, float64 [rows]."""
+        return cast(Tensor, self.row_fields["rank"])
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [rows * group_size]: tokens of each entry, all columns together."""
+        """Tokens of each entry over all columns, int64 [rows * group_size]."""
         return torch.stack([column.lengths for column in self.columns.values()]).sum(0)
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Rows by index; each row is its own group, whose j-th row has the id ``row_id * group_size + j``."""
+        """Returns rows by index; each is its own group, whose j-th row has the id ``row_id * group_size + j``."""
         groups, at = (torch.tensor(list(given), dtype=torch.int64) for given in (row_ids, indices))
-        fields = {name: take_rows(self.beside[name], at) for name in self.in_batches if name in self.beside}
+        fields = {name: take_rows(self.row_fields[name], at) for name in self.batch_fields if name in self.row_fields}
         ids, at = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, at))
         for name, column in self.columns.items():
             taken = column.take(at)
@@ -318,26 +329,28 @@ class TokenDataset:
         return Batch(ids, groups.repeat_interleave(self.group_size), fields)
 
     def keep(self, name: str, entries: Tensor, numbers: Tensor) -> None:
-        """One more of ``numbers``, of these entries; a batch has the field if it is known of all its rows."""
+        """Stores a further number for ``entries``; a batch has the field if all its rows know it."""
         empty = torch.full((len(self) * self.group_size,), torch.nan, dtype=torch.float64)
         self.known.setdefault(name, empty)[entries.long()] = numbers
 
     def summary(self) -> str:
         lengths = self.lengths
         shortest, longest, mean = int(lengths.min()), int(lengths.max()), float(lengths.double().mean())
-        return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){self.tally.told()}"
+        return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){self.tally.describe()}"
 
 
-def joined(parts: Sequence[TokenDataset], bad: Tally | None = None) -> TokenDataset:
-    """One data set of the rows of all, one after the other. ``bad``: the rows that are in none. Raises DataError."""
+def joined(parts: Sequence[TokenDataset], bad: RowTally | None = None) -> TokenDataset:
+    """Concatenates data sets. ``bad`` counts the rows that are in none of them. Raises DataError."""
     whole, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
-    whole.tally = bad or Tally()
+    whole.tally = bad or RowTally()
     for part in parts:
         whole.tally.add(part.tally)
     whole.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
     whole.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
-    beside = {name: concat_field([part.beside[name] for part in full]) for name in full[0].beside}
-    whole.beside = {name: x for name, x in beside.items() if name not in whole.trivial or not _all(x, whole.trivial[name])}
+    beside = {name: concat_field([part.row_fields[name] for part in full]) for name in full[0].row_fields}
+    whole.row_fields = {
+        name: x for name, x in beside.items() if name not in whole.omitted_if or not _all(x, whole.omitted_if[name])
+    }
     whole.check()
     whole.fingerprint = whole.digest()
     return whole

@@ -1,4 +1,5 @@
-"""Rows (dicts of JSON values) from jsonl, json, parquet files or a ``datasets`` name; every mistake names file and line."""
+"""Reads rows (dicts of JSON values) from jsonl, json, parquet files or a ``datasets`` name; every error names file and
+line."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.telemetry.jsonl import json_value
+from rlhf_spmd.telemetry.run_dir import json_value
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -29,13 +30,15 @@ class DataError(ValueError):
     exit_class = "data"  # how the run ends: process/program.py
 
 
-Paths = str | list[str] | dict[str, float]  # one source of rows, several, or several with weights
+Paths = str | list[str] | dict[str, float]  # one source, several, or sources with weights
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row and where it came from (``train.jsonl:17``), for messages. ``number``: among all rows; ``source``: which of the paths.
-    ``rank``: its place in a curriculum."""
+    """One row and its place (``train.jsonl:17``) for messages.
+
+    ``number`` counts all rows, ``source`` is the index of its path, ``rank`` its place in a curriculum.
+    """
 
     values: dict[str, Any]
     where: str
@@ -44,7 +47,8 @@ class Row:
     rank: float = 0.0
 
     def get(self, key: str, setting: str) -> Any:
-        """The value of a required key, ``outer.inner`` of an object's; ``setting`` is the configuration key that names it."""
+        """Returns the value of a required key; ``outer.inner`` reaches into an object. ``setting`` is the key that names
+        it."""
         found = self._find(key)
         if not found:
             keys = ", ".join(_dotted(self.values)) or "none"
@@ -55,7 +59,7 @@ class Row:
         return bool(self._find(key))
 
     def _find(self, key: str) -> list[Any]:
-        """The value, or nothing. A column whose own name has the dots goes first."""
+        """Returns [value] or []. A column whose own name contains the dots takes precedence."""
         if key in self.values:
             return [self.values[key]]
         value: Any = self.values
@@ -71,17 +75,17 @@ def _dotted(values: dict[str, Any]) -> Iterable[str]:
         yield from (f"{key}.{inner}" for inner in _dotted(value)) if isinstance(value, dict) and value else [str(key)]
 
 
-Given = Row | DataError  # of a line: what it holds, or why it cannot be used
+RowOrError = Row | DataError  # a line's row, or why it cannot be used
 
 
 def list_paths(path: Paths) -> list[str]:
     return [path] if isinstance(path, str) else list(path)
 
 
-def names_of(paths: Sequence[str]) -> dict[str, str]:
-    """Each path under its file's name without the suffix, with as many directories before it as tell it from the others.
+def set_names(paths: Sequence[str]) -> dict[str, str]:
+    """Names each path by its file name without suffix, with as many parent directories as make names unique.
 
-    Raises ValueError for a path that is there twice.
+    Raises ValueError for a repeated path.
     """
     parts = [[*Path(path).parts[:-1], Path(path).name.partition(".")[0] or Path(path).name] for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
@@ -95,36 +99,37 @@ def names_of(paths: Sequence[str]) -> dict[str, str]:
 
 
 def read_rows(path: Paths, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
-    """All rows of ``path``, one source after the other, or the first ``limit``.
+    """Returns all rows of ``path``, source by source, or the first ``limit``.
 
-    A file by its suffix (.jsonl, .json, either with .gz, .parquet), a glob pattern over such files (in sorted order), a
-    directory that ``datasets`` saved or loads, or the name of a data set on the hub (these two take ``split`` and ``subset``).
-    Raises DataError.
+    A source is a file with a known suffix (.jsonl, .json, either with .gz, .parquet), a glob pattern over such files
+    (sorted), a directory that ``datasets`` saved or can load, or a data set on the hub. ``split`` and ``subset`` apply
+    to the last two. Raises DataError.
     """
-    return list(map(readable, stream_rows(path, split, subset, limit)))
+    return list(map(row_or_raise, stream_rows(path, split, subset, limit)))
 
 
-def readable(row: Given) -> Row:
-    """The row. Raises DataError where it is one."""
+def row_or_raise(row: RowOrError) -> Row:
+    """Returns the row. Raises it if it is an error."""
     if isinstance(row, DataError):
         raise row
     return row
 
 
-def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[Given]:
-    """As :func:`read_rows`, one by one; a row that cannot be read is there as the error, and counts. Raises DataError for files."""
+def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[RowOrError]:
+    """Like :func:`read_rows`, one by one; an unreadable row is yielded as its error and counts. Raises DataError for a
+    file."""
     return islice(_numbered(path, split, subset), limit)
 
 
 def local_files(path: str) -> list[Path]:
-    """The files that ``path`` stands for, those of a directory at any depth; none for the name of a data set on the hub."""
+    """Returns the files of ``path``, those of a directory at any depth; none for a data set on the hub."""
     here = Path(path).expanduser()
-    if here.exists():  # whatever its name has in it
+    if here.exists():  # even if the name looks like a pattern
         return sorted(file for file in here.rglob("*") if file.is_file()) if here.is_dir() else [here]
     return list(map(Path, sorted(glob.glob(str(here), recursive=True)))) if glob.has_magic(path) else []
 
 
-def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
+def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[RowOrError]:
     number = 0
     for source, name in enumerate(list_paths(path)):
         first = number
@@ -135,7 +140,7 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[Given]:
             raise DataError(f"'{name}' holds no rows")
 
 
-def _rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
+def _rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
     here = Path(path).expanduser()
     if here.is_dir() and glob.has_magic(path):
         raise DataError(
@@ -154,11 +159,11 @@ def _rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
 
 
 def _looks_local(path: str) -> bool:
-    """Hub names are ``name`` or ``owner/name``; everything else that does not exist is a mistyped file."""
+    """True unless ``path`` looks like a hub name (``name`` or ``owner/name``): then it is a mistyped file."""
     return path.endswith(JSON_SUFFIXES + PARQUET_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def _file_rows(file: Path) -> Iterable[Given]:
+def _file_rows(file: Path) -> Iterable[RowOrError]:
     name = file.name.lower()
     try:
         if name.endswith(PARQUET_SUFFIXES):
@@ -179,15 +184,15 @@ def _open(file: Path) -> Any:
     return gzip.open(file) if file.name.endswith(".gz") else file.open("rb")
 
 
-def _jsonl_rows(file: Path) -> Iterable[Given]:
+def _jsonl_rows(file: Path) -> Iterable[RowOrError]:
     with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _row(line, f"{file}:{number}")
 
 
-def _json_rows(file: Path) -> Iterable[Given]:
-    """One JSON list of objects; a file that holds several lines of objects is read as jsonl."""
+def _json_rows(file: Path) -> Iterable[RowOrError]:
+    """Reads one JSON list of objects; a file with several lines of objects is read as jsonl."""
     with _open(file) as stream:
         text = stream.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):
@@ -207,11 +212,11 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(f"{where}: {first_line(error)}") from error
 
 
-def _row(value: Any, where: str, has_escapes: bool = False) -> Given:
-    """``value``: of a line its bytes. ``has_escapes``: by which a text of it may be half a character."""
+def _row(value: Any, where: str, has_escapes: bool = False) -> RowOrError:
+    """``value`` may be the bytes of a line. ``has_escapes``: the text has escapes, one of which may be half a character."""
     try:
         if isinstance(value, bytes):
-            line = value.decode("utf-8-sig")  # some programs of Windows begin a file with a mark of its encoding
+            line = value.decode("utf-8-sig")  # some Windows programs begin a file with a byte order mark
             value, has_escapes = _parse(line, where), "\\u" in line
         if has_escapes:
             json.dumps(value, ensure_ascii=False).encode()
@@ -227,7 +232,7 @@ def _row(value: Any, where: str, has_escapes: bool = False) -> Given:
     return Row(json_value(value), where)
 
 
-def _parquet_rows(file: Path) -> Iterable[Given]:
+def _parquet_rows(file: Path) -> Iterable[RowOrError]:
     import pyarrow
     import pyarrow.parquet
 
@@ -240,14 +245,14 @@ def _parquet_rows(file: Path) -> Iterable[Given]:
         raise DataError(f"data file '{file}' is not readable parquet: {first_line(error)}") from error
 
 
-def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[Given]:
+def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
     import datasets
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    if not Path(path).exists() and not _hub_answers():  # then only what is cached counts, without a minute of retries
+    if not Path(path).exists() and not _hub_answers():  # use the cache only, instead of a minute of retries
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     saved = Path(path, "state.json").is_file() or Path(path, "dataset_dict.json").is_file()
     try:

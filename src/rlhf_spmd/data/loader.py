@@ -1,21 +1,251 @@
-"""Training order: a permutation per epoch that follows from (seed, epoch), and an integer cursor that a checkpoint stores."""
+"""Builds data sets, or maps their cached file, and gives their rows in training order.
+
+Rows are read in chunks, so only tokens and packed rows add up in memory; bad rows are left out and counted. With
+``data.cache_dir`` the result is a safetensors file that every process maps into memory. The file's name hashes
+everything its content depends on: the data files (path, size, time of change), the tokenizer's files, the template, the
+settings and this package's code. One process makes the file while the others wait for its lock, which the kernel
+releases when a process ends. The file is written aside and renamed, so a file with that name is complete.
+
+The training order is a permutation per epoch that depends on (seed, epoch) only. An integer cursor, which a checkpoint
+stores, says where it stands.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+from uuid import uuid4
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
-from rlhf_spmd.data.files import DataError
+from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.data.batch import Batch, Ragged
+from rlhf_spmd.data.dataset import DatasetConfig, RowTally, StoredRowsConfig, TokenDataset, joined
+from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.data.files import DataError, Row, RowOrError, local_files
+
+CHUNK_ROWS = 256
+SHOWN_ROWS = 3  # bad rows that an error names
+# settings that change neither tokens nor rows; the paths are hashed as files
+ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
+UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
+TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", "config.json")
+WAIT_S = 3600.0  # longest wait for another process that makes the file
+POLL_S = 0.2
+TELL_S = 30.0  # between two progress lines of the process that makes it
+
+
+def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
+    """Returns the data set of :func:`build_dataset`, from the cached file if ``cache_dir`` is set. Rows from the hub are
+    not cached.
+
+    Local: no communication; processes of any jobs may call it at once. Raises DataError, one line.
+    """
+    files = [local_files(source) for source in config.sources(validation)]
+    if config.cache_dir is None or not all(files):
+        return build_dataset(config, tokenizer, validation)
+    directory, since = Path(config.cache_dir).expanduser(), time.time()
+    path = directory / f"{_key(config, tokenizer, validation, files)}.safetensors"
+    try:
+        if not path.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            with _cache_lock(path.with_suffix(".lock"), since) as lock:
+                if not path.is_file():
+                    _make(path, lock, config, tokenizer, validation)
+        return _map_file(path, config.encode([], tokenizer))
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"data.cache_dir={config.cache_dir}: {path.name} cannot be made or read: {reason}") from error
+
+
+def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list[list[Path]]) -> str:
+    """Returns the name of the cached file."""
+    settings = {key: value for key, value in to_dict(config).items() if key not in UNSEEN}
+    seen = [[(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in group] for group in files]
+    home = Path(getattr(tokenizer, "name_or_path", "") or os.devnull)
+    own = sorted({file for pattern in TOKENIZER_PATTERNS for file in home.glob(pattern) if file.is_file()})
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*own, *code)]
+    versions = [version(name) for name in ("tokenizers", "transformers")]
+    template = read_template(config.chat_template, "data.chat_template")
+    whole = [type(config).__qualname__, validation, settings, seen, contents, versions, template]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _cache_lock(path: Path, since: float) -> Iterator[IO[str]]:
+    """Yields the lock's file while no other process holds it.
+
+    Raises DataError if the last holder did so after ``since``: its error stands in the file.
+    """
+    with path.open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.time() - since > WAIT_S:
+                    raise DataError(
+                        f"data.cache_dir: another process has held {path} for {WAIT_S:.0f} s; see what it does"
+                    ) from None
+                time.sleep(POLL_S)
+        file.seek(0)
+        failed_at, _, error = file.read().partition("\n")
+        if failed_at and float(failed_at) >= since:
+            raise DataError(error)
+        yield file
+
+
+def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, validation: bool) -> None:
+    """Builds the data set and writes it to ``path``; an error goes into the lock's file for the processes that wait."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed process
+        left.unlink(missing_ok=True)
+    last = time.monotonic()
+
+    def tick(rows: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > TELL_S:
+            last = time.monotonic()
+            print(f"data.cache_dir: {rows} rows so far for {path}", file=sys.stderr, flush=True)
+
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        dataset = build_dataset(config, tokenizer, validation, tick)
+        metadata = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
+        save_file(_tensors(dataset), temporary, metadata)
+        temporary.chmod(os.fstat(lock.fileno()).st_mode & 0o777)  # as the umask says; safetensors lets only the owner read
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    except DataError as error:
+        lock.truncate(0)
+        lock.write(f"{time.time()}\n{error}")
+        lock.flush()
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tensors(dataset: TokenDataset) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for kind in ("columns", "numbers", "row_fields"):
+        for name, column in getattr(dataset, kind).items():
+            parts = {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else {"": column}
+            found |= {f"{kind}/{name}/{part}": values.contiguous() for part, values in parts.items()}
+    return found
+
+
+def _map_file(path: Path, empty: TokenDataset) -> TokenDataset:
+    """Returns the file's data set; its tensors are views of the file. ``empty``: a data set of its kind without rows."""
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    empty.columns, empty.numbers, empty.row_fields = {}, {}, {}
+    for name, values in tensors.items():
+        kind, column, part = name.split("/")
+        if part != "lengths":
+            getattr(empty, kind)[column] = Ragged(values, tensors[f"{kind}/{column}/lengths"]) if part else values
+    empty.tally, empty.fingerprint = RowTally(**json.loads(metadata["tally"])), metadata["fingerprint"]
+    return empty
+
+
+def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
+    """Counts a row that cannot be used. Raises DataError above the limit."""
+    tally.num_bad += 1
+    if len(tally.bad) < SHOWN_ROWS:
+        tally.bad.append(str(error))
+    if tally.num_bad > limit:
+        first = "; ".join(tally.bad)
+        more = f"{tally.num_bad} rows cannot be used, more than data.max_bad_rows={limit}; the first are {first}"
+        raise DataError(more) if limit else error
+
+
+def build_dataset(
+    config: StoredRowsConfig, tokenizer: Any, validation: bool = False, tick: Callable[[int], None] = lambda rows: None
+) -> TokenDataset:
+    """Returns the rows of ``config`` as tokens. ``tick`` receives the number of rows so far.
+
+    Raises DataError, one line, for more bad rows than ``max_bad_rows``, or for an error outside single rows.
+    """
+    tally, parts, done, seen = RowTally(), list[TokenDataset](), 0, dict[str, str]()
+    duplicates = config.duplicates if isinstance(config, DatasetConfig) and not validation else "keep"
+    rows = config.stream(validation)
+    while chunk := list(islice(rows, None if config.one_chunk else CHUNK_ROWS)):
+        parts.append(_encode(config, chunk, tokenizer, tally, duplicates, seen))
+        done += len(chunk)
+        tick(done)
+    return joined(parts or [config.encode([], tokenizer)], tally)
+
+
+def _encode(
+    config: StoredRowsConfig,
+    chunk: Sequence[RowOrError],
+    tokenizer: Any,
+    tally: RowTally,
+    duplicates: str,
+    seen: dict[str, str],
+) -> TokenDataset:
+    """Encodes a chunk. ``seen`` maps each id to the place of its first usable row, so a bad row blocks no other."""
+    rows: list[Row] = []
+    for row in chunk:
+        try:
+            rows.append(config.checked(row))
+        except DataError as error:
+            count_bad_row(error, tally, config.max_bad_rows)
+    while True:
+        own, ids, again = (rows, {}, []) if duplicates == "keep" else _first_of_each_id(rows, seen)
+        try:
+            dataset = config.encode(own if duplicates == "drop" else rows, tokenizer)
+            break
+        except DataError as error:
+            at = next((i for i, row in enumerate(rows) if str(error).startswith(f"{row.where}: ")), None)
+            if at is None:  # the error is about settings or the data as a whole
+                raise
+            count_bad_row(error, tally, config.max_bad_rows)
+            del rows[at]
+    if again and duplicates == "refuse":
+        raise again[0]
+    seen.update(ids)
+    tally.num_duplicates += len(again)
+    return dataset
+
+
+def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[list[Row], dict[str, str], list[DataError]]:
+    """Returns the rows that have a new id or none, the place of each new id, and an error for each other row."""
+    own, ids, again = list[Row](), dict[str, str](), list[DataError]()
+    for row in rows:
+        name = row.values.get("id")
+        key = json.dumps(name)
+        if name is not None and (first := ids.get(key) or seen.get(key)):
+            remedy = "set data.duplicates=drop to leave such rows out, or keep"
+            again.append(DataError(f"{row.where}: the id {name!r} is also that of {first}; {remedy}"))
+            continue
+        own.append(row)
+        ids |= {} if name is None else {key: row.where}
+    return own, ids, again
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [num_rows]. Sorts raw Philox words: numpy guarantees their stream, but not that of ``Generator.permutation``."""
+    """Returns the order of an epoch, int64 [num_rows].
+
+    Sorts raw Philox words, because numpy guarantees their stream, but not that of ``Generator.permutation``.
+    """
     if not shuffle:
         return np.arange(num_rows)
     words = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_rows)
@@ -23,10 +253,11 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarr
 
 
 def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [rows]: of an epoch as long as all sources together, the i-th of which has its weight's share. Each source goes through all
-    of its own rows before it repeats one, over the ends of epochs too. Without ``shuffle`` they take turns evenly.
+    """Returns the order of an epoch of weighted sources, int64 [rows]; it has as many rows as all sources together.
 
-    ``sources`` int64 [rows]: of each row. Follows from its arguments alone.
+    The i-th source gets the share of its weight. A source goes through all its rows before it repeats one, across
+    epochs too. Without ``shuffle`` the sources alternate evenly. ``sources`` int64 [rows] is the source of each row.
+    The result depends on the arguments only.
     """
     running = np.cumsum([0.0, *weights])
     number, bounds = len(sources), running / running[-1]  # the last is 1 to the bit, or an epoch would be a row short
@@ -45,11 +276,11 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
 
 @dataclass
 class Loader:
-    """Full batches for ever; one that reaches the end of an epoch goes on with the first rows of the next.
+    """Yields full batches for ever; a batch that reaches the end of an epoch goes on with the next one.
 
-    Row ids count samples over the whole run, so they never repeat. The same on every rank; nothing is communicated.
-    ``weights``: of the data's sources; without them all rows come once in an epoch. ``curriculum``: so many epochs go by rank.
-    Raises DataError where there are too few rows.
+    Row ids count samples over the whole run, so they never repeat. Every rank has the same loader; nothing is
+    communicated. ``weights`` are those of the sources; without them every row comes once per epoch. ``curriculum``:
+    number of epochs ordered by rank. Raises DataError if there are too few rows.
     """
 
     dataset: TokenDataset
@@ -78,7 +309,7 @@ class Loader:
                 )
 
     def next_batch(self, size: int | None = None) -> Batch:
-        """``size`` rows, ``batch_size`` by default; moves the cursor."""
+        """Returns ``size`` rows (default ``batch_size``) and moves the cursor."""
         size = self.batch_size if size is None else size
         indices: list[int] = []
         while len(indices) < size:
@@ -92,7 +323,7 @@ class Loader:
         return self.dataset.batch(indices, row_ids)
 
     def rows(self, row_ids: Sequence[int]) -> Batch:
-        """Rows that were given before, by id: the i-th sample of the run lies at i modulo the data's length in its epoch."""
+        """Returns rows that were given before, by id: sample i of the run is row i modulo the data's length of its epoch."""
         places = (divmod(row_id, len(self.dataset)) for row_id in row_ids)
         return self.dataset.batch([int(self._order(epoch)[index]) for epoch, index in places], row_ids)
 
@@ -112,7 +343,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` stood, with its order. Warns if the data are not the same as then."""
+        """Continues from ``state``, with its order. Warns if the data have changed since."""
         if state["fingerprint"] != self.dataset.fingerprint:
             warnings.warn(
                 f"the training data changed since the checkpoint ({state['rows']} rows then, {len(self.dataset)} now); "
@@ -137,7 +368,7 @@ class Loader:
 
 
 def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) -> Loader:
-    """The training order that the configuration asks for. Raises DataError if there are too few rows."""
+    """Returns the training order of the configuration. Raises DataError if there are too few rows."""
     weights = config.path if isinstance(config.path, dict) else None
     curriculum = config.curriculum_epochs if config.curriculum_key is not None else 0
     seed = run_seed if config.seed is None else config.seed
@@ -145,7 +376,7 @@ def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) ->
 
 
 def validation_batches(dataset: TokenDataset, batch_size: int | None = None) -> Iterator[Batch]:
-    """Every row once, in order, the last batch smaller; row ids are positions in the data set."""
+    """Yields every row once, in order; the last batch may be smaller. Row ids are positions in the data set."""
     size = len(dataset) if batch_size is None else batch_size
     for start in range(0, len(dataset), size):
         rows = range(len(dataset))[start : start + size]

@@ -1,7 +1,7 @@
-"""Rows that say which of two responses is better, or whether one is good: pairs for preferences, single responses for KTO.
+"""Rows that say which of two responses is better, or whether one is good: preference pairs, and single responses for KTO.
 
-A row of the data becomes a group of two rows of a batch, which nothing cuts apart (``Objective.keep_groups``); the field
-``chosen`` [rows] says which of the two is preferred.
+A row of the data becomes a group of two rows of a batch, which stay together (``Objective.keep_groups``). Field
+``chosen`` [rows] marks the preferred one.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rlhf_spmd.data.conversation import ConversationEncoder, end_ids
 from rlhf_spmd.data.dataset import TokenDataset
-from rlhf_spmd.data.encoding import PromptEncoder, check_messages
-from rlhf_spmd.data.files import DataError, Given, Row
+from rlhf_spmd.data.encoding import ConversationEncoder, PromptEncoder, check_messages, end_ids
+from rlhf_spmd.data.files import DataError, Row, RowOrError
 from rlhf_spmd.data.sft import ResponsesConfig
 
-PKU = "PKU-SafeRLHF's"  # in place of the setting that names a column
-HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # before what each says in dialogues that are one text, as those of hh-rlhf
+PKU = "PKU-SafeRLHF's"  # stands for a setting that names a column
+HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # speaker marks of dialogues that are one text, as in hh-rlhf
 
 
 @dataclass(frozen=True)
 class Response:
-    """``prompt``: text or messages. ``numbers``: fields of the row. ``from_dialogue``: the data have the prompt and the response as
-    one dialogue."""
+    """One response. ``prompt``: text or messages. ``numbers``: the row's fields.
+
+    ``from_dialogue``: prompt and response are one dialogue in the data.
+    """
 
     prompt: Any
     text: str
@@ -38,25 +39,25 @@ class Response:
 class PreferencesConfig(ResponsesConfig):
     """``data`` of algorithms that learn from pairs; batch sizes count pairs.
 
-    A row has ``prompt_key`` (text or messages), ``chosen_key`` and ``rejected_key`` (text or the assistant's message); or no
-    prompt and two whole dialogues, whose common beginning it is: messages, or text with turns ``\\n\\nHuman:`` and
-    ``\\n\\nAssistant:``; or the fields of PKU-SafeRLHF.
+    A row has ``prompt_key`` (text or messages), ``chosen_key`` and ``rejected_key`` (text or the assistant's message).
+    Or it has no prompt and two dialogues, whose common beginning is the prompt: messages, or text with turns
+    ``\\n\\nHuman:`` and ``\\n\\nAssistant:``. Or it has the fields of PKU-SafeRLHF.
 
     - train_batch_size: pairs per step
-    - val_batch_size: pairs per batch of validation; null: all
-    - chosen_key: column of the better response, of `cost_model` the safer one
+    - val_batch_size: pairs per validation batch; null: all
+    - chosen_key: column of the better response; for `cost_model` the safer one
     - rejected_key: column of the other response
-    - margin_key: column that says by how much it is better, at least 0; read by `reward_model`; where it is not
-      named, rows need not have it
+    - margin_key: column that says by how much it is better, at least 0; read by `reward_model`; rows may lack it unless
+      this key is set
     """
 
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str = "margin"
-    better: ClassVar[str] = "better_response_id"  # which of PKU-SafeRLHF's responses is the chosen one
+    better: ClassVar[str] = "better_response_id"  # PKU-SafeRLHF's column: index of the chosen response
 
     def pair(self, row: Row) -> tuple[Response, Response]:
-        """The chosen and the rejected response. Raises DataError."""
+        """Returns the chosen and the rejected response. Raises DataError."""
         keys = self.columns(row, ("chosen_key", "rejected_key"), "response_{}")
         texts = [_response(row, *key) for key in keys]
         has_prompt = self.prompt_key in row or keys[0][1] == PKU
@@ -75,8 +76,10 @@ class PreferencesConfig(ResponsesConfig):
         return chosen, rejected
 
     def columns(self, row: Row, settings: tuple[str, str], theirs: str) -> list[tuple[str, str]]:
-        """Columns of the chosen and of the rejected response, each with what names it: those of ``settings``, or PKU-SafeRLHF's
-        ``theirs`` where it has those. Raises DataError."""
+        """Returns the columns of the chosen and rejected response, each with the setting that names it.
+
+        They are those of ``settings``, or PKU-SafeRLHF's columns ``theirs`` if the row has those. Raises DataError.
+        """
         own = [(getattr(self, setting), f"data.{setting}") for setting in settings]
         if own[0][0] in row or self.better not in row:
             return own
@@ -92,7 +95,7 @@ class SafetyPreferencesConfig(PreferencesConfig):
     """Pairs whose chosen response is the safer one, or PKU-SafeRLHF's fields. Field ``safe`` [rows]: 1 or -1.
 
     - safe_chosen_key: column that says whether the chosen response is safe
-    - safe_rejected_key: the same of the rejected one
+    - safe_rejected_key: column that says whether the rejected response is safe
     """
 
     safe_chosen_key: str = "safe_chosen"
@@ -112,15 +115,15 @@ class SafetyPreferencesConfig(PreferencesConfig):
 
 @dataclass(frozen=True)
 class UnpairedConfig(ResponsesConfig):
-    """``data`` of KTO; batch sizes count responses. A row has a prompt, ``completion_key`` and ``label_key``; or is a pair as
-    :class:`PreferencesConfig` has them, which is a desirable and an undesirable response.
+    """``data`` of KTO; batch sizes count responses. A row has a prompt, ``completion_key`` and ``label_key``. A pair as in
+    :class:`PreferencesConfig` counts as a desirable and an undesirable response.
 
-    Field ``desirable`` [rows]: 1 or 0. Each row of a batch comes with a second one of the same label: its prompt with the
-    completion of the next response of that label that has another prompt, from which KTO's baseline is estimated; cut to
-    ``max_length``.
+    Field ``desirable`` [rows]: 1 or 0. Each row of a batch comes with a second row of the same label: its prompt, with
+    the completion of the next response that has this label and another prompt, cut to ``max_length``. KTO estimates its
+    baseline from these.
 
     - train_batch_size: responses per step
-    - val_batch_size: responses per batch of validation; null: all
+    - val_batch_size: responses per validation batch; null: all
     - completion_key: column of a response
     - label_key: column with true for a desirable response
     """
@@ -130,7 +133,7 @@ class UnpairedConfig(ResponsesConfig):
     one_chunk: ClassVar[bool] = True  # any row may be another's second response
 
     def single(self, row: Row) -> list[Response]:
-        """The row's response, or both of a pair. Raises DataError."""
+        """Returns the row's response, or both of a pair. Raises DataError."""
         pairs = PreferencesConfig(path=self.path, prompt_key=self.prompt_key)
         if self.completion_key not in row and (pairs.chosen_key in row or pairs.better in row):
             return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
@@ -138,8 +141,8 @@ class UnpairedConfig(ResponsesConfig):
         label = float(_bit(row, self.label_key, "data.label_key"))
         return [answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row, {"desirable": label})]
 
-    def usable(self, row: Given) -> Row:
-        self.single(found := super().usable(row))  # here, since :meth:`encode` would read all rows again after each bad one
+    def checked(self, row: RowOrError) -> Row:
+        self.single(found := super().checked(row))  # here, because encode() would read all rows again after each bad one
         return found
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
@@ -148,8 +151,10 @@ class UnpairedConfig(ResponsesConfig):
         return GroupDataset(groups, self, tokenizer, "responses", cut_second=True)
 
     def _partners(self, responses: Sequence[Response]) -> list[str]:
-        """For each response the next completion to another prompt: of its label, where there is one, so that both kinds enter
-        the baseline as often as they are in the data. Raises DataError."""
+        """Returns for each response the next completion to another prompt, of the same label if there is one.
+
+        So both labels enter the baseline as often as they occur in the data. Raises DataError.
+        """
         found = _next_with_other_prompt(responses)
         for label in (0.0, 1.0):
             its = [at for at, response in enumerate(responses) if response.numbers["desirable"] == label]
@@ -165,9 +170,9 @@ class UnpairedConfig(ResponsesConfig):
 
 
 def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | None]:
-    """For each response the next usable one to another prompt; after the last comes the first."""
+    """Returns for each response the next usable one to another prompt; the first follows the last."""
     found: list[Response | None] = [None] * len(responses)
-    near: Response | None = None  # the next usable one, and the next that has another prompt than it
+    near: Response | None = None  # the next usable response; beyond: the next with another prompt than near
     beyond: Response | None = None
     for at in (*reversed(range(len(responses))), *reversed(range(len(responses)))):
         here = responses[at]
@@ -179,9 +184,12 @@ def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | No
 
 
 class GroupDataset(TokenDataset):
-    """``batch(indices, row_ids)`` has for each index two rows with ``prompt_ids`` and ``response_ids`` (Ragged int64), and as float64
-    [rows] their numbers and ``entry``. Groups with an empty response, or with the same response twice, are left out and counted.
-    ``cut_second``: a group's second response ends where it would be too long."""
+    """Each index gives two rows with ``prompt_ids`` and ``response_ids`` (Ragged int64), their numbers and ``entry``,
+    float64 [rows].
+
+    Groups with an empty response, or with the same response twice, are left out and counted. ``cut_second``: the second
+    response of a group is cut at the limit.
+    """
 
     group_size = 2
 
@@ -212,7 +220,7 @@ class GroupDataset(TokenDataset):
 
 
 def unusable(group: tuple[Response, ...]) -> str:
-    """Why a group teaches nothing; empty if it may."""
+    """Returns why a group teaches nothing, "" if it does."""
     if not all(response.text.strip() for response in group):
         return "response is empty"
     if any(HUMAN in response.text for response in group):
@@ -222,7 +230,7 @@ def unusable(group: tuple[Response, ...]) -> str:
 
 
 def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
-    """The beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
+    """Returns the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
     one, other = dialogues
     if isinstance(one, str) and isinstance(other, str):
         same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
@@ -241,7 +249,7 @@ def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
 
 
 def whole_prompt(prompt: Any, responses: list[Any], where: str) -> Any:
-    """A text prompt before two dialogues of messages, whose common beginning ends with it, is that beginning."""
+    """Returns the common beginning of two message dialogues if it ends with the given text prompt, else ``prompt``."""
     if isinstance(prompt, str) and all(isinstance(response, list) and len(response) > 1 for response in responses):
         messages = common_prompt(responses, where)
         if messages and messages[-1]["content"] == prompt:
@@ -250,8 +258,10 @@ def whole_prompt(prompt: Any, responses: list[Any], where: str) -> Any:
 
 
 def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -> Response:
-    """A response as the data have it: text, the assistant's message, or a dialogue that goes on from the prompt. Only what has the
-    form of a dialogue is cut, never a text that happens to begin as the prompt does. Raises DataError."""
+    """Returns a response from the data: text, the assistant's message, or a dialogue that continues the prompt.
+
+    Only a dialogue is cut, never a text that happens to begin like the prompt. Raises DataError.
+    """
     if isinstance(response, str):
         is_dialogue = isinstance(prompt, str) and prompt.endswith(TURN) and response.startswith(prompt)
         return Response(prompt, response[len(prompt) :] if is_dialogue else response, row, numbers, is_dialogue)
@@ -267,7 +277,7 @@ def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -
 
 
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
-    """What stands in several rows is rendered and tokenised once."""
+    """Renders and tokenises each distinct pair once, however many rows it is in."""
     end, encoder = end_ids(tokenizer, config.append_eos), PromptEncoder(tokenizer, config)
     keys = [
         (response.prompt if isinstance(response.prompt, str) else json.dumps(response.prompt), response.text)
@@ -285,7 +295,7 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
         given = response.prompt
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else check_messages(given, response.row.where)
         answer = {"role": "assistant", "content": response.text}
-        found[key] = talks.learn([*messages, answer], len(messages), response.row.where, end)[:2]
+        found[key] = talks.encode_pair([*messages, answer], len(messages), response.row.where, end)[:2]
     pairs = encoder.tokenize_pairs(texts, special_tokens=True)
     found |= {key: (prompt, [*ids, *end]) for key, (prompt, ids) in zip(texts, pairs, strict=True)}
     both = [found[key] for key in keys]

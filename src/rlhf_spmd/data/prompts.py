@@ -15,22 +15,22 @@ from torch import Tensor
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Given, Row, list_paths, names_of, stream_rows
+from rlhf_spmd.data.files import DataError, Row, RowOrError, list_paths, set_names, stream_rows
 from rlhf_spmd.data.tokenizer import prompt_texts
 
-LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns of a row's own limits: the least that each may be
-NUM_FIRST = 100  # rows that are always among the examples
+LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns with a row's own limits, and their least values
+NUM_FIRST = 100  # first rows that are always examples
 
 
 @dataclass(frozen=True)
 class QuestionsConfig(RowsConfig):
     """Prompts with their answers.
 
-    - answer_key: column that rewards see as `answer`; with `answer` rows need not have it, and verl's
-      `reward_model.ground_truth` is found too; another must be in every row
-    - tools: OpenAI's schemas of functions that the chat template tells the model of, a list for each name that a row's column
-      `environment` may have (`environment`: for rows without); those that an [environment](environments.md#tools) has are
-      added
+    - answer_key: column that rewards see as `answer`. With `answer` rows may lack it, and verl's
+      `reward_model.ground_truth` is found too; any other column must be in every row
+    - tools: OpenAI's schemas of functions that the chat template tells the model about: a list for each value of a
+      row's column `environment` (`environment` for rows without one); those of an [environment](environments.md#tools)
+      are added
     """
 
     answer_key: str = "answer"
@@ -42,7 +42,7 @@ class PromptsConfig(QuestionsConfig):
     """Prompts to answer. Lengths count tokens.
 
     - max_prompt_length: longer prompts are dropped
-    - max_response_length: limit of responses where `sampling` names none
+    - max_response_length: limit of responses unless `sampling` sets one
     - filter_overlong_prompts: `false`: a longer prompt is an error
     """
 
@@ -65,24 +65,24 @@ class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
     max_samples: int | None = None
     val_batch_size: int | None = None
 
-    def stream(self, validation: bool = True) -> Iterator[Given]:
+    def stream(self, validation: bool = True) -> Iterator[RowOrError]:
         return stream_rows(self.path, self.split, self.subset, self.max_samples)
 
     @property
     def val_sets(self) -> dict[str, str]:
-        """Where each set is. Raises ValueError."""
-        return names_of(list_paths(self.path))
+        """Returns the path of each set by its name. Raises ValueError."""
+        return set_names(list_paths(self.path))
 
 
 @dataclass(frozen=True)
 class DataConfig(DatasetConfig, PromptsConfig):
     """``data``: prompts for training and validation. Batch sizes count prompts.
 
-    - val_path: `path` of the prompts to validate by; a list, or a mapping from names: several sets
+    - val_path: `path` of the validation prompts; a list, or a mapping from names: several sets
     - train_batch_size: prompts per step; divisible by the number of generation replicas
-    - val_batch_size: prompts per batch of validation; null: all
-    - gen_batch_size: prompts in flight, of which a step takes `train_batch_size`; null: the same number, every response ends in
-      its step. See [generation.md](generation.md#responses-that-take-several-steps)
+    - val_batch_size: prompts per validation batch; null: all
+    - gen_batch_size: prompts in flight, of which a step takes `train_batch_size`; null: the same number, so every
+      response ends in its step. See [generation.md](generation.md#responses-that-take-several-steps)
     """
 
     gen_batch_size: int | None = None
@@ -99,16 +99,17 @@ class DataConfig(DatasetConfig, PromptsConfig):
 class PromptDataset(TokenDataset):
     """Prompts as token ids, and for each the row that rewards and rollout files see.
 
-    ``batch(indices, row_ids)`` has the fields ``prompt_ids`` (Ragged int64) and ``row`` (Ragged uint8, JSON: the row's own
-    columns, and always ``prompt`` (text), ``answer``, ``data_source`` and ``id``, null where the data have none); and of
-    ``min_response_length`` and ``max_response_length`` (int64 [rows], 0: the common one) those that a row has.
-    For messages, ``prompt`` is the rendered text and ``messages`` the list. A column ``prompt_ids`` is taken as it is where
-    there is no prompt; only then may ``tokenizer`` be None.
+    ``batch(indices, row_ids)`` has ``prompt_ids`` (Ragged int64) and ``row`` (Ragged uint8, JSON): the row's columns,
+    and always ``prompt`` (text), ``answer``, ``data_source`` and ``id``, null if missing. ``min_response_length`` and
+    ``max_response_length`` (int64 [rows], 0: the common limit) are there if a row has one.
+
+    For messages, ``prompt`` is the rendered text and ``messages`` the list. A row without a prompt may give
+    ``prompt_ids``; only if all do, ``tokenizer`` may be None.
     """
 
     noun = "prompts"
-    trivial: ClassVar[dict[str, int]] = dict.fromkeys(LIMITS, 0)
-    in_batches: ClassVar[tuple[str, ...]] = ("row", *LIMITS)
+    omitted_if: ClassVar[dict[str, int]] = dict.fromkeys(LIMITS, 0)
+    batch_fields: ClassVar[tuple[str, ...]] = ("row", *LIMITS)
 
     def __init__(self, rows: Sequence[Row], config: PromptsConfig, tokenizer: Any) -> None:
         encoded = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
@@ -119,25 +120,27 @@ class PromptDataset(TokenDataset):
         kept = [(rows[i], *encoded[i]) for i in self.kept]
         seen = [reward_row(row, row.number, text, config) for row, _, text in kept]
         limits = torch.tensor([_limits_within(row, config.max_response_length) for row, *_ in kept], dtype=torch.int64)
-        self.beside |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
-        self.beside |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
+        self.row_fields |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
+        self.row_fields |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
 
     def row(self, index: int) -> dict[str, Any]:
-        """What rewards see of a row, decoded when it is asked for."""
-        field = cast(Ragged, self.beside["row"])
+        """Decodes the row that rewards see."""
+        field = cast(Ragged, self.row_fields["row"])
         begin, end = field.offsets[index : index + 2].tolist()
         found: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
         return found
 
     def examples(self) -> list[dict[str, Any]]:
-        """The first rows, and of every ``data_source``, ``environment`` and set of columns that have a value the first: what there
-        is to check, without a look at every row."""
-        _, first = np.unique(cast(Tensor, self.beside["kind"]).numpy(), return_index=True)
+        """Returns the first rows, and the first row of every ``data_source``, ``environment`` and set of filled columns.
+
+        Checks look at these instead of at every row.
+        """
+        _, first = np.unique(cast(Tensor, self.row_fields["kind"]).numpy(), return_index=True)
         return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
     def examples_by_path(self) -> list[list[dict[str, Any]]]:
-        """A list for each path: its first row of every kind, by ``data_source``, ``environment`` and the columns that have a value."""
-        path, kind = self.sources.numpy(), cast(Tensor, self.beside["kind"]).numpy()
+        """Returns for each path the first row of every kind (``data_source``, ``environment``, filled columns)."""
+        path, kind = self.sources.numpy(), cast(Tensor, self.row_fields["kind"]).numpy()
         _, first = np.unique(np.stack([path, kind]), axis=1, return_index=True)
         return [[self.row(i) for i in first.tolist() if path[i] == number] for number in np.unique(path)]
 
@@ -148,16 +151,16 @@ def _kind(row: Mapping[str, Any]) -> int:
 
 
 def has_ids(row: Row, config: RowsConfig) -> bool:
-    """Whether the row's ``prompt_ids`` are its prompt, for which no tokenizer is needed."""
+    """True if ``prompt_ids`` are the row's prompt, so no tokenizer is needed."""
     return config.prompt_key not in row and "prompt_ids" in row
 
 
 def encode_prompts(
     rows: Sequence[Row], config: RowsConfig, tokenizer: Any, vocab_size: int | None
 ) -> list[tuple[list[int], str]]:
-    """Token ids and text of each row's prompt: messages rendered, given ids decoded (:func:`prompt_texts`).
+    """Returns token ids and text of each row's prompt: messages are rendered, given ids are decoded.
 
-    Raises DataError, also for given ids beyond ``vocab_size``.
+    Raises DataError, also for ids beyond ``vocab_size``.
     """
     texts = [row for row in rows if not has_ids(row, config)]
     encoded: Iterable[tuple[list[int], str]] = ()
@@ -174,7 +177,7 @@ def encode_prompts(
 
 
 def response_limits(row: Row) -> list[int]:
-    """The row's own ``min_response_length`` and ``max_response_length``, 0 where it has none. Raises DataError."""
+    """Returns the row's own ``min_response_length`` and ``max_response_length``, 0 for none. Raises DataError."""
     for key, least in LIMITS.items():
         value = row.values.get(key)  # a parquet column with nulls holds floats
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or value < least):
@@ -193,7 +196,8 @@ def _limits_within(row: Row, limit: int) -> list[int]:
 
 
 def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> dict[str, Any]:
-    """What rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else ``index``)."""
+    """Returns what rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else
+    ``index``)."""
     values = dict(row.values)
     prompt = row.get(config.prompt_key, "data.prompt_key") if config.prompt_key in row else None
     answer = values.get("answer") if config.answer_key == "answer" else row.get(config.answer_key, "data.answer_key")

@@ -1,4 +1,4 @@
-"""Prompt and response pairs, or plain text, as token ids: for SFT and for scoring."""
+"""Prompt and response pairs, or plain text, as token ids; for SFT and for scoring."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.data.batch import ragged
-from rlhf_spmd.data.conversation import ConversationEncoder, Learnt, end_ids
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
-from rlhf_spmd.data.encoding import PromptEncoder, check_ids, check_messages
+from rlhf_spmd.data.encoding import ConversationEncoder, MaskedPair, PromptEncoder, check_ids, check_messages, end_ids
 from rlhf_spmd.data.files import DataError, Row
 
 ID_KEYS = ("prompt_ids", "response_ids")
 
 
 @dataclass(frozen=True)
-class PairsConfig(RowsConfig):
-    """A prompt and a response (or ``completion``, TRL's name): text, or one message of the assistant; or messages under
-    ``prompt_key``, the last one the assistant's.
+class PromptResponseConfig(RowsConfig):
+    """A prompt and a response (or ``completion``, TRL's name): text, or one message of the assistant. Or messages under
+    ``prompt_key`` that end with the assistant's.
 
-    - prompt_key: column of the prompt, or of messages; where it is not there, `messages`
-    - response_key: column of the response; where it is not there, `completion`
+    - prompt_key: column of the prompt, or of messages; if missing, `messages`
+    - response_key: column of the response; if missing, `completion`
     """
 
     response_key: str = "response"
@@ -34,9 +33,10 @@ class PairsConfig(RowsConfig):
 class ResponsesConfig(DatasetConfig):
     """Rows with responses.
 
-    - max_length: tokens of prompt and response together; of a pair the longer one counts
+    - max_length: tokens of prompt and response together; the longer response of a pair counts
     - filter_overlong: drop longer rows; `false`: an error
-    - append_eos: end responses with the tokenizer's end token; behind chat messages, where the template writes no end of its own
+    - append_eos: end responses with the tokenizer's end token; after chat messages only if the template writes no end
+      itself
     """
 
     max_length: int = 1024
@@ -49,12 +49,12 @@ class ResponsesConfig(DatasetConfig):
 
 
 @dataclass(frozen=True)
-class SftConfig(ResponsesConfig, PairsConfig):
-    """``data`` of SFT. Of messages under ``prompt_key`` or ``messages`` every turn of the assistant is learnt; if there is a
-    completion of messages too, every turn in that.
+class SftConfig(ResponsesConfig, PromptResponseConfig):
+    """``data`` of SFT. Every assistant turn of messages under ``prompt_key`` or ``messages`` is learnt; if the completion
+    is messages too, only the turns in it.
 
     - val_path: `path` of the rows for `val/loss`
-    - text_key: column of one text in place of prompt and response, all of which is learnt (language modelling)
+    - text_key: column of one text in place of prompt and response; all of it is learnt (language modelling)
     """
 
     text_key: str | None = None
@@ -64,14 +64,15 @@ class SftConfig(ResponsesConfig, PairsConfig):
 
 
 class ResponseDataset(TokenDataset):
-    """``batch(indices, row_ids)`` has ``prompt_ids`` and ``response_ids`` (Ragged int64, no row empty in either).
+    """``batch(indices, row_ids)`` has ``prompt_ids`` and ``response_ids`` (Ragged int64); no row of either is empty.
 
-    Columns ``prompt_ids`` and ``response_ids`` are taken as they are, nothing appended; only then may ``tokenizer`` be None. Where a
-    conversation goes on after the assistant's first turn, also ``response_mask`` (Ragged bool): the tokens that are learnt.
+    Columns ``prompt_ids`` and ``response_ids`` are used as given; only if all rows have them, ``tokenizer`` may be
+    None. If a conversation goes on after the assistant's first turn, ``response_mask`` (Ragged bool) marks the tokens
+    to learn.
     """
 
-    trivial: ClassVar[dict[str, int]] = {"response_mask": 1}
-    in_batches: ClassVar[tuple[str, ...]] = ("response_mask",)
+    omitted_if: ClassVar[dict[str, int]] = {"response_mask": 1}
+    batch_fields: ClassVar[tuple[str, ...]] = ("response_mask",)
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
         vocab_size = None if tokenizer is None else len(tokenizer)
@@ -83,7 +84,7 @@ class ResponseDataset(TokenDataset):
         columns = {"prompt_ids": [prompt for prompt, _, _ in whole], "response_ids": [response for _, response, _ in whole]}
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         masks = [whole[i][2] or [True] * len(whole[i][1]) for i in self.kept]
-        self.beside["response_mask"] = ragged(masks, torch.bool)
+        self.row_fields["response_mask"] = ragged(masks, torch.bool)
 
 
 def has_ids(row: Row) -> bool:
@@ -92,16 +93,16 @@ def has_ids(row: Row) -> bool:
 
 def encode_pairs(
     rows: Sequence[Row],
-    config: PairsConfig,
+    config: PromptResponseConfig,
     tokenizer: Any,
     vocab_size: int | None,
     append_eos: bool = False,
     text_key: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids) of each row: those that it gives, else its text's, with the end token if ``append_eos``. Behind chat
-    messages a response is the text alone, without what the template would put around it.
+    """Returns (prompt ids, response ids) of each row: given ids, or its text's ids, with the end token if ``append_eos``.
 
-    Raises DataError, also for given ids beyond ``vocab_size``.
+    After chat messages a response is its text alone, without what the template would put around it. Raises DataError,
+    also for ids beyond ``vocab_size``.
     """
     texts = [row for row in rows if not has_ids(row)]
     encoded = iter(_encode(texts, config, tokenizer, append_eos, text_key) if texts else ())
@@ -113,7 +114,7 @@ def encode_pairs(
 
 
 def _encode(
-    rows: Sequence[Row], config: PairsConfig, tokenizer: Any, append_eos: bool, text_key: str | None
+    rows: Sequence[Row], config: PromptResponseConfig, tokenizer: Any, append_eos: bool, text_key: str | None
 ) -> list[tuple[list[int], list[int]]]:
     if tokenizer is None:
         raise DataError(f"{rows[0].where}: without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
@@ -132,7 +133,7 @@ def _encode(
 
 
 def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
-    """The row's messages, and from which on the assistant's are learnt; None where it has texts or ids."""
+    """Returns the row's messages and the first message to learn from, or None if the row has texts or ids."""
     key = config.prompt_key if config.prompt_key in row else "messages"
     if has_ids(row) or key not in row:
         return None
@@ -148,24 +149,24 @@ def _talk(row: Row, config: SftConfig) -> tuple[list[Any], int] | None:
     return [*check_messages(messages, row.where), *check_messages(response, row.where)], len(messages)
 
 
-def _response(row: Row, config: PairsConfig) -> Any:
+def _response(row: Row, config: PromptResponseConfig) -> Any:
     key = config.response_key if config.response_key in row else "completion"
     return row.get(key, "data.response_key") if key in row else None
 
 
 def _encode_talks(
     talks: Mapping[int, tuple[list[Any], int]], rows: Sequence[Row], config: SftConfig, tokenizer: Any
-) -> dict[int, Learnt]:
+) -> dict[int, MaskedPair]:
     if not talks:
         return {}
     if tokenizer is None:
         raise DataError(f"{rows[next(iter(talks))].where}: messages need a tokenizer")
     encoder, end = ConversationEncoder(PromptEncoder(tokenizer, config)), end_ids(tokenizer, config.append_eos)
-    return {i: encoder.learn(messages, first, rows[i].where, end) for i, (messages, first) in talks.items()}
+    return {i: encoder.encode_pair(messages, first, rows[i].where, end) for i, (messages, first) in talks.items()}
 
 
 def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: list[int]) -> list[tuple[list[int], list[int]]]:
-    """The first token has nothing before it to predict it, so it is the prompt: the tokenizer's start token, if it adds one."""
+    """The first token is the prompt, because nothing predicts it: the tokenizer's start token if it adds one."""
     texts = [row.get(key, "data.text_key") for row in rows]
     for row, text in zip(rows, texts, strict=True):
         if not isinstance(text, str) or not text:
@@ -174,7 +175,7 @@ def _encode_texts(rows: Sequence[Row], key: str, encoder: PromptEncoder, end: li
     return [(tokens[:1], _not_empty([*tokens[1:], *end], row)) for tokens, row in zip(ids, rows, strict=True)]
 
 
-def _prompt_and_response(row: Row, config: PairsConfig) -> tuple[Any, str]:
+def _prompt_and_response(row: Row, config: PromptResponseConfig) -> tuple[Any, str]:
     prompt = row.get(config.prompt_key, "data.prompt_key")
     response = _response(row, config)
     if not isinstance(prompt, str) and response is None:

@@ -2,10 +2,10 @@
 
     python -m rlhf_spmd.data.sort_digits --out DIR --seed 0
 
-``DIR/{sft,train,val}.jsonl``: ``{"id", "prompt": "5397>", "answer": "3579", "data_source"}``, sft rows with ``response`` too;
-no prompt occurs twice. ``DIR/pairs.jsonl`` and ``pairs_val.jsonl``: ``{"id", "prompt", "chosen", "rejected", "margin",
-"safe_chosen", "safe_rejected"}``, where the margin counts errors and a response that invents digits is not safe.
-``DIR/model/``: tokenizer and config.json of a Llama with 1.6 million parameters and no weights.
+``DIR/{sft,train,val}.jsonl`` hold ``{"id", "prompt": "5397>", "answer": "3579", "data_source"}``; sft rows also have
+``response``. No prompt occurs twice. ``DIR/pairs.jsonl`` and ``pairs_val.jsonl`` hold ``{"id", "prompt", "chosen",
+"rejected", "margin", "safe_chosen", "safe_rejected"}``: the margin counts errors, and a response with invented digits
+is not safe. ``DIR/model/`` holds the tokenizer and config.json of a Llama with 1.6 million parameters, without weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_row(rng: random.Random, digits: tuple[int, int]) -> dict[str, str]:
 
 
 def make_pair(rng: random.Random, digits: tuple[int, int]) -> dict[str, object]:
-    """Two responses: the chosen one has more digits in place, and does not invent one (is not unsafe) if the other does not."""
+    """Returns two responses. The chosen one has more digits in place, and is unsafe only if the other is too."""
     row = make_row(rng, digits)
     answer = row["answer"]
     while True:
@@ -64,7 +64,7 @@ def make_pair(rng: random.Random, digits: tuple[int, int]) -> dict[str, object]:
 
 
 def spoil(rng: random.Random, answer: str) -> str:
-    """``answer`` with up to three pairs of digits exchanged, and now and then with one that the task has not."""
+    """Returns ``answer`` with up to three pairs of digits swapped, and sometimes with a digit that the task lacks."""
     found = list(answer)
     for _ in range(rng.randint(0, 3)):
         one, other = rng.randrange(len(found)), rng.randrange(len(found))
@@ -79,7 +79,7 @@ def errors(text: str, answer: str) -> int:
 
 
 def write_pairs(path: Path, rng: random.Random, num_pairs: int, digits: tuple[int, int]) -> None:
-    """So many pairs, as jsonl."""
+    """Writes ``num_pairs`` pairs as jsonl."""
     with path.open("w", encoding="utf-8") as file:
         for number in range(num_pairs):
             file.write(json.dumps({"id": f"{path.stem}-{number}", **make_pair(rng, digits)}) + "\n")
@@ -88,7 +88,8 @@ def write_pairs(path: Path, rng: random.Random, num_pairs: int, digits: tuple[in
 def write_splits(
     out: Path, source: str, make: Callable[[], dict[str, str]], num_sft: int, num_train: int, num_val: int
 ) -> None:
-    """``out/{val,sft,train}.jsonl`` of rows that ``make`` makes; no prompt occurs twice, and only sft rows have their ``response``."""
+    """Writes ``out/{val,sft,train}.jsonl`` with rows from ``make``; no prompt repeats, and only sft rows keep
+    ``response``."""
     seen: set[str] = set()
     out.mkdir(parents=True, exist_ok=True)
     for split, num_rows in (("val", num_val), ("sft", num_sft), ("train", num_train)):
@@ -102,7 +103,10 @@ def write_splits(
 
 
 def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> None:
-    """A Hugging Face tokenizer of one token per character, which puts ``<bos>`` first. ``vocabulary`` begins with SPECIAL."""
+    """Writes a Hugging Face tokenizer with one token per character and a leading ``<bos>``.
+
+    ``vocabulary`` begins with SPECIAL.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     ids = {token: i for i, token in enumerate(vocabulary)}
@@ -123,7 +127,7 @@ def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> 
 def write_task(
     out: Path, seed: int, num_sft: int = 20000, num_train: int = 8000, num_val: int = 256, digits: tuple[int, int] = (8, 12)
 ) -> None:
-    """All files of the task under ``out``; the same seed and sizes give the same bytes."""
+    """Writes all files of the task to ``out``; the same seed and sizes give the same bytes."""
     low, high = digits
     if not 1 <= low <= high:
         raise ValueError(f"digits from {low} to {high}: the range must be at least 1 and not empty")

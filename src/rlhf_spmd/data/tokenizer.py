@@ -1,4 +1,4 @@
-"""Loading a tokenizer from a local directory, without a network and without remote code."""
+"""Loads a tokenizer from a local directory, without network or remote code; finds the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.schema import first_line
@@ -16,13 +16,13 @@ from rlhf_spmd.data.files import DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
-UNFINISHED = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
+UNFINISHED = "\ufffd"  # what a tokenizer writes for an incomplete character
 
 
 def load_tokenizer(path: str | Path, required: bool = True) -> Any:
-    """The tokenizer in a Hugging Face directory (a transformers tokenizer; Any, since its class is chosen by its files).
+    """Returns the tokenizer in a Hugging Face directory (Any, because its files choose the class).
 
-    Returns None where there is none and ``required`` is false. Raises DataError, one line.
+    Returns None if there is none and ``required`` is false. Raises DataError, one line.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -39,8 +39,11 @@ def load_tokenizer(path: str | Path, required: bool = True) -> Any:
 
 
 def _tokenizer_class(directory: Path) -> Any:
-    """transformers' class for these files. ``AutoTokenizer`` comes to the general one where they name it, with models of the families
-    below, but imports torch's compiler and its server of models on the way: more than a second for each rank."""
+    """Returns transformers' class for these files.
+
+    ``AutoTokenizer`` would choose the general class for the families below anyway, but it imports torch's compiler and
+    a model server first, which costs each rank more than a second.
+    """
     said: dict[str, dict[str, Any]] = {}
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
@@ -58,10 +61,9 @@ def _tokenizer_class(directory: Path) -> Any:
 
 
 def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
-    """Text of each row of token ids where it goes on from other text, as a response does; spaces are left as they are.
+    """Returns the text of each row of token ids as it continues other text, like a response; spaces are kept.
 
-    Tokenizers of SentencePiece's kind drop the space that a text begins with. So each row is decoded behind a word, which is then
-    taken away: the text is the difference of two decodings.
+    SentencePiece tokenizers drop a leading space. So each row is decoded behind a word, and the word is removed.
     """
     options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
     before, word = _word_before(tokenizer)
@@ -70,7 +72,7 @@ def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: b
 
 @lru_cache(maxsize=8)
 def _word_before(tokenizer: Any) -> tuple[list[int], str]:
-    """A word that the tokenizer reads and writes unchanged, and its token ids; nothing where it has none of these."""
+    """Returns a word that the tokenizer round-trips, and its token ids; empty if it has none."""
     for word in ("a", "1", "A", "."):
         ids = encode(tokenizer, word)
         if ids and tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == word:
@@ -79,8 +81,10 @@ def _word_before(tokenizer: Any) -> tuple[list[int], str]:
 
 
 def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
-    """The texts that the tokenizer makes these ids of: without the special tokens that it begins each text with, while those of a
-    rendered chat are shown. Empty without a tokenizer."""
+    """Decodes prompts without the start tokens that the tokenizer adds; tokens of a chat template are shown.
+
+    Returns empty texts without a tokenizer.
+    """
     if tokenizer is None:
         return [""] * len(prompts)
     begin, _ = added_ids(tokenizer)
@@ -90,7 +94,7 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
 
 @lru_cache(maxsize=8)
 def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and behind a text."""
+    """Returns the special tokens that the tokenizer puts before and after a text."""
     alone, word = _word_before(tokenizer)
     dressed = list(tokenizer(word)["input_ids"])
     for at in range(len(dressed) - len(alone) + 1):
@@ -102,20 +106,20 @@ def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=8)
 def longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token of the vocabulary, as it is written there: its text has no more."""
+    """Returns the characters of the vocabulary's longest token, which bound those of its text."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """How byte-level BPE writes each byte in its vocabulary: GPT-2's table."""
+    """Returns GPT-2's table: how byte-level BPE writes each byte in its vocabulary."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = sorted({*range(256)} - {*shown})
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
-    """Of a token whose ``text`` by itself is that. None: a part of a character, and the vocabulary does not tell it."""
+    """Returns the bytes of a token whose own text is ``text``, or None if the vocabulary does not tell them."""
     if UNFINISHED not in text:
         return list(text.encode())
     piece, alphabet = str(tokenizer.convert_ids_to_tokens(token)), byte_alphabet()
@@ -125,14 +129,14 @@ def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text by itself: no special tokens are put around it (those in the text are recognised)."""
+    """Returns the token ids of a text alone, without added special tokens (those written in the text are recognised)."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
     return ids
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Token ids of one row to text, as :func:`decode`."""
+    """Decodes the token ids of one row, as :func:`decode` does."""
 
     tokenizer: Any
 
@@ -141,10 +145,77 @@ class Decoding:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """The special tokens, of which nothing is left in a text: what they are called, and their ids."""
+        """Ids of the special tokens, which text does not show, by their names."""
         return {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def decoding(tokenizer: Any) -> Decoding | None:
-    """None without a tokenizer."""
+    """Returns None without a tokenizer."""
     return None if tokenizer is None else Decoding(tokenizer)
+
+
+# a template is a program: what it may raise for messages that it refuses, besides jinja's TemplateError
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+PROBE = "A-TURN-OF-THE-MODEL"  # which no template writes by itself
+
+
+class TurnFrame(NamedTuple):
+    """What a template writes around the assistant's message, after the generation prompt.
+
+    ``opening`` precedes the content (Llama 2 has a space). ``closing`` follows it up to the first token that was added
+    to the vocabulary (``<|im_end|>``), whose id is ``end_id``; without such a token it is everything and ``end_id`` is
+    None. ``rest`` follows the closing.
+    """
+
+    opening: str
+    closing: str
+    rest: str
+    end_id: int | None
+
+
+NO_TURN = TurnFrame("", "", "", None)
+
+
+def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) -> TurnFrame:
+    """Returns the frame of ``template``, by default the tokenizer's own; ``arguments`` are the template's variables.
+
+    Returns ``NO_TURN`` without a template, or if it refuses a plain question and answer.
+    """
+    from jinja2 import TemplateError
+
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        return NO_TURN
+    question = [{"role": "user", "content": "?"}]
+    answered = [*question, {"role": "assistant", "content": PROBE}]
+    options = {"tokenize": False, "chat_template": template, **arguments}
+    try:
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
+    except (TemplateError, *REFUSALS):
+        return NO_TURN
+    before, _, after = whole.partition(PROBE)
+    # some vocabularies have runs of blanks among their added tokens
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    places = [(after.find(text), -len(text), text) for text in added if text in after]
+    opening = before[len(prompt) :] if before.startswith(prompt) else ""
+    if not places:
+        return TurnFrame(opening, after, "", None)
+    at, _, text = min(places)
+    stop = at + len(text)
+    return TurnFrame(opening, after[:stop], after[stop:], added[text])
+
+
+def turn_end(tokenizer: Any, template: str | None = None) -> str:
+    """Returns the text that closes an assistant's turn in the chat template; "" without one."""
+    return turn_frame(tokenizer, template).closing
+
+
+def end_token_ids(tokenizer: Any, template: str | None = None) -> tuple[int, ...]:
+    """Returns the sorted tokens that end a response: the end token, and the one that closes the assistant's turn.
+
+    Returns none without a tokenizer.
+    """
+    if tokenizer is None:
+        return ()
+    found = {getattr(tokenizer, "eos_token_id", None), turn_frame(tokenizer, template).end_id}
+    return tuple(sorted(token for token in found if token is not None))

@@ -1,10 +1,10 @@
-"""The task of the calculator example: word problems whose numbers are too large to reckon without a tool.
+"""The task of the calculator example: word problems whose numbers are too large to compute without a tool.
 
     python -m rlhf_spmd.data.word_problems --out DIR --seed 0
 
-``DIR/{sft,train,val}.jsonl``: ``{"id", "prompt", "answer", "data_source"}``, sft rows with ``response`` too, in which the calculator's
-results stand where it would give them: ``<<47*36=1692>><<1692+58=1750>>#### 1750``. No prompt occurs twice. ``DIR/model/``: a character
-tokenizer and config.json of a Llama with 0.7 million parameters and no weights.
+``DIR/{sft,train,val}.jsonl`` hold ``{"id", "prompt", "answer", "data_source"}``. Sft rows also have ``response``, with
+the calculator's results where it would give them: ``<<47*36=1692>><<1692+58=1750>>#### 1750``. No prompt occurs twice.
+``DIR/model/`` holds a character tokenizer and config.json of a Llama with 0.7 million parameters, without weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHANGES = {"": "", "gets": "+", "loses": "-"}
 
 
 def make_row(rng: random.Random) -> dict[str, str]:
-    """One or two steps: a product, and what is added to it or taken away."""
+    """Returns a problem of one or two steps: a product, and a number that is added or subtracted."""
     name, thing, change = rng.choice(NAMES), rng.choice(THINGS), rng.choice(list(CHANGES))
     count, each, more = rng.randint(11, 99), rng.randint(11, 99), rng.randint(11, 99)
     plural = thing.split()[-1]
@@ -38,7 +38,7 @@ def make_row(rng: random.Random) -> dict[str, str]:
 
 
 def write_task(out: Path, seed: int, num_sft: int = 20000, num_train: int = 8000, num_val: int = 256) -> None:
-    """All files of the task under ``out``; the same seed and sizes give the same bytes."""
+    """Writes all files of the task to ``out``; the same seed and sizes give the same bytes."""
     rng = random.Random(f"word_problems {seed}")
     write_splits(out, "word_problems", lambda: make_row(rng), num_sft, num_train, num_val)
     write_tokenizer(out / "model", VOCABULARY)

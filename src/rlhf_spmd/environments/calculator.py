@@ -1,8 +1,9 @@
 """A calculator for word problems: the model writes ``<<48/2=`` and reads ``24>>``.
 
-The form is that of GSM8K's annotations (Cobbe et al. 2021, arXiv 2110.14168). Let ``=`` end a turn (``sampling.stop=["="]``). A turn
-that ends with an open calculation gets its result; one that ends with another ``=`` gets nothing and goes on; any other turn is the
-last. The reward is 1 if the number after the last ``####`` equals the one in the row's ``answer``.
+The form is that of GSM8K's annotations (Cobbe et al. 2021, arXiv 2110.14168). Let ``=`` end a turn
+(``sampling.stop=["="]``). A turn that ends with an open calculation gets its result. A turn that ends with another
+``=`` gets nothing and goes on. Any other turn is the last. The reward is 1 if the number after the last ``####`` equals
+the one in the row's ``answer``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 }
 _OPEN = re.compile(r"<<([^<>=]{1,200})=$")
 _ANSWER = re.compile(r"####\s*([-+]?[$]?[\d,]*\.?\d+)")
-DIGITS = 10  # of a result that is no whole number
-LARGEST_EXPONENT = 308  # of a number and of a result, about a float's; beyond it exact arithmetic takes minutes
+DIGITS = 10  # significant digits of a fractional result
+LARGEST_EXPONENT = 308  # about that of a float; exact arithmetic beyond it takes minutes
 
 
 class Calculator:
@@ -54,7 +55,7 @@ environment = Calculator
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number after the last ``####``, None without one that Python reads. Commas and a dollar sign are dropped."""
+    """Returns the number after the last ``####``, or None. Commas and a dollar sign are dropped."""
     found = _ANSWER.findall(text)
     try:
         return Fraction(found[-1].replace(",", "").replace("$", "")) if found else None
@@ -63,8 +64,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def calculate(expression: str) -> str:
-    """The value of sums, differences, products, quotients and brackets of decimal numbers; ``error`` where there is none, or it
-    is beyond a float's range."""
+    """Returns the value of sums, differences, products, quotients and brackets of decimal numbers.
+
+    Returns ``error`` if there is none, or if it is beyond a float's range.
+    """
     source = expression.replace(",", "").strip()
     try:
         value = _value(ast.parse(source, mode="eval").body, source)
@@ -75,7 +78,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr, source: str) -> Fraction:
-    """Raises ValueError for what is not arithmetic."""
+    """Raises ValueError for anything but arithmetic."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         written = ast.get_source_segment(source, node) or ""
         if abs(int(written.lower().partition("e")[2] or 0)) > LARGEST_EXPONENT:

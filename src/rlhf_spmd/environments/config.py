@@ -1,18 +1,40 @@
-"""Settings of environments (``environment.*``, ``environments.<name>.*``), the class of each, and which one a row has."""
+"""What an environment is, its settings (``environment.*``, ``environments.<name>.*``), and which one a row has."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.environments.base import Environment
 
-DEFAULT = "environment"  # the section of the environment of rows that name none, and its name
+ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
+
+
+class Environment(Protocol):
+    """One object per row: made, reset, then stepped once per turn of the model, by one thread at a time.
+
+    The class may have ``schemas(**args)``, a static method that returns OpenAI's schemas of its tools for chat
+    templates, and ``gives_reward = False`` if its rows need a score from elsewhere.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        """Begins. ``row``: the data's columns, as rewards see them. Returns text that the model reads after its prompt, or
+        None."""
+
+    def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
+        """Answers a turn. Returns (observation, reward, done).
+
+        ``text``: the model's turn with its special tokens, except those that end a text. Unless done, the model reads
+        the observation (``?`` for a lone surrogate) and goes on. Messages are rendered as the chat template writes them
+        between two of the model's turns. Rewards of a row's turns are summed.
+        """
+
+
+DEFAULT = "environment"  # section and name of the environment for rows that name none
 
 
 @dataclass(frozen=True)
@@ -21,10 +43,10 @@ class EnvironmentConfig:
 
     - cls: `calculator`, `tools`, or `package.module:Class` or `file.py:Class`; null: the model answers once
     - args: keyword arguments of the class
-    - max_turns: turns of the model in a row; null: as many as the response's length allows
-    - num_workers: threads of each generation replica
+    - max_turns: turns of the model per row; null: as many as the response's length allows
+    - num_workers: threads per generation replica
     - timeout_s: limit of one call, beyond which the run ends with class `reward`; below `run.timeout_s`
-    - weight: of the environment's reward in a row's score
+    - weight: weight of the environment's reward in a row's score
     """
 
     cls: str | None = None
@@ -39,13 +61,13 @@ class EnvironmentConfig:
         return self.cls is not None and getattr(resolve_class(self.cls), "gives_reward", True)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """OpenAI's schemas of the tools that the class has. Raises what its ``schemas`` raises."""
+        """Returns OpenAI's schemas of the class's tools. Raises what its ``schemas`` raises."""
         assert self.cls is not None, "there is no class to have tools"
         found: list[dict[str, Any]] = getattr(resolve_class(self.cls), "schemas", lambda **_: [])(**self.args)
         return found
 
     def check(self, where: str = "environment") -> None:
-        """Raises ValueError naming the key and the value; imports the class's module to see that it is there."""
+        """Raises ValueError that names the key and the value. Imports the class's module to see that it exists."""
         check_bounds(self, where, "max_turns", "num_workers", least=1)
         check_bounds(self, where, "timeout_s", **SECONDS)
         check_bounds(self, where, "weight")
@@ -69,8 +91,10 @@ class EnvironmentConfig:
             raise ValueError(f"{where}.args={self.args}: {error}") from error
 
     def check_together(self, where: str, run_timeout_s: float, rebalance_steps: int, partial: bool = False) -> None:
-        """Against other settings: the program's limit of silence, ``generation.rebalance_steps``, ``data.gen_batch_size`` above a
-        batch. Raises ValueError."""
+        """Checks against other settings: ``run.timeout_s``, ``generation.rebalance_steps``, ``data.gen_batch_size``.
+
+        Raises ValueError. ``partial``: ``data.gen_batch_size`` exceeds a batch.
+        """
         if self.timeout_s >= run_timeout_s:
             raise ValueError(
                 f"{where}.timeout_s={self.timeout_s}: other ranks wait for it, and no longer than {run_timeout_s} s (timeout_s of the "
@@ -91,12 +115,12 @@ Named = Mapping[str, EnvironmentConfig]
 
 
 def environment_key(name: str) -> str:
-    """The configuration key of a named environment, for messages."""
+    """Returns the configuration key of a named environment, for messages."""
     return DEFAULT if name == DEFAULT else f"environments.{name}"
 
 
 def named_environments(environment: EnvironmentConfig, environments: Named) -> dict[str, EnvironmentConfig]:
-    """``environments``, and ``environment`` as the one of that name if it has a class. Raises ValueError."""
+    """Returns ``environments``, plus ``environment`` under that name if it has a class. Raises ValueError."""
     given = {} if environment.cls is None else {DEFAULT: environment}
     if DEFAULT in environments:
         raise ValueError("environments.environment: rows that name none have that of the section environment; give it there")
@@ -107,13 +131,16 @@ def named_environments(environment: EnvironmentConfig, environments: Named) -> d
 
 
 def environment_of(environments: Named, row: Mapping[str, Any]) -> str | None:
-    """The name of the environment that a row with these columns has; None: the model answers it once."""
+    """Returns the name of a row's environment, or None if the model answers the row once."""
     return row.get("environment") or (DEFAULT if DEFAULT in environments else None)
 
 
 def check_rows(environments: Named, rows: Sequence[Mapping[str, Any]], places: Sequence[str], scored: bool) -> None:
-    """Raises ValueError for a row that names no environment that is there, or that nothing gives a score (``scored``: something
-    beside environments does), and for an environment that no row names. ``places``: of the rows, for messages."""
+    """Raises ValueError for a row with an unknown environment or without a score, and for an environment that no row
+    names.
+
+    ``scored``: something besides environments scores rows. ``places``: the rows' places, for messages.
+    """
     names = [environment_of(environments, row) for row in rows] if environments else []
     for name, place in zip(names, places, strict=False):
         if name is not None and name not in environments:
@@ -128,11 +155,11 @@ def check_rows(environments: Named, rows: Sequence[Mapping[str, Any]], places: S
 
 
 def tools_of(environments: Named, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The schemas that a chat template tells the model of in rows of each environment, after those ``given``."""
+    """Returns the tool schemas for the chat template by environment: those ``given``, then the environment's own."""
     found = {name: [*given.get(name, ()), *one.schemas()] for name, one in environments.items()}
     return {name: tools for name, tools in {**given, **found}.items() if tools}
 
 
 def resolve_class(name: str, where: str = "environment.cls") -> Callable[..., Environment]:
-    """The class called ``name``; see :func:`registry.resolve`."""
+    """Returns the class called ``name``; see :func:`registry.resolve`."""
     return registry.resolve(where, "rlhf_spmd.environments", name, "environment")

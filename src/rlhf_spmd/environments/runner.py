@@ -1,6 +1,6 @@
-"""Calls the environments of many rows, in threads, while the rank goes on.
+"""Calls the environments of many rows in threads, while the rank goes on.
 
-A thread cannot be killed, so a call that overruns ends the run; the threads are daemons, which keep no process alive.
+A thread cannot be killed, so a call that overruns ends the run. The threads are daemons and keep no process alive.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from rlhf_spmd.environments.base import Environment, Message
-from rlhf_spmd.environments.config import Named, environment_key, resolve_class
+from rlhf_spmd.environments.config import ChatMessage, Environment, Named, environment_key, resolve_class
 
-BEAT_S = 0.1  # between looks at the clock while nothing else is to be done
+BEAT_S = 0.1  # between looks at the clock while waiting
 
 
 class EnvironmentFailure(RuntimeError):
@@ -30,21 +29,24 @@ class Answer(NamedTuple):
     """What ``reset`` (reward 0, not done) or ``step`` of a row's environment returned."""
 
     row_id: int
-    observation: str | list[Message]
+    observation: str | list[ChatMessage]
     reward: float
     done: bool
 
 
 class EnvironmentRunner:
-    """One environment for each of ``rows`` (by row id), made by its first call; ``names``: which of ``configs``. Use it from one
-    thread; ``close`` ends the threads that are not inside a call."""
+    """One environment per row of ``rows`` (by row id), made by its first call. ``names``: which of ``configs`` each row
+    has.
+
+    Use it from one thread. ``close`` ends the threads that are not inside a call.
+    """
 
     def __init__(self, configs: Named, names: Mapping[int, str], rows: Mapping[int, Mapping[str, Any]]) -> None:
         self._configs, self._names, self._rows = configs, names, rows
         self._environments: dict[int, Environment] = {}
         self._calls: dict[str, SimpleQueue[tuple[int, str | None] | None]] = {}
         self._answers: SimpleQueue[Answer | EnvironmentFailure] = SimpleQueue()
-        self._started: dict[int, float] = {}  # row id -> when its call began, of calls under way
+        self._started: dict[int, float] = {}  # row id -> when its running call began
         for name, num_rows in Counter(names.values()).items():
             self._calls[name] = SimpleQueue()
             build: Callable[[], Environment] = partial(resolve_class(configs[name].cls or ""), **configs[name].args)
@@ -58,9 +60,9 @@ class EnvironmentRunner:
         self._calls[self._names[row_id]].put((row_id, text))
 
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
-        """The answers that are there; with ``wait`` at least one, which must have been asked for. ``tick`` is called while waiting.
+        """Returns the answers that have arrived; with ``wait`` at least one, which must have been asked for.
 
-        Raises EnvironmentFailure.
+        ``tick`` is called while waiting. Raises EnvironmentFailure.
         """
         found: list[Answer] = []
         while True:
@@ -103,17 +105,17 @@ class EnvironmentRunner:
             answer: Answer | EnvironmentFailure
             try:
                 answer = self._answer(row_id, text, build)
-            # The boundary to the user's code: whatever it raises, sys.exit() included, ends the run and not this thread alone.
+            # The boundary to the user's code: whatever it raises, sys.exit() included, ends the run, not only this thread.
             except BaseException as error:
                 method = "reset" if text is None else "step"
                 answer = self._failure(row_id, f"failed in {method}(): {type(error).__name__}: {error}"[:2000])
             answer = self._overrun(row_id, began) or answer
-            del self._started[row_id]  # before the answer is there, to which the row's next call, in another thread, is due
+            del self._started[row_id]  # before the answer, after which another thread may start the row's next call
             self._answers.put(answer)
         calls.put(None)  # for the next thread
 
     def _answer(self, row_id: int, text: str | None, build: Callable[[], Environment]) -> Answer:
-        observation: str | list[Message] | None
+        observation: str | list[ChatMessage] | None
         if text is None:
             self._environments[row_id] = environment = build()
             observation = environment.reset(self._rows[row_id])
@@ -129,22 +131,22 @@ class EnvironmentRunner:
         if not math.isfinite(reward):
             raise ValueError(f"the reward must be a finite number, not {reward!r}")
         if isinstance(observation, list):
-            said: str | list[Message] = [
+            readable: str | list[ChatMessage] = [
                 {key: _readable(value) if isinstance(value, str) else value for key, value in message.items()}
                 for message in observation
             ]
         else:
-            said = _readable(observation or "")
-        return Answer(row_id, said, float(reward), bool(done))
+            readable = _readable(observation or "")
+        return Answer(row_id, readable, float(reward), bool(done))
 
 
 def _are_messages(value: object) -> bool:
-    """At least one."""
+    """True for a non-empty list of messages."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in value)
 
 
 def _readable(text: str) -> str:
-    """Half of a surrogate pair, which programs that pass on broken bytes or JSON put into a text, is no text to a tokenizer."""
+    """Replaces lone surrogates, which broken bytes or JSON put into a text and no tokenizer reads."""
     return text.encode(errors="replace").decode()

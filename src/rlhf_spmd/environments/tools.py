@@ -1,7 +1,8 @@
-"""Tools: Python functions that the model calls. It reads what they return as its chat template writes a tool's messages.
+"""Tools: Python functions that the model calls. The chat template renders what they return as tool messages.
 
-A call is JSON, ``{"name": ..., "arguments": {...}}`` (Llama's ``parameters`` too), after what models write before it: ``<tool_call>``
-(Qwen, Hermes), ``<|python_tag|>`` (Llama 3.1), ``[TOOL_CALLS]`` (Mistral, a list of calls). A turn without a call is the last.
+A call is JSON, ``{"name": ..., "arguments": {...}}`` (or Llama's ``parameters``), after a marker: ``<tool_call>``
+(Qwen, Hermes), ``<|python_tag|>`` (Llama 3.1) or ``[TOOL_CALLS]`` (Mistral, a list of calls). A turn without a call is
+the last.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import Any
 
 from rlhf_spmd.config.registry import resolve_function
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.environments.base import Message
+from rlhf_spmd.environments.config import ChatMessage
 
 BEGIN = "<tool_call>"
 
 
 class Tools:
-    """``tools``: functions, each as ``package.module:function`` or ``file.py:function``, called from many threads. ``begin``: what
-    comes before a call; empty: the turn is the call, and any other turn the answer. ``role``: of the messages that the model reads.
+    """``tools``: functions, each ``package.module:function`` or ``file.py:function``, called from many threads.
+
+    ``begin``: the marker before a call; empty: the whole turn is the call, and any other turn is the answer. ``role``:
+    role of the messages that the model reads.
     """
 
     gives_reward = False
@@ -35,34 +38,35 @@ class Tools:
     def reset(self, row: Mapping[str, Any]) -> None:
         pass
 
-    def step(self, text: str) -> tuple[str | list[Message], float, bool]:
+    def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
         calls = find_calls(text, self.begin)
         if not calls:
             return "", 0.0, True
         return [self._answer(call if isinstance(call, dict) else {}) for call in calls], 0.0, False
 
-    def _answer(self, call: Mapping[str, Any]) -> Message:
-        """What the function returns, as text or JSON, or what is wrong with the call."""
+    def _answer(self, call: Mapping[str, Any]) -> ChatMessage:
+        """Returns what the function returned, as text or JSON, or what is wrong with the call."""
         name, arguments = str(call.get("name")), call.get("arguments", call.get("parameters", {}))
         if "name" not in call or not isinstance(arguments, dict):
-            said = 'error: a call is JSON: {"name": ..., "arguments": {...}}'
+            reply = 'error: a call is JSON: {"name": ..., "arguments": {...}}'
         elif name not in self.functions:
-            said = f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
+            reply = f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
         else:
             try:
                 result = self.functions[name](**arguments)
-                said = result if isinstance(result, str) else json.dumps(result, default=str)
-            # The boundary to the user's code, called with what the model wrote: whatever it raises, the model can do better.
+                reply = result if isinstance(result, str) else json.dumps(result, default=str)
+            # The boundary to the user's code, called with what the model wrote: the model reads the error and may try again.
             except (Exception, SystemExit) as error:
-                said = f"error: {type(error).__name__}: {error}"
-        return {"role": self.role, "name": name, "content": said}
+                reply = f"error: {type(error).__name__}: {error}"
+        return {"role": self.role, "name": name, "content": reply}
 
 
 environment = Tools
 
 
 def find_calls(text: str, begin: str = BEGIN) -> list[Any]:
-    """The JSON after each ``begin``, of a list its items; None for what is no JSON. Without ``begin`` the text, if it is a call."""
+    """Returns the JSON after each ``begin`` (lists flattened), None for invalid JSON. Without ``begin``: the text, if it
+    is a call."""
     found: list[Any] = []
     for part in text.split(begin)[1:] if begin else [text]:
         try:
@@ -74,9 +78,9 @@ def find_calls(text: str, begin: str = BEGIN) -> list[Any]:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """OpenAI's schema of a function, from its type hints and its docstring, which has a line for each argument under ``Args:``.
+    """Returns OpenAI's schema of a function, from its type hints and its docstring's ``Args:``.
 
-    Raises ValueError, one line, for one without.
+    Raises ValueError, one line, if they are missing.
     """
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
@@ -90,7 +94,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _functions(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """By the names that the model calls them. Raises ValueError."""
+    """Returns the functions by the names that the model uses. Raises ValueError."""
     if isinstance(tools, str) or not tools:
         raise ValueError(f"tools={tools!r} must be a list of functions, each package.module:function or file.py:function")
     found = {function.__name__: function for function in (resolve_function(name, "tool") for name in tools)}

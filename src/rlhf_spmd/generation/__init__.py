@@ -1,11 +1,13 @@
-"""How tokens come (floor F4): continuous batching over a paged KV cache, on the same modules that train.
+"""Generation (floor F4): continuous batching over a paged KV cache, on the same modules that train.
 
-``Generator.generate`` takes ``Request`` rows and returns ``Completion`` rows with log-probs; ``generate_until`` may return
-before all of them ended (``GenerationLimits``) and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the
-settings.
-Inside: rows (``sequence``), pages (``page_pool``), what runs next (``scheduler``), without torch and equal on every rank of a
-replica; a row's way from its queue to its last token (``lanes``, ``stopping``); the cache (``kv_cache``) and what attends over it
-(``backends``); steps on the device (``runner``, ``logit_rules``, ``sampler``).
+``Generator.generate`` takes requests and returns completions with log-probs. ``generate_until`` may return before all rows have
+ended (``GenerationLimits``), and goes on in its next call. ``GenerationConfig`` and ``SamplingConfig`` are the settings. A
+*row* is one response in the making, as elsewhere a row of a batch.
+
+Read in this order: ``sequence`` (a row and the work of a step), ``page_allocator`` and ``scheduler`` (what runs next; without
+torch, and equal on every rank of a replica), ``decode_micro_batches`` (the decode loop), ``runner`` (a step on the device),
+``generator``. Beside these: ``kv_cache`` and ``backends`` (attention over pages), ``sampler``, ``logit_rules``, ``stopping``,
+``graphs``, ``pipeline_channels``, ``multi_turn``, ``finished_groups``, ``interruption`` and ``balancing``.
 
 Must not know: training, roles, rewards, how weights got into the decoder.
 """
@@ -37,7 +39,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: whoever takes the scheduler alone imports no torch."""
+    """Imports a public name when it is first asked for, so that the scheduler alone can be imported without torch."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""Rows move between generation replicas when one of them runs dry: tokens travel, pages are computed again."""
+"""Moves rows between generation replicas when one of them runs out of work. Tokens travel; pages are computed again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import Request, SamplingOverrides, SequenceState, TokenLogprobs
+from rlhf_spmd.generation.sequence import Request, SamplingOverrides, ScheduledStep, SequenceState, TokenLogprobs
 from rlhf_spmd.parallel.collectives import Group, wait_all
 
 
 def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(from, to, rows) that make the replicas' row counts equal to within one; none while the emptiest replica has at least
-    half as many as the fullest."""
+    """Moves (from, to, number of rows) that make the replicas' row counts equal to within one.
+
+    There are none while the emptiest replica has at least half as many rows as the fullest.
+    """
     if 2 * min(counts) >= max(counts) or max(counts) - min(counts) < 2:
         return []
     least, extra = divmod(sum(counts), len(counts))
@@ -34,10 +35,10 @@ def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 class ReplicaBalancer:
-    """How many rows each replica of ``group`` has left, asked every ``every`` steps; all of them get the same answers.
+    """Compares every ``every`` steps how many rows each replica of ``group`` has left. All replicas get the same answers.
 
-    A replica asks while it generates (:meth:`interrupts`, when rows are to move or none are left) and between calls (:meth:`take`).
-    ``waited``: seconds for others while it could have generated.
+    A replica compares while it generates (:meth:`interrupts`) and between its runs (:meth:`take`).
+    ``waited``: seconds for which it waited for others while it had rows.
     """
 
     def __init__(self, group: Group, every: int) -> None:
@@ -47,11 +48,14 @@ class ReplicaBalancer:
         self._answer: list[int] | None = None
 
     def begin(self, left: int) -> None:
-        """A call on ``left`` rows."""
+        """Begin a run on ``left`` rows."""
         self.left, self.num_steps = left, 0
 
-    def interrupts(self, step: Step, num_drawn: int) -> bool:
-        """After each completed step. Collective over all replicas: every rank of them must call, in program order."""
+    def interrupts(self, step: ScheduledStep, num_drawn: int) -> bool:
+        """Whether the run ends after this finished step, since rows are to move or none are left anywhere.
+
+        Collective over all replicas: every rank of them must call, in program order, after each step.
+        """
         self.left -= sum(work.row.ended for work in step.work)
         self.num_steps += 1
         if self.num_steps % self.every:
@@ -65,7 +69,7 @@ class ReplicaBalancer:
         return True
 
     def take(self, left: int) -> list[int]:
-        """The answer that has ended the last call, or a new one. Collective as :meth:`interrupts`."""
+        """The row counts that ended the last run, or new ones. Collective as :meth:`interrupts`."""
         answer, self._answer = self._answer, None
         return self._ask(left) if answer is None else answer
 
@@ -74,7 +78,7 @@ class ReplicaBalancer:
 
 
 def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
-    """JSON-able things to ranks of ``group`` (by group index); returns what came here, in the order of the senders.
+    """Send JSON values to ranks of ``group`` (by group index). Returns what came here, in the order of the senders.
 
     Collective over the group: every rank of it must call, in program order.
     """
@@ -94,16 +98,16 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
 
 
 def pack(home: int, row: SequenceState) -> list[Any]:
-    """All of a row but its pages, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
-    asked = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
-    notes = row.notes and [tensor.tolist() for tensor in row.notes]
-    return [home, asked, row.step, row.token_ids, notes, row.stopped, row.ended]
+    """A row without its pages as JSON, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
+    request = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
+    noted = row.token_logprobs and [tensor.tolist() for tensor in row.token_logprobs]
+    return [home, request, row.step, row.token_ids, noted, row.stopped, row.ended]
 
 
 def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, SequenceState]:
-    """``dtype``: of the log-probs."""
-    home, asked, step, token_ids, noted, stopped, ended = packed
+    """The opposite of :func:`pack`. ``dtype``: of the log-probs."""
+    home, fields, step, token_ids, noted, stopped, ended = packed
     kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
-    notes = noted and TokenLogprobs(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
-    request = Request(**asked | {"drawing": asked["drawing"] and SamplingOverrides(*asked["drawing"])})
-    return home, SequenceState(request, step, token_ids, notes, stopped=stopped, ended=ended)
+    log_probs = noted and TokenLogprobs(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
+    request = Request(**fields | {"overrides": fields["overrides"] and SamplingOverrides(*fields["overrides"])})
+    return home, SequenceState(request, step, token_ids, log_probs, stopped=stopped, ended=ended)

@@ -9,23 +9,32 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rlhf_spmd.config.bounds import SEEDS, check_bounds
-from rlhf_spmd.generation.backends import BACKENDS, FLASH_PAGE, check_backend
 from rlhf_spmd.generation.sequence import SamplingOverrides
-from rlhf_spmd.kernels import capabilities, model_device
+from rlhf_spmd.kernels import ATTENTION, capabilities, model_device
+from rlhf_spmd.kernels.devices import EXTRAS, unavailable
 
+BACKENDS = (*ATTENTION, *EXTRAS)
 BUFFERS = KV_CACHES = ("free", "keep", "offload")
+FLASH_PAGE = 256  # flash-attn takes pages of a multiple of this many tokens
 MAX_LOGPROBS = 100
-MIN_TEMPERATURE = 1e-3  # below it scaled logits overflow before they differ from greedy
-# of what is added to logits, and of what they are multiplied by: fp32 has room for the results
-MAX_SHIFT, MAX_FACTOR = 1e9, 1e6
+MIN_TEMPERATURE = 1e-3  # at less, scaled logits overflow before they differ from greedy decoding
+MAX_SHIFT, MAX_FACTOR = 1e9, 1e6  # limits of what logits are shifted and multiplied by: results fit in fp32
+
+
+def check_attention(attention: str, device: torch.device, where: str, dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError if ``attention`` is one of EXTRAS and cannot run on ``device``."""
+    if attention in EXTRAS and (why := unavailable(attention, device, dtype)):
+        allowed = [other for other in EXTRAS if unavailable(other, device, dtype) is None]
+        raise ValueError(f"{where}={attention}: {why}; allowed here: {', '.join([*ATTENTION, *allowed])}")
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How tokens are made.
+    """How tokens are generated.
 
-    - pp: generation stages; divides `layout.pp`; with `layout.zero: 3` any number so that `pp * tp` divides the ranks
-    - tp: generation slices; divides `layout.tp`; with `layout.zero: 3` as `pp`
+    - pp: pipeline stages while generating; divides `layout.pp`, or with `layout.zero: 3` any number where `pp * tp` divides the
+      ranks
+    - tp: tensor-parallel ranks while generating; divides `layout.tp`, or with `layout.zero: 3` as for `pp`
     - engine: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
       `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
@@ -41,9 +50,9 @@ class GenerationConfig:
       in which they are not, and on CUDA devices compute both by [kernels](generation.md#exact-on-gpus) whose bits do not
       depend on the batch; `false`: never. `rollout/log_prob_diff_max` is then measured in the first update of a step
     - page_size: tokens per page of the KV cache
-    - kv_cache: pages of rows that go on after a training step (`data.gen_batch_size`): `free` (computed again by the new
-      weights), `keep`, or `offload` (they wait in host memory); with the last two rows go on from what older weights computed,
-      see [generation.md](generation.md#pages-between-steps)
+    - kv_cache: what becomes of the pages of rows that go on after a training step (`data.gen_batch_size`): `free` (the new
+      weights compute them again), `keep`, or `offload` (they wait in host memory). With `keep` and `offload` rows go on from what
+      older weights computed, see [generation.md](generation.md#pages-between-steps)
     - num_pages: pages of the cache; null: what the rows that can run at once need, within `gpu_memory_utilization`
     - max_num_seqs: rows in flight per replica
     - max_num_batched_tokens: tokens computed in one step; at least `max_num_seqs`
@@ -53,17 +62,17 @@ class GenerationConfig:
     - enable_prefix_caching: rows of equal prompts share pages
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
-    - steps_per_sync: tokens that each row draws before the host looks at them (what is drawn after a stop is dropped), see
-      [generation.md](generation.md#cuda-graphs); null: 8 where steps are captured as CUDA graphs,
-      else 1. Always 1 with `pp` above 1 and with `speculative_tokens`
+    - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. See
+      [generation.md](generation.md#cuda-graphs). null: 8 where steps are captured as CUDA graphs,
+      else 1. With `pp` above 1 it is always 1, and `speculative_tokens` allows no other value
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
       are 1 and attention is `triton` or `flash_attn`
     - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
       `pp`
-    - rebalance_steps: generator steps between looks at how many rows each replica has left: rows move where one has less than
-      half of the fullest one's; 0: never. Not with prompts in flight (`data.gen_batch_size`)
-    - speculative_tokens: tokens that a row may guess from its prompt and its group's responses and compute together; the same
-      samples; 0: none
+    - rebalance_steps: generator steps after which the replicas compare how many rows each has left. Rows move if one replica has
+      less than half as many as the fullest; 0: never. Not with prompts in flight (`data.gen_batch_size`)
+    - speculative_tokens: tokens that a row may guess from its prompt and its group's responses and compute together. It draws
+      the same samples; 0: none
     """
 
     pp: int = 1
@@ -88,7 +97,7 @@ class GenerationConfig:
     speculative_tokens: int = 0
 
     def check(self, where: str) -> None:
-        """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``models.actor.generation``."""
+        """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``models.actor.generation``."""
         sizes = ("pp", "tp", "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens")
         check_bounds(self, where, *sizes, "steps_per_sync", "micro_batches", least=1)
         check_bounds(self, where, "rebalance_steps", "speculative_tokens", least=0)
@@ -105,24 +114,30 @@ class GenerationConfig:
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every row in flight computes at least one token in a step; raise the first or lower the second"
             )
+        if self.speculative_tokens and (self.steps_per_sync or 1) > 1:
+            raise ValueError(
+                f"{where}.steps_per_sync={self.steps_per_sync} has no effect with speculative_tokens={self.speculative_tokens}, whose "
+                "guesses the host checks after each step; leave one of them out"
+            )
 
     def memory_share(self, on_host: bool) -> float:
-        """``gpu_memory_utilization``, or the usual one of a device; ``on_host``: it is a CPU."""
-        usual = 0.5 if on_host else 0.9
-        return usual if self.gpu_memory_utilization is None else self.gpu_memory_utilization
+        """``gpu_memory_utilization`` or its default. ``on_host``: the device is a CPU."""
+        default = 0.5 if on_host else 0.9
+        return default if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     def check_device(self, where: str) -> None:
-        """Raises ValueError for what this process's device cannot; a plan may be for others."""
-        check_backend(self.attention, model_device(), f"{where}.attention")
+        """Raises ValueError if this process's device cannot run ``attention``. A plan may be for other devices."""
+        check_attention(self.attention, model_device(), f"{where}.attention")
 
     def captures(self, device: torch.device, tp: int, pp: int) -> bool:
-        """Whether steps of rows that decode become CUDA graphs on such a device, if attention and experts allow it. Not with
-        collectives in them: that was never tried."""
+        """Whether decode steps become CUDA graphs on this device, if attention and experts allow it.
+
+        Steps with collectives do not: that was never tried.
+        """
         return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1 and not self.speculative_tokens
 
     def check_row(self, where: str, longest: int, words: str) -> None:
-        """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run; ``words`` say where it comes
-        from."""
+        """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run. ``words`` explain the number."""
         pages = -(-(longest - 1) // self.page_size)
         if self.num_pages is not None and pages > self.num_pages:
             raise ValueError(
@@ -138,32 +153,33 @@ class GenerationConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn. What changes the distribution applies in this order, which is vLLM's: allowed, forbidden and
-    stop tokens, bias, penalties, temperature, min_p, top_k, top_p.
+    """How the next token is drawn.
+
+    The options apply in vLLM's order: allowed, forbidden and stop tokens, bias, penalties, temperature, min_p, top_k, top_p.
 
     - n: responses per prompt; 1 where `temperature` is 0
-    - temperature: 0 is greedy (of `train` only in validation); 1e-3 to 1e6
+    - temperature: 0 is greedy (in `train` only for validation); else 1e-3 to 1e6
     - top_p: keeps the smallest set of likeliest tokens that reach this probability, of what is left; 1: off
     - top_k: keeps the likeliest, and ties with the last of them; 0 or -1: off
     - min_p: drops tokens below this share of the likeliest one's probability; 0: off
-    - repetition_penalty: divides positive logits, multiplies negative ones, of tokens in the prompt or the response so far;
+    - repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or the response so far;
       1e-6 to 1e6, 1: off
     - presence_penalty: subtracted from logits of tokens in the response so far, -1e9 to 1e9
     - frequency_penalty: the same for each time that the token is there
-    - logit_bias: token id: what is added to its logit, as `sampling.logit_bias.5=1.5`; -1e9 to 1e9
+    - logit_bias: token id: what is added to its logit, as in `sampling.logit_bias.5=1.5`; -1e9 to 1e9
     - allowed_token_ids: only these are drawn; null: all
     - forbidden_token_ids: never drawn
     - stop_token_ids: end a response, as the model's own end tokens do
-    - stop: texts that end a response when it contains them, or special tokens such as `<|im_end|>`; its tokens stay whole
-    - include_stop_str_in_output: `text` of `generate` keeps the stop string, which it is else cut before (`response_ids` always
-      keep it)
+    - stop: texts that end a response which contains them, or special tokens such as `<|im_end|>`
+    - include_stop_str_in_output: `text` of `generate` keeps the stop string; else the text ends before it. `response_ids` always
+      keep its tokens
     - logprobs: that many of the likeliest tokens beside each drawn one, up to 100 and the vocabulary (`top_log_probs` of
       `generate`)
     - min_response_length: tokens before anything but the limit may end a response
     - max_response_length: tokens, stop token included; null: `data.max_response_length`, or in `generate` and `evaluate` what
       the model's context leaves
     - ignore_eos: go on to the limit (`stop_token_ids` and `stop` still count)
-    - seed: of the draws; not read by `train` and `sft`, whose draws follow `run.seed`
+    - seed: keys the draws; `train` and `sft` do not read it, since their draws follow `run.seed`
     """
 
     n: int = 1
@@ -191,12 +207,13 @@ class SamplingConfig:
         return self.temperature == 0.0
 
     @property
-    def drawing(self) -> SamplingOverrides:
+    def overrides(self) -> SamplingOverrides:
+        """The fields that a row may override."""
         return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
-    def drawn_by(self, drawing: SamplingOverrides) -> SamplingConfig:
-        """That of a row which is drawn so."""
-        return replace(self, n=1, **drawing._asdict())
+    def with_overrides(self, overrides: SamplingOverrides) -> SamplingConfig:
+        """The configuration of a row with these overrides."""
+        return replace(self, n=1, **overrides._asdict())
 
     @property
     def log_prob_temperature(self) -> float:
@@ -204,7 +221,7 @@ class SamplingConfig:
         return 1.0 if self.greedy else self.temperature
 
     def check(self, where: str) -> None:
-        """Raises ValueError naming key, value and what is allowed. ``where``: the section, as ``sampling``."""
+        """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``sampling``."""
         check_bounds(self, where, "n", "max_response_length", least=1)
         if self.greedy and self.n > 1:
             raise ValueError(
@@ -215,7 +232,7 @@ class SamplingConfig:
             raise ValueError(
                 f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}"
             )
-        check_bounds(self, where, "top_p", above=0, most=1)  # 1 turns it off, as 0 does the other two
+        check_bounds(self, where, "top_p", above=0, most=1)  # 1 turns it off; for top_k and min_p 0 does
         check_bounds(self, where, "top_k", least=-1)
         check_bounds(self, where, "min_p", least=0, most=1)
         if not 0 <= self.min_response_length <= (self.max_response_length or math.inf):
@@ -237,9 +254,9 @@ class SamplingConfig:
         check_bounds(self, where, "seed", **SEEDS)
 
     def check_ids(self, vocab_size: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
-        """Raises ValueError for token ids that the model has not, and where no token is left to draw.
+        """Raises ValueError for token ids outside the vocabulary, and if no token is left to draw.
 
-        ``stop_ids``: what ends a response. ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
+        ``stop_ids``: tokens that end a response. ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
         """
         if self.logprobs > vocab_size:
             raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {vocab_size}, the model's vocabulary")

@@ -1,78 +1,107 @@
-"""A row's way through a call, from the scheduler's queue to its last token.
+"""The decode loop: rows go from the scheduler's queue to their last token.
 
-A *lane* is a set of whole groups of rows with a scheduler and pages of its own. One lane is plain continuous batching. With pipeline
-stages there are several, so that every stage has work: lanes take turns, and while one stage computes a step of one lane, the
-next one computes a step of another. Before its next step a lane waits for the tokens of its last one, and meanwhile the steps
-of the others go through the stages. Every rank of a replica runs the same schedulers in the same order.
+A *micro-batch* is a set of whole groups of rows with a scheduler and pages of its own. One micro-batch is plain continuous
+batching. With pipeline stages there are several, so that every stage has work: they take turns, and while one stage computes a
+step of one micro-batch, the next stage computes a step of another. A micro-batch plans its next step when it has the tokens of
+its last one. Every rank of a replica runs the same schedulers in the same order.
 
-A step of a lane: its scheduler plans which rows compute which tokens, and the runner launches them (:meth:`DecodeMicroBatch.start`).
-The drawn
-tokens come later (:meth:`DecodeMicroBatch.finish`): rows may end with them, and the scheduler frees what has ended. Until then
-placeholders
-stand for them at the end of a row's tokens, so that on devices whose work is queued the next step is planned and launched before
-the tokens of the last one are read. What such a step draws after a stop is dropped.
+A step has two halves. :meth:`DecodeMicroBatch.start` lets the scheduler plan which rows compute which tokens, and launches
+them. :meth:`DecodeMicroBatch.finish` takes the drawn tokens, and rows may end with them. On devices whose work is queued, the
+next step is started before the last one is finished. Until then placeholders stand for the tokens at the end of a row. What
+such a step draws after a stop is dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
+from rlhf_spmd.data.balance import greedy_partition
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.multi_turn import MultiTurnRollouts
+from rlhf_spmd.generation.multi_turn import Environments, MultiTurnRollouts
+from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
-from rlhf_spmd.generation.runner import NOT_FINITE, Call, Launched, Runner
-from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler, Step
-from rlhf_spmd.generation.sequence import Completion, NotFinite, PrefixTable, SequenceState, TokenLogprobs
-from rlhf_spmd.generation.speculation import Speculation
+from rlhf_spmd.generation.runner import NOT_FINITE, GenerationCall, LaunchedStep, Runner
+from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler
+from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
 
-PENDING = -1  # in a row's tokens: one that is drawn and not yet read
+GRAM = 3  # tokens that a guess must have followed before
+PENDING = -1  # stands in a row's tokens for one that is drawn and not read yet
 
 
-class Window(NamedTuple):
-    """A step under way. ``drawn``: (row, where its first new token stands, how many it gets) of each row that draws some."""
+class Speculation:
+    """Guesses the next tokens of a row from its prompt and its group's responses (prompt lookup), without a draft model.
 
-    step: Step
-    launched: Launched
+    A guess only saves time: its tokens are computed together, each is drawn as it would be one by one, and the first draw that
+    differs from the guess ends it. ``rows`` are in the order of their index; ``most``: tokens of a guess.
+    """
+
+    def __init__(self, rows: Sequence[SequenceState], most: int) -> None:
+        self.most = most
+        by_group: dict[int, dict[tuple[int, ...], tuple[list[int], int]]] = {}  # gram -> text and end of its last occurrence
+        self._seen = [by_group.setdefault(row.request.group_id, {}) for row in rows]
+        for row in rows:
+            self.note(row, row.length)
+
+    def note(self, row: SequenceState, number: int) -> None:
+        """Learn from the last ``number`` tokens of ``row``."""
+        text, seen = row.tokens, self._seen[row.index]
+        for end in range(max(len(text) - number, GRAM), len(text)):
+            seen[tuple(text[end - GRAM : end])] = (text, end)
+
+    def guess(self, row: SequenceState) -> list[int]:
+        """The tokens that followed the row's last GRAM tokens before; so few that the row keeps within its limit."""
+        text, end = self._seen[row.index].get(tuple(row.tokens[-GRAM:]), (row.tokens, row.length))
+        return text[end : end + min(self.most, row.limit - row.length - 1)]
+
+
+class StepInFlight(NamedTuple):
+    """A started step. ``drawn``: (row, position of its first new token, number of new tokens) of each row that draws."""
+
+    step: ScheduledStep
+    launched: LaunchedStep
     drawn: list[tuple[SequenceState, int, int]]
 
 
 class DecodeMicroBatch:
-    """``rows``: by row id. Interrupted calls keep it for the next one; ``runner`` and what it draws by last from :meth:`enter` to
-    :meth:`leave`."""
+    """Rows, by row id, with their scheduler and pages. An interrupted call leaves them to the next one.
+
+    ``runner`` and ``speculation`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest first.
+    """
 
     runner: Runner
 
     def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs) -> None:
-        self.scheduler, self.cache, self.interner = Scheduler(config), cache, PrefixTable(config.page_size)
+        self.scheduler, self.cache, self.prefix_table = Scheduler(config), cache, PrefixTable(config.page_size)
         self.graphs = graphs
         self.rows: dict[int, SequenceState] = {}
-        self.windows: deque[Window] = deque()  # under way, the oldest first
+        self.in_flight: deque[StepInFlight] = deque()
 
-    def enter(self, rows: Sequence[SequenceState], call: Call, stages: PipelineChannels) -> None:
-        """``rows`` are at work in ``call``; those that the scheduler does not know yet wait there."""
+    def enter(self, rows: Sequence[SequenceState], call: GenerationCall, channels: PipelineChannels) -> None:
+        """Begin a call on ``rows``. Those that are new here wait in the scheduler's queue."""
         for index, row in enumerate(rows):
             row.index = index
             if row.request.row_id not in self.rows:
                 row.leave_pages()
-                row.contents = self.interner.contents(row.request.prompt_ids)
+                row.prefix_ids = self.prefix_table.prefix_ids(row.request.prompt_ids)
                 row.min_new = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
-        self.runner = Runner(call, rows, self.cache, stages, self.graphs)
+        self.runner = Runner(call, rows, self.cache, channels, self.graphs)
         guesses = call.config.speculative_tokens
         self.speculation = Speculation(rows, guesses) if guesses else None
-        self.ends, self.version, self._before = call.ends, call.version, [row.num_new for row in rows]
+        self.stop, self.version, self._before = call.stop, call.version, [row.num_new for row in rows]
 
-    def leave(self, version: int) -> None:
-        """Note what the runner knows of the tokens of this call.
+    def leave(self) -> None:
+        """End the call: its rows get the log-probs of the tokens that it drew.
 
         Collective over the replica, as :meth:`start` and :meth:`finish`: every rank of it must call, in program order.
         """
@@ -80,75 +109,73 @@ class DecodeMicroBatch:
         for row, first in zip(self.rows.values(), self._before, strict=True):
             if count := row.num_new - first:
                 log_probs, at_one, *top = (part[row.index, first : row.num_new].clone() for part in results)
-                new = TokenLogprobs(log_probs, at_one, torch.full((count,), version), *top)
-                row.notes = new if row.notes is None else TokenLogprobs(*map(torch.cat, zip(row.notes, new, strict=True)))
+                new, old = TokenLogprobs(log_probs, at_one, torch.full((count,), self.version), *top), row.token_logprobs
+                row.token_logprobs = new if old is None else TokenLogprobs(*map(torch.cat, zip(old, new, strict=True)))
         del self.runner, self.speculation
 
     def completion(self, row: SequenceState) -> Completion:
-        """Of a row that began and has ended in this call, before :meth:`leave`; on a last stage."""
-        log_probs, at_one, *top = self.runner.noted(row)
+        """The completion of a row that began and ended in this call, before :meth:`leave`. Only on a last stage."""
+        log_probs, at_one, *top = self.runner.row_results(row)
         return row.completion(TokenLogprobs(log_probs, at_one, torch.full((row.num_new,), self.version), *top))
 
     def start(self) -> bool:
-        """Launch the next step. False: there is none until the tokens of those under way are read, or environments answer."""
-        step = self.scheduler.schedule()
+        """Launch the next step. False: nothing can start before started steps are finished or environments answer."""
+        step, runner = self.scheduler.schedule(), self.runner
         if not step.work:
             return False
-        repeats, alone = 0, not step.copies and all(item.decodes for item in step.work)
-        if self.runner.max_repeats and (self.runner.captures or alone):
-            repeats = self.scheduler.look_ahead(step, self.runner.max_repeats)
-        drawn = []
-        for item in step.work:
-            row = item.row
-            if item.samples:
-                count = min(repeats, row.limit - row.length) if repeats and item.decodes else 1 + len(row.draft)
-                drawn.append((row, row.length, count))
-        self.windows.append(Window(step, self.runner.start(step, repeats), drawn))
-        if self.speculation is None:  # otherwise how many tokens a row gets is not known yet
+        all_decode = not step.copies and all(item.decodes for item in step.work)
+        if runner.max_repeats and (runner.captures or all_decode):
+            self.scheduler.look_ahead(step, runner.max_repeats)
+        drawn = [(item.row, item.row.length, count) for item in step.work if (count := item.num_draws(step.repeats))]
+        self.in_flight.append(StepInFlight(step, runner.start(step), drawn))
+        if self.speculation is None:  # otherwise the number of tokens is known only when they are checked
             for row, _, count in drawn:
                 row.tokens += [PENDING] * count
             self.scheduler.advance(step)
         return True
 
-    def finish(self, stats: GenerationStats, episodes: MultiTurnRollouts | None) -> Step:
-        """Take the tokens of the oldest step under way; returns the step, with the work of rows that had not ended before it."""
-        step, launched, drawn = self.windows.popleft()
+    def finish(self, stats: GenerationStats, multi_turn: MultiTurnRollouts | None) -> ScheduledStep:
+        """Take the tokens of the oldest started step. Returns the step with the work of rows that had not ended before it."""
+        step, launched, drawn = self.in_flight.popleft()
         tokens = self.runner.finish(launched)
         stats.steps += 1
         stats.prefill_tokens += sum(item.num_tokens - item.samples for item in step.work)
-        live = [item for item in step.work if not item.row.ended]  # others ended in a step that was read after this one began
+        live = [item for item in step.work if not item.row.ended]  # the others ended in a step that was read after this start
         for row, first, count in drawn:
             stats.prefill_tokens -= len(row.draft)
             new, tokens = tokens[:count], tokens[count:]
-            if not row.ended:  # by a stop in a step that was read after this one was launched
+            if not row.ended:
                 self._fill(row, first, new, stats)
-        if episodes is not None:
-            episodes.record(self, step)
+        if multi_turn is not None:
+            for row in multi_turn.end_turns(step):
+                self.scheduler.hold(row)
         if self.speculation is not None:
             self.scheduler.advance(step)
         for row, first, count in drawn:
             last = first + count if self.speculation is None else row.length
             if not row.ended and not row.held and (row.stopped or last >= row.limit):
                 self.scheduler.end(row)
-        return Step(live, step.copies)
+        return ScheduledStep(live, step.copies)
 
     def _fill(self, row: SequenceState, first: int, drawn: Sequence[int], stats: GenerationStats) -> None:
-        """Put the tokens where their placeholders are, from ``first`` on: all up to the first that the row's draft did not foresee,
-        or that ends the row. Raises NotFinite."""
-        guesses, ends = row.draft, self.ends
+        """Put ``drawn`` in place of the placeholders from ``first`` on, up to a token that ends the row or that its draft missed.
+
+        Raises NotFinite.
+        """
+        guesses, stop = row.draft, self.stop
         for number, token in enumerate(drawn):
             at = first + number
-            if token == NOT_FINITE:  # what was drawn behind a stop may be
+            if token == NOT_FINITE:  # only here: tokens behind a stop do not count
                 raise NotFinite(row.request.row_id)
             row.tokens[at : at + 1] = [token]
-            row.stopped = token in ends.token_ids
-            if ends.strings is not None and not row.stopped and at + 1 - row.prompt_length >= row.min_new:
-                row.stopped = ends.strings.completed_by_last(row.tokens[: at + 1], row.turn_start)
+            row.stopped = token in stop.token_ids
+            if stop.strings is not None and not row.stopped and at + 1 - row.prompt_length >= row.min_new:
+                row.stopped = stop.strings.completed_by_last(row.tokens[: at + 1], row.turn_start)
             if row.stopped or (self.speculation is not None and guesses[number : number + 1] != [token]):
                 break
         new = at + 1 - first
         stats.decode_tokens += new
-        if row.stopped:  # what was computed behind it counts for nothing, should an environment go on with the row
+        if row.stopped:  # what was computed behind the stop does not count, in case an environment goes on with the row
             del row.tokens[at + 1 :]
             row.num_computed = min(row.num_computed, at)
         if self.speculation is not None:
@@ -157,108 +184,159 @@ class DecodeMicroBatch:
             self.speculation.note(row, new)
             row.draft = [] if row.stopped else self.speculation.guess(row)
 
+    def resume(self, row: SequenceState, token_ids: list[int]) -> None:
+        """Go on with a held row after its environment's answer."""
+        self.runner.extend(row, token_ids)
+        row.tokens += token_ids
+        if self.speculation is not None:
+            self.speculation.note(row, len(token_ids))
+        self.scheduler.resume(row)
+
 
 class DecodeMicroBatches:
-    """The lanes of a replica, with the rows in flight and their pages. ``version``: of the weights that filled these."""
+    """The micro-batches of a replica. ``version``: of the weights that filled their pages."""
 
-    def __init__(self, lanes: Sequence[DecodeMicroBatch], version: int) -> None:
-        self.lanes, self.version = lanes, version
+    def __init__(self, micro_batches: Sequence[DecodeMicroBatch], version: int) -> None:
+        self.micro_batches, self.version = micro_batches, version
 
-    def run(self, rows: Sequence[SequenceState], call: Call, stats: GenerationStats, interrupts: Interrupts | None) -> None:
-        """Draw tokens for ``rows`` until they end, or ``interrupts`` says so. Adds to ``stats``.
+    def run(
+        self,
+        rows: Sequence[SequenceState],
+        call: GenerationCall,
+        stats: GenerationStats,
+        interrupts: Interrupts | None = None,
+        environments: Environments | None = None,
+        finished_groups: FinishedGroups | None = None,
+    ) -> None:
+        """Draw tokens for ``rows`` until they end or ``interrupts`` returns true. Adds to ``stats``.
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        for lane in self.lanes:
-            lane.cache.reload()
-            if call.version != self.version:  # what other weights have computed serves only the rows that lie there
-                lane.scheduler.forget_prompts()
-            lane.scheduler.stats = stats
-        self.version, stages = call.version, PipelineChannels(call.mesh)
+        for micro_batch in self.micro_batches:
+            micro_batch.cache.reload()
+            if call.version != self.version:  # what other weights computed serves only the rows that it belongs to
+                micro_batch.scheduler.forget_prefixes()
+            micro_batch.scheduler.stats = stats
+        self.version, channels = call.version, PipelineChannels(call.mesh)
         busy = []
-        for lane, share in zip(self.lanes, self._share(rows), strict=True):
+        for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
             if share:
-                lane.enter(share, call, stages)
-                busy.append(lane)
-        with MultiTurnRollouts(call.environments, call, busy) if call.environments is not None else nullcontext() as episodes:
-            self._take_turns(busy, call, stats, interrupts, episodes)
-        stages.finish()
-        for lane in busy:
-            lane.leave(call.version)
-        stats.stage_seconds += stages.waited
-        stats.lanes = len(self.lanes)
-        stats.num_pages = sum(lane.cache.num_pages for lane in self.lanes)
+                micro_batch.enter(share, call, channels)
+                busy.append(micro_batch)
+        if environments is None:
+            self._take_turns(busy, call, stats, interrupts, None, finished_groups)
+        else:
+            mine = chain.from_iterable(micro_batch.rows.values() for micro_batch in busy)
+            with MultiTurnRollouts(environments, mine, call.decoder.spec, call.mesh.replica, call.tick) as multi_turn:
+                for row in multi_turn.rows.values():
+                    self._of(row).scheduler.hold(row)
+                self._take_turns(busy, call, stats, interrupts, multi_turn, finished_groups)
+                while multi_turn.waits:
+                    self._take_answers(multi_turn, finished_groups, wait=True)
+        channels.finish()
+        for micro_batch in busy:
+            micro_batch.leave()
+        stats.stage_seconds += channels.waited
+        stats.micro_batches = len(self.micro_batches)
+        stats.num_pages = sum(micro_batch.cache.num_pages for micro_batch in self.micro_batches)
 
     def fits(self, rows: Sequence[SequenceState]) -> bool:
-        """Whether each of these rows could run alone in its lane."""
+        """Whether each of these rows could run alone in its micro-batch."""
         return all(
-            row.limit - 1 <= lane.cache.num_pages * lane.cache.page_size
-            for lane, share in zip(self.lanes, self._share(rows), strict=True)
+            row.limit - 1 <= micro_batch.cache.num_pages * micro_batch.cache.page_size
+            for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True)
             for row in share
         )
 
     def forget(self, rows: Iterable[SequenceState]) -> None:
-        """Rows in flight that go on elsewhere."""
-        for lane, row in ((lane, row) for row in rows for lane in self.lanes if row.request.row_id in lane.rows):
-            lane.scheduler.remove(lane.rows.pop(row.request.row_id))
+        """Take out rows that go on elsewhere or are not wanted any more."""
+        for row in rows:
+            for micro_batch in self.micro_batches:
+                if micro_batch.rows.pop(row.request.row_id, None) is not None:
+                    micro_batch.scheduler.remove(row)
 
     def offload(self) -> None:
-        """Give the memory of the pages back; those of rows in flight wait in host memory."""
-        for lane in self.lanes:
-            lane.scheduler.forget_prompts()
-            lane.cache.offload(lane.scheduler.pages.used)
+        """Free the memory of the pages. Those of rows in flight wait in host memory."""
+        for micro_batch in self.micro_batches:
+            micro_batch.scheduler.forget_prefixes()
+            micro_batch.cache.offload(micro_batch.scheduler.pages.used)
 
     def _take_turns(
         self,
         busy: Iterable[DecodeMicroBatch],
-        call: Call,
+        call: GenerationCall,
         stats: GenerationStats,
         interrupts: Interrupts | None,
-        episodes: MultiTurnRollouts | None,
+        multi_turn: MultiTurnRollouts | None,
+        finished_groups: FinishedGroups | None,
     ) -> None:
-        """When it ends no step is under way any more."""
+        """Run the steps of ``busy`` in turn until all rows have ended or the call is interrupted. It then leaves no step started."""
         turns, interrupted = deque(busy), False
 
-        def finish(lane: DecodeMicroBatch) -> None:
+        def finish(micro_batch: DecodeMicroBatch) -> None:
             nonlocal interrupted
-            step = lane.finish(stats, episodes)
+            step = micro_batch.finish(stats, multi_turn)
             call.tick()
-            if call.portions is not None:
+            if finished_groups is not None:
                 for row in (item.row for item in step.work if item.row.ended):
-                    if episodes is None or row.request.row_id not in episodes.rows:  # otherwise its last answer is to come
-                        call.portions.note(lane, row)
-                call.portions.hand_out()
+                    if multi_turn is None or not multi_turn.awaits(row):  # otherwise a last answer is to come
+                        finished_groups.note(row)
+                finished_groups.hand_out(self._completion)
             interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))
 
         while turns:
-            lane = turns.popleft()
-            ahead = lane.runner.runs_ahead and episodes is None
-            while lane.windows and (len(lane.windows) > ahead or interrupted or lane.scheduler.finished):
-                finish(lane)
-            if not interrupted and not lane.scheduler.finished:
-                if not lane.start() and lane.windows:
-                    finish(lane)
-                turns.append(lane)
-                if episodes is not None:
-                    episodes.take_in(wait=not any(lane.windows for lane in turns))
-                    if call.portions is not None:
-                        call.portions.hand_out()
+            micro_batch = turns.popleft()
+            scheduler, in_flight = micro_batch.scheduler, micro_batch.in_flight
+            ahead = micro_batch.runner.runs_ahead and multi_turn is None
+            while in_flight and (len(in_flight) > ahead or interrupted or scheduler.finished):
+                finish(micro_batch)
+            if interrupted or scheduler.finished:
+                continue
+            if not micro_batch.start() and in_flight:
+                finish(micro_batch)
+            turns.append(micro_batch)
+            if multi_turn is not None:
+                self._take_answers(multi_turn, finished_groups, wait=not any(each.in_flight for each in turns))
+                if finished_groups is not None:
+                    finished_groups.hand_out(self._completion)
 
-    def _share(self, rows: Sequence[SequenceState]) -> list[list[SequenceState]]:
-        return share_out(rows, [lane.rows for lane in self.lanes])
+    def _take_answers(self, multi_turn: MultiTurnRollouts, finished_groups: FinishedGroups | None, wait: bool) -> None:
+        """Go on with the rows whose environments have answered; with ``wait`` there is at least one.
+
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        for row, token_ids in multi_turn.answers(wait):
+            if not row.ended:
+                self._of(row).resume(row, token_ids)
+                continue
+            if row.held:
+                self._of(row).scheduler.remove(row)
+            if finished_groups is not None:
+                finished_groups.note(row)
+
+    def _of(self, row: SequenceState) -> DecodeMicroBatch:
+        return next(each for each in self.micro_batches if each.rows.get(row.request.row_id) is row)
+
+    def _completion(self, row: SequenceState) -> Completion:
+        return self._of(row).completion(row)
+
+    def _partition(self, rows: Sequence[SequenceState]) -> list[list[SequenceState]]:
+        return partition_groups(rows, [micro_batch.rows for micro_batch in self.micro_batches])
 
 
-def share_out(rows: Sequence[SequenceState], known: Sequence[Collection[int]]) -> list[list[SequenceState]]:
-    """Rows of each lane, whole groups: a lane goes on with those groups of which it knows a row (``known``: row ids), and the
-    others go, in their order, where there are the fewest tokens. Pure."""
+def partition_groups(rows: Sequence[SequenceState], known: Sequence[Collection[int]]) -> list[list[SequenceState]]:
+    """The rows of each micro-batch, in whole groups.
+
+    A micro-batch goes on with the groups of which it has a row (``known``: its row ids). Each other group, in order, goes to the
+    micro-batch with the fewest tokens.
+    """
     home = {row.request.group_id: i for row in rows for i, ids in enumerate(known) if row.request.row_id in ids}
     groups: dict[int, list[SequenceState]] = {}
     for row in rows:
         groups.setdefault(row.request.group_id, []).append(row)
+    order = sorted(groups, key=lambda group: group not in home)  # known ones first
+    tokens = [sum(row.limit for row in groups[group]) for group in order]
     shares: list[list[SequenceState]] = [[] for _ in known]
-    tokens = [0] * len(known)
-    for group, its in sorted(groups.items(), key=lambda item: item[0] not in home):  # known ones first
-        lane = home.get(group, tokens.index(min(tokens)))
-        shares[lane] += its
-        tokens[lane] += sum(row.limit for row in its)
+    for group, part in zip(order, greedy_partition(tokens, len(known), [home.get(group) for group in order]), strict=True):
+        shares[part] += groups[group]
     return shares

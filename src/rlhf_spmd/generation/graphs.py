@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: memory that keeps its addresses from call to call, and the graphs that read it."""
+"""Decode steps as CUDA graphs, and the memory at fixed addresses that they read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def padded_size(num_rows: int) -> int:
-    """Rows of the graph that serves so many: powers of two up to 16, multiples of 16 up to 256, then of 64."""
+    """The size of the graph for ``num_rows`` rows: a power of two up to 16, a multiple of 16 up to 256, else of 64."""
     if num_rows <= 16:
         return 1 << (num_rows - 1).bit_length()
     multiple = 16 if num_rows <= 256 else 64
@@ -20,8 +20,10 @@ def padded_size(num_rows: int) -> int:
 
 
 class Arena:
-    """Tensors by name that lie where they lay in the last call: a graph knows its tensors by their addresses. ``stamp`` changes when
-    one of them moves."""
+    """Tensors by name that keep their addresses from call to call, since a graph knows its tensors by their addresses.
+
+    ``stamp`` changes when one of them moves.
+    """
 
     def __init__(self) -> None:
         self.stamp = 0
@@ -29,12 +31,12 @@ class Arena:
         self._tensors: dict[str, Tensor] = {}
 
     def size(self, name: str, least: int) -> int:
-        """The largest that was ever asked for under this name."""
+        """The largest size that was ever asked for under this name."""
         self._sizes[name] = max(self._sizes.get(name, 0), least)
         return self._sizes[name]
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """With the contents of the last call, or zeros at first."""
+        """The tensor of this name, with the contents of the last call; at first zeros."""
         known = self._tensors.get(name)
         if known is not None and (known.shape, known.dtype, known.device) == (shape, dtype, device):
             return known
@@ -47,14 +49,15 @@ class Arena:
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for each stream that it has seen."""
+    """The stream of all captures: cuBLAS keeps a workspace of 32 MiB for each stream that it has seen."""
     return torch.cuda.Stream()
 
 
 class Graphs:
-    """Captured decode steps of one lane, kept as long as nothing that they read has moved. ``arena``: what they share with the host.
+    """The captured decode steps of one micro-batch, kept until something that they read moves.
 
-    Graphs share one pool of memory, which they hold while they are kept: the activations of one step of the largest.
+    ``arena``: the tensors that they share with the host. All graphs share one memory pool, as large as the activations of one
+    step of the largest graph.
     """
 
     def __init__(self) -> None:
@@ -62,14 +65,17 @@ class Graphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._addresses: Hashable = None
         self._pool: Any = None
-        self._anchor: torch.cuda.CUDAGraph | None = None  # never replayed: while it lives, others can be captured into its pool
+        self._anchor: torch.cuda.CUDAGraph | None = None  # never replayed; while it lives, others can be captured into its pool
 
     def run(self, step: Callable[[], None], repeats: int, key: Hashable, addresses: Hashable) -> None:
-        """``step`` so many times. ``key``: what its launches depend on beside the contents of tensors; ``addresses``: of all tensors
-        that it reads or writes and does not make, beside the arena's."""
+        """Run ``step`` ``repeats`` times.
+
+        ``key``: what its launches depend on beside the contents of tensors. ``addresses``: of the tensors that it reads or writes,
+        except the arena's and those that it allocates itself.
+        """
         addresses = self.arena.stamp, addresses
         if addresses != self._addresses:
-            # the allocator gives the memory of a pool without graphs to no other pool, so the next graphs take this one's
+            # the allocator gives a pool's memory to no other pool, even without graphs, so the next graphs use this pool
             self._anchor = next(iter(self._graphs.values()), self._anchor)
             self._graphs.clear()
             self._addresses = addresses
@@ -81,8 +87,10 @@ class Graphs:
             graph.replay()
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Run ``step`` once, which compiles kernels and fills caches, then capture it. Not by ``torch.cuda.graph``, which waits for
-        the device and empties the allocators' caches each time."""
+        """Run ``step`` once, which compiles kernels and fills caches, then capture it.
+
+        ``torch.cuda.graph`` would wait for the device and empty the allocators' caches each time.
+        """
         stream, graph, collects = capture_stream(), torch.cuda.CUDAGraph(), gc.isenabled()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -90,14 +98,14 @@ class Graphs:
         try:
             with torch.cuda.stream(stream):
                 step()
-                gc.disable()  # what it frees may call CUDA, which ends a capture
-                # weights may be arriving in another thread, which takes memory
+                gc.disable()  # freeing objects may call CUDA, which ends a capture
+                # another thread, in which weights arrive, may allocate
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     step()
                 finally:
                     graph.capture_end()
-        finally:  # also where memory was lacking: what the step wrote to may be given back now
+        finally:  # also after an out-of-memory error: what the step wrote to may be freed now
             if collects:
                 gc.enable()
             torch.cuda.current_stream().wait_stream(stream)

@@ -1,4 +1,4 @@
-"""When an interruptible call returns before its rows have ended."""
+"""Limits at which a call returns before all of its rows have ended."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.parallel.collectives import Group
 
-# whether a call ends after this completed step, having drawn so many tokens so far; asked on every rank, after each step
-Interrupts = Callable[[Step, int], bool]
+# (the step just finished, tokens drawn so far in the call) -> whether the call ends; every rank asks after each step
+Interrupts = Callable[[ScheduledStep, int], bool]
 
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """What ends a call, whichever comes first; all null: the end of every row.
+    """Ends a call when the first of these is reached. If all are null, the call ends with its last row.
 
-    - steps: of this replica's scheduler. tokens: drawn by this replica in this call.
-    - seconds: by the clock of the replica's first rank.
-    - fraction: of the groups that the call works on; a group has ended when all of its rows have.
+    - steps: steps of this replica
+    - tokens: tokens that this replica draws in this call
+    - seconds: by the clock of the replica's first rank
+    - fraction: the share of the call's groups that have ended, each with all of its rows
     """
 
     steps: int | None = None
@@ -40,7 +40,7 @@ class GenerationLimits:
 
 
 class LimitWatch:
-    """How far one call on ``rows`` has come towards ``limits``; all ranks of ``replica`` get the same answers."""
+    """Compares a call on ``rows`` with its ``limits``. All ranks of ``replica`` get the same answers."""
 
     def __init__(self, limits: GenerationLimits, rows: Sequence[SequenceState], replica: Group) -> None:
         self.limits, self.replica = limits, replica
@@ -48,10 +48,10 @@ class LimitWatch:
         self.num_steps = 0
         self.unfinished = Counter(row.request.group_id for row in rows)
         fraction = 1.0 if limits.fraction is None else limits.fraction
-        self.missing = math.ceil(fraction * len(self.unfinished) - 1e-9)  # groups that have yet to end
+        self.missing = math.ceil(fraction * len(self.unfinished) - 1e-9)  # groups that must end before the call does
 
-    def interrupts(self, step: Step, num_drawn: int) -> bool:
-        """Whether the call ends after this completed step; ``num_drawn`` tokens in this call so far.
+    def interrupts(self, step: ScheduledStep, num_drawn: int) -> bool:
+        """Whether the call ends after this finished step. ``num_drawn``: tokens drawn in this call so far.
 
         Collective over the replica: every rank of it must call, in program order, after each step.
         """

@@ -1,11 +1,11 @@
-"""The paged KV cache, and what reads and writes it.
+"""The paged KV cache: its memory, how large it may be, and where the tokens of a step lie in it.
 
 Shape legend: B rows or tiles, H KV heads of this rank, P pages per tile, L = P * page_size keys, D head_dim, T tokens of the
 step, N pages in the cache.
 
-The C++ kernels read pages as they lie. For torch the keys and values of a layer lie as [2, H, N, page_size, D], so that one
-gather of whole pages yields [2, H, B, L, D]: what the matrix products want, without another copy. Each gather goes to one persistent
-buffer (a fresh one costs a page fault per 4 KB).
+The C++ kernels read pages as they lie. For torch the keys and values of a layer lie as [2, H, N, page_size, D], so one gather of
+whole pages yields [2, H, B, L, D], which matrix products take without another copy. Every gather writes to one persistent
+buffer, since a fresh one costs a page fault per 4 KB.
 """
 
 from __future__ import annotations
@@ -15,40 +15,50 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_spmd.generation.scheduler import Work
+from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import Kernels, Ops, capabilities, on_device
+from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
 from rlhf_spmd.kernels.pinned import host_empty
 from rlhf_spmd.models.attention import Attention
+from rlhf_spmd.models.decoder import Block, Decoder
 
-COPIED_BYTES = 4 << 20  # of pages copied at a time: a larger block is fresh memory, on CPUs a page fault per 4 KB
-QUEUED_BYTES = 256 << 20  # on GPUs, where each block costs launches instead
+COPIED_BYTES = 4 << 20  # of pages copied at a time on CPUs: a larger block is fresh memory, with a page fault per 4 KB
+QUEUED_BYTES = 256 << 20  # the same on GPUs, where each block costs launches instead
+
+Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention over the pages of a cache, see ``backends``.
+    """How attention over the pages of a cache is computed; ``backends`` builds it.
 
-    - for_step: the attention context of a step: (work in the order in which its tokens are packed, the cache, this rank's query heads).
-    - decoding: the same for one token of each row, told by device tensors alone, without a look of the host at their values:
-      (``positions`` int64 [B] of the tokens, ``table`` int32 [B, P] of the rows' pages, the cache, this rank's query heads).
-    - ops: what it is computed by where it is no program of its own; pages have their form.
-    - capturable: ``decoding`` can be captured as a CUDA graph.
+    - for_step: makes the attention context of a step from (work in the order in which its tokens are packed, the cache, this
+      rank's query heads)
+    - decoding: makes the context of one token per row from (``positions`` int64 [B], ``page_table`` int32 [B, P], the cache, this
+      rank's query heads). The host does not read these tensors
+    - ops: decide how a page is laid out, and compute what the backend has no kernel for
+    - capturable: ``decoding`` can be captured as a CUDA graph
     """
 
-    for_step: Callable[[Sequence[Work], KVCache, int], Attention]
+    for_step: Callable[[Sequence[SequenceWork], KVCache, int], Attention]
     decoding: Callable[[Tensor, Tensor, KVCache, int], Attention]
     ops: Ops
     capturable: bool = False
 
 
 class KVCache:
-    """``pages`` [layers, 2, H, N, elements of a page], zeros at first, since unused slots are read and masked, so they must be
-    finite: for the torch attention page_size * D elements, for the C++ kernels as ``kernels/attention.cpp`` says.
+    """``pages`` [layers, 2, H, N, elements of a page].
+
+    A page has page_size * D elements, or for the C++ kernels those that ``kernels/attention.cpp`` says. Pages are zeros at
+    first: attention reads and masks unused slots, which must be finite.
     """
 
     def __init__(
@@ -68,11 +78,13 @@ class KVCache:
         self._shape = num_layers, 2, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
-        self._on_host: tuple[Tensor, Tensor] | None = None  # pages in host memory: their numbers, what lies in them
+        self._on_host: tuple[Tensor, Tensor] | None = None  # offloaded: page numbers, contents
 
     def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """On CPUs in large pages, where the system has them: a page of the cache is but a few of the small ones, far from the next
-        one, and decoding reads all of them once per token."""
+        """Zeroed pages; on CPUs in the system's huge pages, if it has them.
+
+        A page of the cache is only a few small pages long, far from the next one, and decoding reads all of them for each token.
+        """
         if capabilities(device).streams or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.zeros(self._shape, dtype=dtype, device=device)
         memory = mmap.mmap(-1, math.prod(self._shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
@@ -85,7 +97,7 @@ class KVCache:
         return num_layers * 2 * kv_heads * Kernels.page_elements(page_size, head_dim) * dtype.itemsize
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(source, destination) pages, in all layers. No page is both."""
+        """Copy (source, destination) pages in all layers. No page is both source and destination."""
         pairs = on_device(np.array(copies, dtype=np.int64), self.pages.device)
         limit = QUEUED_BYTES if capabilities(self.pages.device).streams else COPIED_BYTES
         for some in pairs.split(max(limit * self.num_pages // self.pages.nbytes, 1)):
@@ -93,7 +105,7 @@ class KVCache:
             self.pages[:, :, :, destination] = self.pages[:, :, :, source]
 
     def offload(self, used: Sequence[int]) -> None:
-        """Give the memory back; what lies in the pages ``used`` waits in host memory, pinned where the cache is on a GPU."""
+        """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
         host = host_empty(shape, self.pages.dtype, self.pages.device)
@@ -103,7 +115,7 @@ class KVCache:
         self.pages = self._buffer = self.pages.new_empty(0)
 
     def reload(self) -> None:
-        """The opposite of :meth:`offload`, if it was called. The pages may then lie elsewhere."""
+        """Undo :meth:`offload`, if it was called. The pages may have another address afterwards."""
         if self._on_host is None:
             return
         (index, host), self._on_host = self._on_host, None
@@ -112,22 +124,22 @@ class KVCache:
             pages.index_copy_(2, index, layer.to(pages.device))
 
     def spread(self, index: Tensor, stride: int) -> Tensor:
-        """An index into one (key or value, head) block of ``stride`` entries -> the same in all 2 * H blocks of a layer."""
+        """Repeat an index into the ``stride`` entries of one (key or value, head) for all 2 * H of a layer."""
         blocks = torch.arange(2 * self.kv_heads, device=index.device) * stride
         return (blocks[:, None] + index.reshape(1, -1)).reshape(-1)
 
-    def slots_of(self, positions: Tensor, table: Tensor) -> Tensor:
-        """page * page_size + offset [B] of one position [B] per line of ``table`` [B, P]."""
-        page = table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
+    def slots_of(self, positions: Tensor, page_table: Tensor) -> Tensor:
+        """The slot, page * page_size + offset, of one position [B] per line of ``page_table`` [B, P]."""
+        page = page_table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
         return page.long() * self.page_size + positions % self.page_size
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k and v [T, H, D] to ``slots`` = spread(page * page_size + offset, N * page_size)."""
+        """Write k and v [T, H, D] to ``slots`` = spread(slots, N * page_size)."""
         rows = torch.stack([k, v]).transpose(1, 2).reshape(-1, self.head_dim)
         self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
 
     def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, B, L, D] of ``index`` = spread(pages [B, P], N); valid until the next gather."""
+        """Keys and values [H, B, L, D] at ``index`` = spread(page_table [B, P], N). They are valid until the next gather."""
         pages = self.pages[layer].view(-1, self.page_size * self.head_dim)
         size = len(index) * pages.shape[1]
         if self._buffer.numel() < size:
@@ -136,3 +148,78 @@ class KVCache:
         torch.index_select(pages, 0, index, out=out)
         keys, values = out.view(2, self.kv_heads, num_tiles, -1, self.head_dim).unbind(0)
         return keys, values
+
+
+class SlotMapping(NamedTuple):
+    """Where the tokens of a step lie in the cache.
+
+    On the device: ``positions`` int64 [T]; ``slots`` int64 [T], page * page_size + offset; ``page_table`` int32 [rows, P].
+    On the host, per row: ``firsts``, its first token in the step; ``starts``, that token's position; ``counts``, its tokens.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    firsts: Index
+    starts: Index
+    counts: Index
+
+
+def slot_mapping(work: Sequence[SequenceWork], cache: KVCache) -> SlotMapping:
+    """``work`` is in the order in which its tokens are packed."""
+    starts, counts = np.array([(item.start, item.num_tokens) for item in work], dtype=np.int64).T
+    table = fill_lines([item.row.pages for item in work], max(len(item.row.pages) for item in work), np.int32)
+    firsts = np.cumsum(counts) - counts
+    lines = np.repeat(np.arange(len(work)), counts)
+    positions = np.arange(len(lines)) + np.repeat(starts - firsts, counts)
+    slots = table[lines, positions // cache.page_size] * np.int64(cache.page_size) + positions % cache.page_size
+    first, second, third = (on_device(array, cache.pages.device) for array in (positions, slots, table))
+    return SlotMapping(first, second, third, firsts, starts, counts)
+
+
+def fill_lines(lines: Sequence[Sequence[int]], width: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """A matrix with ``lines`` as its rows, each cut to ``width`` or filled with zeros."""
+    table = np.zeros((len(lines), width), dtype=dtype)
+    for to, line in zip(table, lines, strict=True):
+        to[: len(line)] = line[:width]
+    return table
+
+
+def cache_room(config: GenerationConfig, decoder: Decoder, device: torch.device, local_size: int, pending: float) -> float:
+    """Bytes that the cache may take beside what is on the device.
+
+    ``local_size``: ranks of this host, which share its memory on CPUs. ``pending``: bytes that will be allocated for other things
+    before the first step ends.
+    """
+    on_host = not capabilities(device).streams
+    share, free = config.memory_share(on_host), free_bytes(device, local_size)
+    if on_host:
+        return share * (free - pending)
+    total, others = total_bytes(device, local_size), pending + step_bytes(config, decoder)
+    return room_on_device(share, total, allocated_bytes(device), free, others)
+
+
+def room_on_device(share: float, total: float, used: float, free: float, others: float) -> float:
+    """Bytes for the cache on a GPU, counted as in vLLM.
+
+    ``share`` of the ``total`` memory holds what the process has allocated (``used``), what a step needs besides (``others``)
+    and the cache. The result is never more than is ``free``.
+    """
+    return min(share * total - used, free) - others
+
+
+def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
+    """Bytes that a step of ``decoder`` allocates for a prefill's activations and for the logits of all rows in flight.
+
+    The logits count twice where steps are captured as graphs.
+    """
+    block = decoder.layers[0]
+    assert isinstance(block, Block)
+    spec, size = decoder.spec, decoder.dtype.itemsize
+    queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
+    columns = spec.intermediate_size / decoder.tp.size
+    row = 4 * spec.hidden_size + queries + 2 * keys + max(3 * columns, 3 * queries + 3 * keys)
+    copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
+    logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
+    captures = config.captures(next(decoder.parameters()).device, decoder.tp.size, decoder.pp)
+    return size * config.max_num_batched_tokens * row + logits * (1 + captures)

@@ -1,7 +1,7 @@
-"""What changes logits before the temperature: masks, bias, penalties, in vLLM's order (``SamplingConfig`` lists it).
+"""Masks, bias and penalties that change logits before the temperature, in vLLM's order (see ``SamplingConfig``).
 
-Everything follows from the row's own tokens, so a row that was preempted, moved or continued comes out the same. A call without
-such options has no rules and pays nothing.
+All of them depend only on the row's own tokens, so a row that was preempted, moved or continued gets the same result. A call
+without such options has no rules and costs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_spmd.generation.sequence import SequenceState
 
 
 class LogitRules:
-    """The rules of one call for ``rows``, by their index; ``stop_ids``: the tokens that end a response."""
+    """The rules of one call for ``rows``, in the order of their index. ``stop_ids``: the tokens that end a response."""
 
     def __init__(
         self,
@@ -33,24 +33,29 @@ class LogitRules:
         known = sorted(token for token in stop_ids if token < vocab_size)
         self.stop_ids = torch.tensor(known, dtype=torch.int64, device=device)
         bias = _bias(sampling, vocab_size)
-        self.has_bias = bool(bias.any())  # on the host, which need not wait for a device then
+        self.has_bias = bool(bias.any())  # read on the host, so that it need not wait for a device
         self.bias = bias.to(device)
         self.has_minimum = any(row.min_new for row in rows)
-        self.least = torch.tensor([row.prompt_length + row.min_new for row in rows], device=device)  # tokens before an end
+        self.least = torch.tensor(
+            [row.prompt_length + row.min_new for row in rows], device=device
+        )  # tokens before a response may end
         self.prompts = torch.tensor([row.prompt_length for row in rows], device=device)
         self.processors = {
             i: (row.prompt_length, row.request.processors) for i, row in enumerate(rows) if row.request.processors
         }
 
     def constants(self) -> tuple[float, ...]:
-        """What a captured :meth:`apply` has fixed: its numbers, and where its tensors lie."""
+        """What a captured :meth:`apply` has fixed: its numbers, and the addresses of its tensors."""
         tensors = self.stop_ids, self.bias, self.least, self.prompts
         numbers = self.repetition, self.frequency, self.presence, self.has_bias, self.has_minimum, len(self.stop_ids)
         return *numbers, *(tensor.data_ptr() for tensor in tensors)
 
     def apply(self, logits: Tensor, lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
-        """New logits [B, V] for the next token of the rows ``lines`` [B], whose first ``lengths`` [B] tokens lie in ``tokens`` (a line
-        per row of the call, as long as the longest of these or longer)."""
+        """New logits [B, V] for the next token of the rows ``lines`` [B].
+
+        ``tokens`` has a line for each row of the call, at least as long as the longest of ``lines``; ``lengths`` [B]: tokens so
+        far.
+        """
         logits = logits + self.bias.to(logits.dtype) if self.has_bias else logits.clone()
         if self.has_minimum:
             early = lengths < self.least[lines]
@@ -65,10 +70,10 @@ class LogitRules:
         return logits
 
     def _penalise(self, logits: Tensor, history: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> None:
-        """In place."""
+        """Apply the penalties in place."""
         positions = torch.arange(history.shape[1], device=logits.device)
         if self.repetition != 1.0:
-            seen = history.where(positions < lengths, history[:, :1])  # past the end: a token that is seen anyway
+            seen = history.where(positions < lengths, history[:, :1])  # past the end: the first token, which is seen anyway
             scores = logits.gather(1, seen)
             logits.scatter_(1, seen, torch.where(scores < 0, scores * self.repetition, scores / self.repetition))
         if self.frequency or self.presence:
@@ -78,7 +83,7 @@ class LogitRules:
 
 
 def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor:
-    """fp64 [vocab_size]: what is added to every row's logits; minus infinity keeps a token out."""
+    """What is added to every row's logits, fp64 [vocab_size]. Minus infinity keeps a token out."""
     bias = torch.zeros(vocab_size, dtype=torch.float64)
     if sampling.allowed_token_ids is not None:
         bias.fill_(-math.inf)
@@ -92,6 +97,6 @@ def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor:
 def build_rules(
     sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[SequenceState], vocab_size: int, device: torch.device
 ) -> LogitRules | None:
-    """None where neither ``sampling`` nor a row asks for any."""
+    """The rules of a call, or None if neither ``sampling`` nor a row asks for any."""
     rules = LogitRules(sampling, stop_ids, rows, vocab_size, device)
     return rules if rules.has_bias or rules.uses_history or rules.has_minimum or rules.processors else None

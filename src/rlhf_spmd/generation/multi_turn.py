@@ -1,40 +1,40 @@
 """Rows that an environment extends between the model's turns.
 
-A turn ends where a response would: at a stop token or string, or at the row's limit. Then the row is *held*: it keeps its pages,
-unless others need them, and is not scheduled until its environment has answered. The answer's tokens are appended and computed
-like those of a prompt. The replica's first rank runs the environments and tells the others what they said, so that all
-schedulers stay the same; in steps in which no row waits no message is sent.
+A turn ends where a response would: at a stop token or string, or at the row's limit. The row is then *held*: it keeps its pages,
+unless other rows need them, and is not scheduled until its environment has answered. The answer's tokens are appended and
+computed like those of a prompt.
 
-When answers come decides what is computed together, and nothing else: tokens do not depend on it.
+The replica's first rank runs the environments and broadcasts their answers, so all schedulers stay the same. In steps in which no
+row waits it sends nothing. The time of an answer decides which rows are computed together. No token depends on that.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.tokenizer import decode, encode
-from rlhf_spmd.environments.base import Message
-from rlhf_spmd.environments.config import EnvironmentConfig, environment_of
+from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
-from rlhf_spmd.generation.scheduler import Step
-from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.collectives import Group
 
-if TYPE_CHECKING:
-    from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch
-    from rlhf_spmd.generation.runner import Call
-
-Encoded = tuple[int, list[int], float, bool]  # an answer: row id, observation, reward, done
+Encoded = tuple[int, list[int], float, bool]  # an answer: row id, tokens of the observation, reward, done
 
 
 @dataclass(frozen=True)
 class Environments:
-    """What a call needs to run environments, of which each row has one or none: ``configs`` by name; ``rows``: what each row id's
-    environment begins with. ``encoding``: how messages between turns are rendered."""
+    """The environments of a call. A row has one of them or none.
+
+    - configs: by name
+    - rows: by row id, what the row's environment begins with
+    - encoding: how messages between turns are rendered
+    """
 
     configs: Mapping[str, EnvironmentConfig]
     rows: Mapping[int, Mapping[str, Any]]
@@ -43,42 +43,58 @@ class Environments:
 
 
 class MultiTurnRollouts:
-    """The environments of ``rows``, those of ``call`` in ``lanes`` that have one; its ``tick`` is called while it waits, its
-    ``portions`` are told of them at their last answer.
+    """The rows of one call that have an environment, and its answers. A ``with`` statement ends the environments.
 
-    Use it in a ``with`` statement: at its end all answers are there.
+    It changes what belongs to a row (mask, reward, turns, its end). The caller schedules: rows that :meth:`end_turns` returns
+    are to be held, and those that :meth:`answers` returns go on with the tokens beside them, or have ended.
+
+    - rows: by row id, those of the call's rows that have an environment; they are held when the call begins
+    - tick: called while the first rank waits for answers
     """
 
-    def __init__(self, environments: Environments, call: Call, lanes: Sequence[DecodeMicroBatch]) -> None:
-        self.environments, self.replica, self.tick, self.portions = environments, call.mesh.replica, call.tick, call.portions
+    def __init__(
+        self,
+        environments: Environments,
+        rows: Iterable[SequenceState],
+        spec: ModelSpec,
+        replica: Group,
+        tick: Callable[[], None],
+    ) -> None:
+        self.environments, self.spec, self.replica, self.tick = environments, spec, replica, tick
         configs, chosen = environments.configs, environments.rows.items()
         self._names = {row_id: name for row_id, row in chosen if (name := environment_of(configs, row))}
-        self.rows = {row_id: (lane, row) for lane in lanes for row_id, row in lane.rows.items() if row_id in self._names}
-        self._awaited = set(self.rows)  # row ids; the same on every rank
+        self.rows: dict[int, SequenceState] = {}
         self._encoder = PromptEncoder(environments.tokenizer, environments.encoding or EncodingConfig())
         self._runner: EnvironmentRunner | None = None
         if self.replica.rank == 0:
             self._runner = EnvironmentRunner(configs, self._names, environments.rows)
-        for row in (row for lane in lanes for row in lane.rows.values()):
+        for row in rows:
             row.mask = []
-        for row_id, (lane, row) in self.rows.items():
-            lane.scheduler.hold(row)
-            if self._runner is not None:
-                self._runner.reset(row_id)
+            if (row_id := row.request.row_id) in self._names:
+                self.rows[row_id] = row
+                if self._runner is not None:
+                    self._runner.reset(row_id)
+        self._awaited = set(self.rows)  # row ids, the same on every rank
 
     def __enter__(self) -> MultiTurnRollouts:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            while self._awaited and kind is None:
-                self.take_in(wait=True)
-        finally:
-            if self._runner is not None:
-                self._runner.close()
+    def __exit__(self, *_: object) -> None:
+        if self._runner is not None:
+            self._runner.close()
 
-    def record(self, lane: DecodeMicroBatch, step: Step) -> None:
-        """Rows of ``lane`` whose turn this step has ended, before the scheduler lets go of them."""
+    @property
+    def waits(self) -> bool:
+        """Whether an answer is to come."""
+        return bool(self._awaited)
+
+    def awaits(self, row: SequenceState) -> bool:
+        """Whether this row's environment has yet to answer."""
+        return row.request.row_id in self._awaited
+
+    def end_turns(self, step: ScheduledStep) -> list[SequenceState]:
+        """Ask the environments of rows whose turn ``step`` has ended. Returns the rows that go on after the answer."""
+        held = []
         for row in (item.row for item in step.work if item.samples):
             if not (row.stopped or row.length >= row.limit):
                 continue
@@ -90,39 +106,42 @@ class MultiTurnRollouts:
                 continue
             if row.length < row.limit and row.num_turns != self.environments.configs[self._names[row_id]].max_turns:
                 row.stopped = False
-                lane.scheduler.hold(row)
+                held.append(row)
             self._awaited.add(row_id)
             if self._runner is not None:
-                said = [token for token in turn if token not in lane.runner.decoder.spec.eos_token_ids]
-                # models write calls of tools between special tokens
+                said = [token for token in turn if token not in self.spec.eos_token_ids]
+                # models write tool calls between special tokens
                 self._runner.step(row_id, decode(self.environments.tokenizer, [said], skip_special_tokens=False)[0])
+        return held
 
-    def take_in(self, wait: bool) -> None:
-        """Go on with the rows whose environments have answered; with ``wait`` there is at least one.
+    def answers(self, wait: bool) -> list[tuple[SequenceState, list[int]]]:
+        """Rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.
 
         Raises EnvironmentFailure. Collective over the replica: every rank of it must call, in program order.
         """
         if not self._awaited:
-            return
-        said: bytes | None = None
-        if self._runner is not None:  # answers as JSON, or what went wrong; empty where there are none
+            return []
+        sent: bytes | None = None
+        if self._runner is not None:  # answers, or what went wrong, as JSON; empty if there are none
             try:
                 answers: list[Encoded | str] = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
             except EnvironmentFailure as failure:
                 answers = [str(failure)]
-            said = json.dumps(answers).encode() if answers else b""
-        said = self.replica.broadcast_bytes(said, "generation:environments")
-        for answer in json.loads(said) if said else ():
+            sent = json.dumps(answers).encode() if answers else b""
+        sent = self.replica.broadcast_bytes(sent, "generation:environments")
+        taken = []
+        for answer in json.loads(sent) if sent else ():
             if isinstance(answer, str):
                 raise EnvironmentFailure(answer)
-            self._apply(*answer)
+            taken.append(self._take(*answer))
+        return taken
 
     def _encode(self, answer: Answer) -> Encoded:
-        """Raises EnvironmentFailure for an observation that no model could read."""
-        lane, row = self.rows[answer.row_id]
+        """Raises EnvironmentFailure for an observation that the model cannot read."""
+        row = self.rows[answer.row_id]
         if answer.done or not row.held:
             return answer.row_id, [], answer.reward, answer.done
-        ids, vocabulary = self._read(lane, row, answer.observation), lane.runner.decoder.spec.vocab_size
+        ids, vocabulary = self._observation_ids(row, answer.observation), self.spec.vocab_size
         if max(ids, default=0) >= vocabulary:
             raise EnvironmentFailure(
                 f"the observation {answer.observation[:80]!r} of row {answer.row_id} has the token id {max(ids)}, but the model has "
@@ -131,12 +150,12 @@ class MultiTurnRollouts:
         if row.num_new == 0 and row.length + len(ids) >= row.limit:
             raise EnvironmentFailure(
                 f"environment {self._names[answer.row_id]!r}: reset() of row {answer.row_id} observes {len(ids)} tokens, but "
-                f"max_response_length={row.limit - row.prompt_length}, which they count to, must leave one for the model"
+                f"max_response_length={row.limit - row.prompt_length}, which they count towards, must leave one for the model"
             )
         return answer.row_id, ids, answer.reward, answer.done
 
-    def _read(self, lane: DecodeMicroBatch, row: SequenceState, observation: str | list[Message]) -> list[int]:
-        """The tokens of what follows the row's turn; what a template ends a message with is left out where the turn has that already.
+    def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
+        """The tokens after the row's turn. A template's end-of-message token is left out if the turn has it already.
 
         Raises EnvironmentFailure.
         """
@@ -147,24 +166,17 @@ class MultiTurnRollouts:
         except DataError as error:
             raise EnvironmentFailure(f"environment {self._names[row.request.row_id]!r}: {error}") from error
         first, *rest = encode(self.environments.tokenizer, text)
-        has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(lane.runner.decoder.spec.eos_token_ids)
+        has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(self.spec.eos_token_ids)
         return rest if has_ended else [first, *rest]
 
-    def _apply(self, row_id: int, ids: list[int], reward: float, done: bool) -> None:
+    def _take(self, row_id: int, ids: list[int], reward: float, done: bool) -> tuple[SequenceState, list[int]]:
         self._awaited.remove(row_id)
-        lane, row = self.rows[row_id]
-        assert row.mask is not None
+        row = self.rows[row_id]
         row.reward += reward
         if row.held and (done or row.length + len(ids) >= row.limit):
             row.stopped, row.ended = done, True
-            lane.scheduler.remove(row)
-        if row.ended:  # here, or with its last turn
-            if self.portions is not None:
-                self.portions.note(lane, row)
-            return
-        lane.runner.extend(row, ids)
-        row.tokens += ids
+        if row.ended:  # now, or with its last turn
+            return row, []
+        assert row.mask is not None
         row.mask += [False] * len(ids)
-        if lane.speculation is not None:
-            lane.speculation.note(row, len(ids))
-        lane.scheduler.resume(row)
+        return row, ids

@@ -1,4 +1,4 @@
-"""Attention of a step's new tokens over the pages of the cache: by torch, and by the C++ kernels.
+"""Attention of a step's new tokens over the pages of the cache, by torch and by the C++ kernels.
 
 Shape legend: B tiles, H KV heads of this rank, G query heads per KV head, S queries per tile, P pages per tile,
 L = P * page_size keys, D head_dim, T tokens of the step.
@@ -14,20 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.scheduler import Work
-from rlhf_spmd.generation.step_pages import fill_lines, locate_tokens
+from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
+from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, Context, Kernels, on_device
 from rlhf_spmd.kernels.packing import KEY_BLOCK, Alike, visible
 
-TILE_QUERIES = 64  # queries of one row computed together: cuts the unseen future of long prompts
+TILE_QUERIES = 64  # queries of one row computed together; long prompts thus skip most keys that they do not see
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
-GATHER_COST = 2  # gathering a key costs about as much as two queries that look at it,
-GROUP_COST = 6000  # and one more group of tiles about as much as so many such looks
+GATHER_COST = 2  # gathering a key costs about as much as scoring it for two queries
+GROUP_COST = 6000  # one more group of tiles costs about as much as this many scores
 
 
 class Tile(NamedTuple):
-    """``num_queries`` tokens of the step from ``token`` on, of the row that owns ``pages``; ``num_pages``: how many to gather."""
+    """``num_queries`` tokens of the step from ``token`` on, of the row that owns ``pages``. ``num_pages`` of these are gathered."""
 
     token: int
     num_queries: int
@@ -35,10 +34,11 @@ class Tile(NamedTuple):
     pages: list[int]
 
 
-def cut_tiles(work: Sequence[Work], page_size: int) -> list[Tile]:
+def cut_tiles(work: Sequence[SequenceWork], page_size: int) -> list[Tile]:
+    """The tokens of a step in tiles of at most TILE_QUERIES."""
     tiles = []
     token = 0
-    align = math.lcm(KEY_BLOCK, page_size) // page_size  # keys in multiples of KEY_BLOCK: nothing is left to pad
+    align = math.lcm(KEY_BLOCK, page_size) // page_size  # keys in multiples of KEY_BLOCK need no padding
     for row, start, count, _ in work:
         for first in range(start, start + count, TILE_QUERIES):
             last = min(first + TILE_QUERIES, start + count)
@@ -49,7 +49,7 @@ def cut_tiles(work: Sequence[Work], page_size: int) -> list[Tile]:
 
 
 def group_tiles(tiles: Sequence[Tile], page_size: int, num_heads: int) -> list[list[Tile]]:
-    """Tiles that are computed together, padded to the longest: a new group starts where padding would cost more than it."""
+    """Tiles that are computed together, padded to the longest. A new group starts where padding would cost more than a group."""
     alike: dict[tuple[int, int], list[Tile]] = {}
     for tile in tiles:
         alike.setdefault((tile.num_pages, tile.num_queries), []).append(tile)
@@ -77,12 +77,12 @@ def group_tiles(tiles: Sequence[Tile], page_size: int, num_heads: int) -> list[l
 
 
 class _Bucket:
-    """Tiles padded to one number of queries and pages. Padded queries repeat the step's first token; nobody reads them."""
+    """Tiles padded to equal numbers of queries and pages. Padding repeats the step's first token, and its output is not read."""
 
     def __init__(self, tiles: list[Tile], cache: KVCache, positions: Tensor, group_size: int) -> None:
         num_pages, device = tiles[-1].num_pages, cache.pages.device  # groups ascend
-        table = fill_lines([tile.pages for tile in tiles], num_pages, np.int64)
-        self.pages = cache.spread(on_device(table, device), cache.num_pages)
+        page_table = fill_lines([tile.pages for tile in tiles], num_pages, np.int64)
+        self.pages = cache.spread(on_device(page_table, device), cache.num_pages)
         self.tiles = Alike([tile.token for tile in tiles], [tile.num_queries for tile in tiles], device)
         self.positions = positions.index_select(0, self.tiles.index).view(len(tiles), -1)
         self.keys = torch.arange(num_pages * cache.page_size, device=device)
@@ -90,7 +90,7 @@ class _Bucket:
         self._allowed: dict[int | None, Tensor] = {}  # by window
 
     def allowed(self, window: int | None) -> Tensor:
-        """Which keys the rows see, [1, B, S * G, L]."""
+        """Which keys each query sees, [1, B, S * G, L]."""
         if window not in self._allowed:
             seen = visible(self.positions, self.keys, window)  # [B, S, L]
             self._allowed[window] = seen.repeat_interleave(self.group_size, 1)[None]
@@ -98,58 +98,59 @@ class _Bucket:
 
 
 class KernelAttention:
-    """The C++ kernel over the pages as they lie. ``positions`` [T]. Exact: its bits are those of PackedAttention's kernel.
+    """The C++ kernel, which reads pages as they lie. Its bits are those of PackedAttention's kernel.
 
-    ``items`` int64 [rows, 4]: first token of the step, its position, number of tokens, where the row's pages begin in ``table``.
+    ``positions`` [T]. ``items`` int64 [rows, 4]: the row's first token in the step, that token's position, the number of its
+    tokens, and where the row's pages begin in the flat ``page_table``.
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, items: Tensor, table: Tensor) -> None:
+    def __init__(self, cache: KVCache, positions: Tensor, items: Tensor, page_table: Tensor) -> None:
         assert isinstance(cache.ops, Kernels), "pages of another form"
         self.cache, self.kernels, self.positions, self.items = cache, cache.ops, positions, items
         self.space: Tensor | None = None
-        self.table = table.contiguous().view(-1)  # of one column, reshape alone would be a view with gaps
+        self.page_table = page_table.contiguous().view(-1)  # with one column, reshape alone would return a view with gaps
 
     @classmethod
-    def for_step(cls, work: Sequence[Work], cache: KVCache, num_heads: int) -> KernelAttention:
-        step = locate_tokens(work, cache)
-        lines = np.arange(len(work)) * step.table.shape[1]
+    def for_step(cls, work: Sequence[SequenceWork], cache: KVCache, num_heads: int) -> KernelAttention:
+        step = slot_mapping(work, cache)
+        lines = np.arange(len(work)) * step.page_table.shape[1]
         items = np.stack([step.firsts, step.starts, step.counts, lines], 1)
-        return cls(cache, step.positions, torch.from_numpy(items), step.table)
+        return cls(cache, step.positions, torch.from_numpy(items), step.page_table)
 
     @classmethod
-    def decoding(cls, positions: Tensor, table: Tensor, cache: KVCache, num_heads: int) -> KernelAttention:
-        lines = torch.arange(len(table))
-        items = torch.stack([lines, positions, torch.ones_like(lines), lines * table.shape[1]], 1)
-        return cls(cache, positions, items, table)
+    def decoding(cls, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> KernelAttention:
+        lines = torch.arange(len(page_table))
+        items = torch.stack([lines, positions, torch.ones_like(lines), lines * page_table.shape[1]], 1)
+        return cls(cache, positions, items, page_table)
 
     def kernel_context(self, layer_index: int) -> Context:
-        """For the kernel that computes a whole layer."""
+        """The arguments of the kernel that computes a whole layer."""
         pages = self.cache.pages
         at = pages.data_ptr() + layer_index * pages.stride(0) * pages.itemsize
         sizes = pages.shape[3], self.cache.page_size, pages.shape[4]
-        return self.items.data_ptr(), len(self.items), self.table.data_ptr(), at, *sizes
+        return self.items.data_ptr(), len(self.items), self.page_table.data_ptr(), at, *sizes
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
+        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         pages, page_size = self.cache.pages[layer_index], self.cache.page_size
-        return self.kernels.attend_paged(q, k, v, self.items, self.table, pages, page_size, rule)
+        return self.kernels.attend_paged(q, k, v, self.items, self.page_table, pages, page_size, rule)
 
 
 class PagedAttention:
     """The torch attention over gathered pages. ``positions`` [T].
 
-    On CPU it is exact (``kernels.exact``): its bits are PackedAttention's, whatever the batch, page size or chunking.
+    On CPUs its bits are PackedAttention's, whatever the batch, page size or chunking.
     """
 
-    def __init__(self, work: Sequence[Work], cache: KVCache, num_heads: int) -> None:
-        step = locate_tokens(work, cache)
+    def __init__(self, work: Sequence[SequenceWork], cache: KVCache, num_heads: int) -> None:
+        step = slot_mapping(work, cache)
         self.cache, self.positions = cache, step.positions
         self.slots = cache.spread(step.slots, cache.num_pages * cache.page_size)
         groups = group_tiles(cut_tiles(work, cache.page_size), cache.page_size, num_heads)
         self.buckets = [_Bucket(group, cache, step.positions, num_heads // cache.kv_heads) for group in groups]
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]: writes k and v, then attends over the rows' pages."""
+        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         cache = self.cache
         cache.write(layer_index, self.slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -162,13 +163,13 @@ class PagedAttention:
 
 
 class PagedDecoding:
-    """As ``PagedAttention``, with its bits, for one token of each row; keys of all pages in the table are gathered."""
+    """As ``PagedAttention``, with the same bits, for one token per row; gathers all pages of the page table."""
 
-    def __init__(self, positions: Tensor, table: Tensor, cache: KVCache, num_heads: int) -> None:
+    def __init__(self, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> None:
         self.cache, self.positions = cache, positions
-        self.pages = cache.spread(table.long(), cache.num_pages)
-        self.slots = cache.spread(cache.slots_of(positions, table), cache.num_pages * cache.page_size)
-        self.keys = torch.arange(table.shape[1] * cache.page_size, device=table.device)
+        self.pages = cache.spread(page_table.long(), cache.num_pages)
+        self.slots = cache.spread(cache.slots_of(positions, page_table), cache.num_pages * cache.page_size)
+        self.keys = torch.arange(page_table.shape[1] * cache.page_size, device=page_table.device)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         cache, rows = self.cache, len(q)

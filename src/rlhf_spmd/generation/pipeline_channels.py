@@ -1,15 +1,18 @@
-"""What travels between the pipeline stages of a generation replica: hidden states to the next stage, and the drawn tokens from the
-last stage to all others, each of which then plans the next step by itself.
+"""Transfers between the pipeline stages of a generation replica.
 
-No transfer waits where it is started. A rank waits for the hidden states of the step that it is about to compute, for the
-tokens of a lane's last step before it plans the next, and for its oldest sends when many are under way. Nothing of that can wait in
-a circle: number the steps of all lanes in the order in which every rank runs them. The hidden states of step k at stage s need
-step k at stage s - 1; planning step k needs the tokens of an earlier step; a send waits for one of an earlier step. So each wait
-is for a smaller (step, stage).
+Hidden states go to the next stage. Drawn tokens go from the last stage to all others, each of which then plans the next step
+itself.
 
-Hidden states take ``Mesh.pp`` and tokens ``Mesh.pp_back``: NCCL runs the transfers of one communicator one after the other, in the
-order of each side. On each of these two, those of a pair of ranks go one way, in the order of the steps. NCCL also holds up the
-host of the first transfer of a pair until both ranks are in it, and may lock if others are under way: :func:`connect_ways` comes first.
+Starting a transfer never waits. A rank waits for the hidden states of the step that it is about to compute, for the tokens of a
+micro-batch's last step before it plans the next, and for its oldest sends when many are in flight. These waits cannot form a
+circle. Number the steps of all micro-batches in the order in which every rank runs them. The hidden states of step k at stage s
+need step k at stage s - 1. Planning step k needs the tokens of an earlier step. A send waits for a send of an earlier step. So
+each wait is for a smaller (step, stage).
+
+Hidden states use ``Mesh.pp`` and tokens ``Mesh.pp_back``. NCCL runs the transfers of one communicator one after the other, in the
+order in which each side starts them; on each of the two, a pair of ranks transfers in one direction, in the order of the steps. The
+first NCCL transfer of a pair blocks the host until both ranks are in it, and may deadlock while others are in flight. Hence
+:func:`connect_channels` comes first.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from rlhf_spmd.parallel.pipeline import Channel
 
 
 class PipelineChannels:
-    """This rank's ends of the ways of one call. ``waited``: seconds of this rank's host.
+    """This rank's ends of the channels of one call. ``waited``: seconds for which this rank's host waited.
 
     Collective over ``mesh.pp``: every rank of it must call, in program order.
     """
@@ -41,20 +44,21 @@ class PipelineChannels:
         self.waited = 0.0
 
     def receive_hidden(self, buffer: Tensor) -> Tensor:
-        """``buffer``, filled by the stage before."""
+        """``buffer``, filled by the previous stage."""
         self.hidden.post(buffer)
         return self._take(self.hidden)
 
     def send_tokens(self, drawn: Tensor) -> None:
-        """From the last stage to all others."""
+        """Send from the last stage to all others."""
         for channel in self.tokens:
             channel.send(drawn)
 
     def expect_tokens(self, number: int, device: torch.device) -> None:
+        """Post the receipt of ``number`` tokens, on a stage that is not the last."""
         self.tokens[0].post(torch.empty(number, dtype=torch.int64, device=device))
 
     def take_tokens(self) -> Tensor:
-        """Those that were expected first."""
+        """The tokens whose receipt was posted first."""
         return self._take(self.tokens[0])
 
     def finish(self) -> None:
@@ -69,22 +73,24 @@ class PipelineChannels:
         return received
 
 
-def connect_ways(mesh: Mesh, device: torch.device) -> None:
-    """Let NCCL connect the ranks of all ways, one pair at a time. Collective over ``mesh.pp``: every rank of it must call, in program
-    order."""
+def connect_channels(mesh: Mesh, device: torch.device) -> None:
+    """Let NCCL connect the ranks of all channels, one pair at a time.
+
+    Collective over ``mesh.pp``: every rank of it must call, in program order.
+    """
     last = mesh.layout.pp - 1
     if not last or not capabilities(device).nccl:
         return
-    mesh.pp.meet(device)  # for the log-probs at the end of a call, which its last stage broadcasts
-    stages, token = PipelineChannels(mesh), torch.zeros(1, dtype=torch.int64, device=device)
+    mesh.pp.meet(device)  # the last stage broadcasts log-probs at the end of a call
+    channels, token = PipelineChannels(mesh), torch.zeros(1, dtype=torch.int64, device=device)
     if mesh.pp_rank:
-        stages.receive_hidden(token.clone())
+        channels.receive_hidden(token.clone())
     if mesh.pp_rank < last:
-        stages.hidden.send(token)
-        stages.hidden.finish()
-        stages.expect_tokens(1, device)
-        stages.take_tokens()
+        channels.hidden.send(token)
+        channels.hidden.finish()
+        channels.expect_tokens(1, device)
+        channels.take_tokens()
         return
-    for channel in stages.tokens:
+    for channel in channels.tokens:
         channel.send(token)
         channel.finish()

@@ -1,13 +1,14 @@
-"""Runs the steps of one lane on this rank: forward pass of its pipeline stage, draws, and the tokens' way to every stage.
+"""Runs the steps of one micro-batch on this rank: the forward pass of its pipeline stage, the draws, and the transfer of tokens.
 
 All tokens of a call, prompts and drawn ones, lie in one buffer [rows, longest] on the device, beside their log-probs. A step
-gathers its inputs from it, draws a token behind each row's last one (and behind each guess), and writes it there. So rows that
-decode, one token each, can go on at once: the host looks at the tokens after the last repetition, and drops what was drawn after a
-stop. A row that has come to its limit stays where it is: it computes and writes its last token again, the same one. Nothing of
-that depends on the host, so it is captured as a CUDA graph, one for each size of batch, and replayed (``graphs``). Batches are
-then padded with copies of their first row, whose tokens go to a line that nobody reads.
+gathers its inputs from the buffer, draws a token after each row's last one (and after each guess), and writes it there.
 
-Legend: B rows of a step, ``state`` int64 [8, B]: what a draw needs of them, see :meth:`Runner._state`.
+Rows that decode can therefore repeat without the host. It looks at the tokens after the last repetition, and drops what was drawn
+after a stop. A row at its limit computes and writes its last token again. As nothing depends on the host, such a step is
+captured as a CUDA graph, one for each batch size, and replayed (``graphs``). Batches are then padded with copies of their first
+row, whose tokens go to a line that nobody reads.
+
+Legend: B rows of a step; ``state`` int64 [8, B]: what a draw needs of them, see :meth:`Runner._state`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
-from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.kv_cache import KVCache, fill_lines
 from rlhf_spmd.generation.logit_rules import build_rules
-from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
-from rlhf_spmd.generation.sampler import Alike, Drawings, alike_rows, build_drawings, draw_rows, row_keys
-from rlhf_spmd.generation.scheduler import Step, Work
-from rlhf_spmd.generation.sequence import SequenceState
-from rlhf_spmd.generation.step_pages import fill_lines
+from rlhf_spmd.generation.sampler import Drawings, SamplingGroups, build_drawings, draw_rows, group_by_sampling, row_keys
+from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState, SequenceWork
 from rlhf_spmd.generation.stopping import StopCriteria
 from rlhf_spmd.kernels import capabilities, on_device
 from rlhf_spmd.kernels.devices import HostCopy
@@ -42,13 +39,16 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
 
-NOT_FINITE = -1  # sent in place of a drawn token whose log-prob is not finite, so that every rank's host hears of it
-DECODED_PER_LOOK = 8  # tokens of a row between two looks of the host, where steps are captured
+NOT_FINITE = -1  # replaces a drawn token whose log-prob is not finite, so that the host of every rank learns of it
+GRAPH_STEPS_PER_SYNC = 8  # default of steps_per_sync where steps are captured
 
 
-class Launched(NamedTuple):
-    """A step that is queued on the device. ``number``: of the tokens that it draws; ``places`` int64: where these lie in the tokens;
-    ``drawn``: the tokens, on their way to the host, on the last stage."""
+class LaunchedStep(NamedTuple):
+    """A step that is queued on the device.
+
+    ``number``: tokens that it draws; ``places`` int64: where these go in the token buffer; ``drawn``: the tokens on their way
+    to the host, on the last stage.
+    """
 
     number: int
     places: Tensor
@@ -56,92 +56,92 @@ class Launched(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a call of the generator was asked for, and works with. ``version``: of the weights."""
+class GenerationCall:
+    """The arguments of a call of the generator that its runners need. ``stop``: what ends a response; ``version``: of the weights."""
 
     decoder: Decoder
     mesh: Mesh
     config: GenerationConfig
     sampling: SamplingConfig
-    ends: StopCriteria
+    stop: StopCriteria
     seed: int
     version: int
     tick: Callable[[], None]
-    environments: Environments | None = None
-    portions: FinishedGroups | None = None
 
 
 class Runner:
-    """For ``rows``, by their index; ``stages`` is shared by the runners of a call, ``graphs`` by those of a lane.
+    """Runs steps of ``rows``, which are in the order of their index.
 
-    - max_repeats: tokens that a row which decodes may draw before the host looks at them; 0: it looks at each.
-    - captures: steps of rows that decode are CUDA graphs. They are padded, and run apart from the others of a step.
-    - runs_ahead: a step may be launched before the tokens of the last one are read.
+    The runners of a call share ``channels``; those of a micro-batch, one per call, share ``graphs``.
+
+    - max_repeats: tokens that a row which decodes may draw before the host looks at them; 0: it looks at each token
+    - captures: the rows of a step that decode run as a CUDA graph, padded and apart from the other rows
+    - runs_ahead: a step may be launched before the tokens of the last one are read
     """
 
     def __init__(
-        self, call: Call, rows: Sequence[SequenceState], cache: KVCache, stages: PipelineChannels, graphs: Graphs
+        self, call: GenerationCall, rows: Sequence[SequenceState], cache: KVCache, channels: PipelineChannels, graphs: Graphs
     ) -> None:
-        self.decoder, self.mesh, self.cache, self.stages, self.graphs = call.decoder, call.mesh, cache, stages, graphs
+        self.decoder, self.mesh, self.cache, self.channels, self.graphs = call.decoder, call.mesh, cache, channels, graphs
         decoder, sampling, config, self.device = call.decoder, call.sampling, call.config, cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
-        self.rules = build_rules(sampling, call.ends.token_ids, rows, decoder.spec.vocab_size, self.device)
-        drawings = [row.request.drawing or sampling.drawing for row in rows]
-        number = {drawing: i for i, drawing in enumerate(dict.fromkeys(drawings))}
-        self.samplings = [sampling.drawn_by(drawing) for drawing in number]  # mostly there is one
-        self._sampling_of = np.array([number[drawing] for drawing in drawings])
+        self.rules = build_rules(sampling, call.stop.token_ids, rows, decoder.spec.vocab_size, self.device)
+        overrides = [row.request.overrides or sampling.overrides for row in rows]
+        number = {each: i for i, each in enumerate(dict.fromkeys(overrides))}
+        self.samplings = [sampling.with_overrides(each) for each in number]  # mostly there is one
+        self._sampling_of = np.array([number[each] for each in overrides])
         processors = self.rules is not None and self.rules.processors
-        # otherwise another stage, a guess or a user's function decides what follows a step
+        # with other stages, guesses or users' functions the next step depends on the host
         repeatable = decoder.pp == 1 and not config.speculative_tokens and not processors
         self._in_one_pass = isinstance(decoder.ops, DrawsRows)
         self.captures = repeatable and self._can_capture(config)
-        each = config.steps_per_sync or (DECODED_PER_LOOK if self.captures else 1)
+        each = config.steps_per_sync or (GRAPH_STEPS_PER_SYNC if self.captures else 1)
         self.max_repeats = each if repeatable and (each > 1 or self.captures) else 0
         self._most_rows = padded_size(config.max_num_seqs)
         self.runs_ahead = repeatable and capabilities(self.device).streams
         self._allocate(rows, sampling.logprobs)
         self.row_ids = [row.request.row_id for row in rows]
-        seeds, numbers = zip(*(row.request.drawn_as or (call.seed, row.request.row_id) for row in rows), strict=True)
+        seeds, numbers = zip(*(row.request.draw_key or (call.seed, row.request.row_id) for row in rows), strict=True)
         keys = row_keys(seeds, torch.tensor([row.step for row in rows]), torch.tensor(numbers)).tolist()
         prompts, limits = [row.prompt_length for row in rows], [row.limit for row in rows]
         firsts = [(i * self.width, i * self.most - length) for i, length in enumerate(prompts)]
         self._constants = np.array([*zip(*firsts, strict=True), prompts, limits, keys], dtype=np.int64)  # by line, see _state
 
     def _allocate(self, rows: Sequence[SequenceState], num_top: int) -> None:
-        """The buffers of the call, with a line for each row and more for padding: new ones, or for graphs those of earlier calls."""
+        """Make the buffers of the call, with a line for each row and one for padding. Graphs use those of earlier calls again."""
         lines, width, most = len(rows) + 1, max(row.limit for row in rows), max(row.request.max_new_tokens for row in rows)
-        notes = 1 + any(each.log_prob_temperature != 1.0 for each in self.samplings)
+        num_kinds = 1 + any(each.log_prob_temperature != 1.0 for each in self.samplings)
         arena = self.graphs.arena if self.captures else Arena()
-        take, notes = partial(arena.take, device=self.device), 2 if self.captures else notes
-        num_tokens, num_notes = arena.size("tokens", lines * width), arena.size("notes", lines * most)
+        take, num_kinds = partial(arena.take, device=self.device), 2 if self.captures else num_kinds
+        num_tokens, num_log_probs = arena.size("tokens", lines * width), arena.size("log_probs", lines * most)
         dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
         self.width, self.most = width, most
         self.tokens = take("tokens", (num_tokens,), torch.int64)
         self.history = self.tokens[: lines * width].view(lines, width)
         filled = fill_lines([row.tokens for row in rows], width, np.int64)
         self.tokens[: filled.size] = torch.from_numpy(filled).view(-1)
-        # by line and number in the response: at the sampling temperature, and at 1 where that differs
-        self.log_probs = take("log_probs", (notes, num_notes), dtype).zero_()
-        num_tops = arena.size(f"top {num_top}", lines * most) if num_top else 0  # not of calls that ask for none
+        # by line and place in the response: at the sampling temperature, and at 1 where that differs
+        self.log_probs = take("log_probs", (num_kinds, num_log_probs), dtype).zero_()
+        num_tops = arena.size(f"top {num_top}", lines * most) if num_top else 0
         self.top_ids = take("top_ids", (num_tops, num_top), torch.int64).zero_()
         self.top_log_probs = take("top_log_probs", (num_tops, num_top), dtype).zero_()
 
-    def start(self, step: Step, repeats: int = 0) -> Launched:
-        """This stage's part of a step. With ``repeats`` its rows that decode draw so many tokens, for which their pages have room, or
-        as many as their limit leaves. On GPUs the host does not wait for it.
+    def start(self, step: ScheduledStep) -> LaunchedStep:
+        """Launch this stage's part of a step. On GPUs the host does not wait for it.
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
+        repeats = step.repeats
         if step.copies:
             self.cache.copy_pages(step.copies)
         decoding = [item.row for item in step.work if item.decodes] if repeats else []
         others = [item for item in step.work if not (repeats and item.decodes)]
-        lines, ends = self._drawn_by(step.work, repeats)
-        places, notes = (self._constants[:2, lines] + ends).astype(np.int64)
+        lines, ends = _draws(step.work, repeats)
+        places, log_prob_places = (self._constants[:2, lines] + ends).astype(np.int64)
         tokens_at = on_device(places, self.device)
         if others:
             hidden = self._forward(others)
-            some, lengths = self._drawn_by(others, 0)
+            some, lengths = _draws(others, 0)
             if self.decoder.is_last and len(some):
                 history = self.history[:, : int(lengths.max())]
                 self._draw(self._last_tokens(hidden, others), self._state(some, lengths), *self._settings(some), history)
@@ -149,44 +149,32 @@ class Runner:
             self._decode(decoding, repeats)
         drawn = None
         if self.decoder.is_last and len(lines):
-            finite = self.log_probs[-1].index_select(0, on_device(notes, self.device)).isfinite()
+            finite = self.log_probs[-1].index_select(0, on_device(log_prob_places, self.device)).isfinite()
             values = torch.where(finite, self.tokens.index_select(0, tokens_at), NOT_FINITE)
-            self.stages.send_tokens(values)
+            self.channels.send_tokens(values)
             drawn = HostCopy(values)
         elif len(lines):
-            self.stages.expect_tokens(len(lines), self.device)
-        return Launched(len(lines), tokens_at, drawn)
+            self.channels.expect_tokens(len(lines), self.device)
+        return LaunchedStep(len(lines), tokens_at, drawn)
 
-    def finish(self, launched: Launched) -> list[int]:
-        """Token ids that a started step drew, in the order of its work: of each row that samples one, one more for each token of its
-        draft, or as many as its repetitions gave. The same on every rank of the replica. Steps are finished in their order.
+    def finish(self, launched: LaunchedStep) -> list[int]:
+        """The token ids that a started step drew, in the order of its work and of each row's draws; the same on every rank.
 
-        NOT_FINITE stands for one whose log-prob is not. Collective over the replica: every rank of it must call, in program order.
+        NOT_FINITE replaces a token whose log-prob is not finite. Steps are finished in the order of their starts.
+        Collective over the replica: every rank of it must call, in program order.
         """
         if not launched.number:
             return []
         if launched.drawn is None:
-            taken = self.stages.take_tokens()
+            taken = self.channels.take_tokens()
             self.tokens.index_copy_(0, launched.places, taken)
             token_ids: list[int] = taken.tolist()
         else:
             token_ids = launched.drawn.tolist()
         return token_ids
 
-    def _drawn_by(self, work: Sequence[Work], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The line of each token that ``work`` draws, and how many tokens stand before it."""
-        rows = [item.row for item in work if item.samples]
-        counts = [
-            min(repeats, item.row.limit - item.row.length) if repeats and item.decodes else 1 + len(item.row.draft)
-            for item in work
-            if item.samples
-        ]
-        lines = np.repeat(np.array([row.index for row in rows], dtype=np.int64), counts)
-        ends = [row.length + number for row, count in zip(rows, counts, strict=True) for number in range(count)]
-        return lines, np.array(ends, dtype=np.int64)
-
     def extend(self, row: SequenceState, token_ids: Sequence[int]) -> None:
-        """Tokens that were not drawn follow those of ``row``; their log-probs are 0, whatever was drawn there after a stop."""
+        """Put tokens that the model did not draw after those of ``row``. Their log-probs become 0."""
         at = row.index * self.width + row.length
         self.tokens[at : at + len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
         first = row.index * self.most + row.num_new
@@ -195,8 +183,10 @@ class Runner:
         self.top_ids[new], self.top_log_probs[new] = 0, 0.0
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What was noted of the drawn tokens, on the CPU of every rank of the replica: log-probs [rows, longest response] at
-        the sampling temperature and at 1, the likeliest tokens' ids and log-probs [rows, longest response, logprobs].
+        """What is known of the drawn tokens, on the CPU of every rank of the replica.
+
+        Returns log-probs [rows, longest response] at the sampling temperature and at 1, and the likeliest tokens' ids and log-probs
+        [rows, longest response, logprobs].
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -210,16 +200,16 @@ class Runner:
         top_ids, top_log_probs = (top[:used].cpu().view(*shape, top.shape[1]) for top in tops)
         return log_probs[0].view(shape), log_probs[-1].view(shape), top_ids, top_log_probs
 
-    def noted(self, row: SequenceState) -> list[Tensor]:
-        """On a last stage, between two steps: what :meth:`results` will have of a row."""
+    def row_results(self, row: SequenceState) -> list[Tensor]:
+        """The :meth:`results` of one row so far (last stage only, between two steps)."""
         first = row.index * self.most
         parts = self.log_probs[0], self.log_probs[-1], self.top_ids, self.top_log_probs
         return [part[first : first + row.num_new].cpu() for part in parts]
 
-    def _forward(self, work: Sequence[Work]) -> Tensor:
-        """Hidden states after this stage's layers, those of all tokens of ``work`` in its order."""
+    def _forward(self, work: Sequence[SequenceWork]) -> Tensor:
+        """The hidden states of all tokens of ``work`` after this stage's layers."""
         drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in work if item.row.draft]
-        if drafts:  # guesses are inputs like tokens that were drawn; those that fail are overwritten
+        if drafts:  # guesses are inputs like drawn tokens; wrong ones are overwritten
             places = [first + i for first, draft in drafts for i in range(len(draft))]
             tokens = [token for _, draft in drafts for token in draft]
             self.tokens.index_copy_(0, *(on_device(np.array(each, dtype=np.int64), self.device) for each in (places, tokens)))
@@ -230,15 +220,15 @@ class Runner:
         else:
             num_tokens = sum(item.num_tokens for item in work)
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
-            inputs = self.stages.receive_hidden(inputs)
+            inputs = self.channels.receive_hidden(inputs)
         hidden = self.decoder(inputs, attention)
         if not self.decoder.is_last:
-            self.stages.hidden.send(hidden)
+            self.channels.hidden.send(hidden)
         return hidden
 
-    def _last_tokens(self, hidden: Tensor, work: Sequence[Work]) -> Tensor:
-        """The hidden states that a token is drawn from."""
-        counts = [1 + len(item.row.draft) if item.samples else 0 for item in work]
+    def _last_tokens(self, hidden: Tensor, work: Sequence[SequenceWork]) -> Tensor:
+        """The hidden states after which a token is drawn."""
+        counts = [item.num_draws(0) for item in work]
         if counts == [item.num_tokens for item in work]:
             return hidden
         ends = np.cumsum([item.num_tokens for item in work])
@@ -246,32 +236,37 @@ class Runner:
         return hidden.index_select(0, on_device(chosen, self.device))
 
     def _state(self, lines: NDArray[np.int64], lengths: NDArray[np.int64], num_padding: int = 0) -> Tensor:
-        """What a draw needs of its rows, int64 [8, B]: ``lines`` (in the buffer), ``lengths`` (tokens so far), where a row's drawn
-        tokens go, where its notes would begin if prompts had some, the prompts' lengths, the limits, the keys of the draws, where a
-        row's tokens begin. The last ``num_padding`` columns write to the line of padding."""
+        """What a draw needs of its rows, int64 [8, B].
+
+        In order: ``lines`` in the buffer; ``lengths``, tokens so far; where a row's tokens go in the flat buffer; where its
+        log-probs would begin if prompts had some; prompt lengths; limits; keys of the draws; where a row's tokens are read
+        from. The last ``num_padding`` columns write to the line of padding.
+        """
         constants = self._constants[:, lines]
-        state = np.empty((8, len(lines)), dtype=np.int64)  # by rows: kernels take each as it lies
+        state = np.empty((8, len(lines)), dtype=np.int64)  # one line per quantity: kernels read contiguous lines
         state[0], state[1], state[2:7], state[7] = lines, lengths, constants, constants[0]
         padding = slice(len(lines) - num_padding, len(lines))
         state[2, padding] = len(self.row_ids) * self.width
         state[3, padding] = len(self.row_ids) * self.most - state[4, padding]
         return on_device(state, self.device)
 
-    def _draw(self, hidden: Tensor, state: Tensor, drawings: Drawings, alike: Alike, history: Tensor) -> None:
-        """Draw and note a token after each of ``hidden`` [B, hidden]. ``history``: as much of the tokens as these rows have. ``alike``:
-        the rows by their settings, where they are not drawn in one pass.
+    def _draw(self, hidden: Tensor, state: Tensor, drawings: Drawings, groups: SamplingGroups, history: Tensor) -> None:
+        """Draw a token after each of ``hidden`` [B, hidden], and write it and its log-probs to the buffers.
+
+        ``history``: the buffer's tokens, as far as these rows have any. ``groups``: the rows by their settings, if those are
+        needed.
 
         Collective over tp: every rank of it must call, in program order.
         """
-        lines, lengths, tokens_from, notes_from, prompts, _, keys, _ = state
+        lines, lengths, tokens_from, log_probs_from, prompts, _, keys, _ = state
         scores = logits = local_logits(self.decoder, hidden)
         whole = gather_logits(self.decoder, logits) if self.rules is not None or self.top_ids.numel() else logits
         if self.rules is not None:
             scores = self.rules.apply(whole, lines, lengths, history)
         ops, numbers = self.decoder.ops, lengths - prompts
-        drawn, log_probs, at_one = draw_rows(ops, scores, logits, drawings, keys, numbers, self.decoder, alike)
+        drawn, log_probs, at_one = draw_rows(ops, scores, logits, drawings, keys, numbers, self.decoder, groups)
         self.tokens.index_copy_(0, tokens_from + lengths, drawn)
-        places = notes_from + lengths
+        places = log_probs_from + lengths
         self.log_probs[-1].index_copy_(0, places, at_one)
         if len(self.log_probs) > 1:
             self.log_probs[0].index_copy_(0, places, log_probs)
@@ -280,60 +275,73 @@ class Runner:
             self.top_ids.index_copy_(0, places, top)
             self.top_log_probs.index_copy_(0, places, log_probs_of(self.decoder, logits, top))
 
-    def _settings(self, lines: NDArray[np.int64]) -> tuple[Drawings, Alike]:
-        """How these rows are drawn; by settings only where they are not drawn in one pass."""
+    def _settings(self, lines: NDArray[np.int64]) -> tuple[Drawings, SamplingGroups]:
+        """How these rows are sampled. Groups are made only for ops that do not draw all rows in one pass."""
         kinds = self._sampling_of[lines]
-        alike = [] if self._in_one_pass else alike_rows(self.samplings, kinds, self.device)
-        return build_drawings(self.samplings, kinds, self.device), alike
+        groups = [] if self._in_one_pass else group_by_sampling(self.samplings, kinds, self.device)
+        return build_drawings(self.samplings, kinds, self.device), groups
 
     def _decode(self, rows: Sequence[SequenceState], repeats: int) -> None:
-        """``repeats`` steps of one token of each row."""
+        """Run ``repeats`` steps of one token per row."""
         num_padding = padded_size(len(rows)) - len(rows) if self.captures else 0
         padded = [*rows, *[rows[0]] * num_padding]
         width = max(len(row.pages) for row in rows)
         lines = np.array([row.index for row in padded])
         state = self._state(lines, np.array([row.length for row in padded]), num_padding)
-        drawings, alike = self._settings(lines)
-        pages = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
+        drawings, groups = self._settings(lines)
+        page_table = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
         if not self.captures:
             history = self.history[:, : max(row.length for row in rows) + repeats]
             for _ in range(repeats):
-                self._decode_once(state, pages, drawings, alike, history)
+                self._decode_once(state, page_table, drawings, groups, history)
             return
         n, most, take = len(padded), self._most_rows, partial(self.graphs.arena.take, device=self.device)
         width = self.graphs.arena.size("pages", -(-(self.width - 1) // self.cache.page_size))
         held, table = take("state", (len(state), most), torch.int64)[:, :n], take("table", (most, width), torch.int32)[:n]
         held.copy_(state)
         table.zero_()
-        table[:, : pages.shape[1]] = pages
+        table[:, : page_table.shape[1]] = page_table
         settings = drawings._replace(
             temperature=take("temperature", (most,), torch.float32)[:n].copy_(drawings.temperature),
             top_p=take("top_p", (most,), torch.float32)[:n].copy_(drawings.top_p),
             min_p=take("min_p", (most,), torch.float32)[:n].copy_(drawings.min_p),
             top_k=take("top_k", (most,), torch.int32)[:n].copy_(drawings.top_k),
         )
-        step = partial(self._decode_once, held, table, settings, alike, self.history)
+        step = partial(self._decode_once, held, table, settings, groups, self.history)
         flags = drawings.filters, drawings.greedy, drawings.tempered
-        key = n, flags, alike[0][0].drawing if alike else None
+        key = n, flags, groups[0][0].overrides if groups else None
         self.graphs.run(step, repeats, key, self._addresses())
 
     def _addresses(self) -> tuple[object, ...]:
-        """All that a captured step rests on and that is not in the arena."""
+        """What a captured step has fixed outside the arena: addresses, shapes and rules."""
         rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
         return self.cache.pages.data_ptr(), self.cache.pages.shape, weights, rules
 
-    def _decode_once(self, state: Tensor, table: Tensor, drawings: Drawings, alike: Alike, history: Tensor) -> None:
-        """The next token of each row. ``state``: its lengths grow; ``table`` int32 [B, P]: pages. On device tensors only."""
+    def _decode_once(
+        self, state: Tensor, page_table: Tensor, drawings: Drawings, groups: SamplingGroups, history: Tensor
+    ) -> None:
+        """Draw the next token of each row and add 1 to the lengths in ``state``. The host reads no tensor here."""
         _, lengths, _, _, _, limits, _, tokens_from = state
         inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
-        attention = self.cache.backend.decoding(lengths - 1, table, self.cache, self.num_heads)
-        self._draw(self.decoder(inputs, attention), state, drawings, alike, history)
+        attention = self.cache.backend.decoding(lengths - 1, page_table, self.cache, self.num_heads)
+        self._draw(self.decoder(inputs, attention), state, drawings, groups, history)
         lengths += lengths + 1 < limits
 
     def _can_capture(self, config: GenerationConfig) -> bool:
-        """Experts may look at counts on the host; torch's paged attention takes other memory each time. Rows that draw in groups do it
-        in other ones from step to step, and such a top_p looks at numbers on the host."""
+        """Whether decode steps can be CUDA graphs: no host reads and no changing memory.
+
+        Experts may read counts on the host, and torch's paged attention allocates anew each time. Rows that are drawn group by
+        group form other groups in each step, and their top_p reads numbers on the host.
+        """
         wanted = config.captures(self.device, self.decoder.tp.size, self.decoder.pp) and self.cache.backend.capturable
-        plain = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
-        return wanted and plain and not self.decoder.waits_for_experts
+        same_draws = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
+        return wanted and same_draws and not self.decoder.waits_for_experts
+
+
+def _draws(work: Sequence[SequenceWork], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The line of each token that ``work`` draws, and the row's length before it."""
+    counts = [item.num_draws(repeats) for item in work]
+    lines = np.repeat(np.array([item.row.index for item in work], dtype=np.int64), counts)
+    ends = [item.row.length + number for item, count in zip(work, counts, strict=True) for number in range(count)]
+    return lines, np.array(ends, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Drawing tokens: a draw depends on (seed, step, row id, position) and on the row's own logits, on nothing else.
+"""Draws tokens. A draw depends only on (seed, step, row id, position) and on the row's own logits.
 
 Each draw takes one uniform number from a counter-based generator (splitmix64's finaliser over the four counters) and inverts
-the cumulative distribution in vocabulary order, in fp64. Batch, order, rank and layout do not enter.
+the cumulative distribution in vocabulary order, in fp64. Batch, order, rank and layout do not matter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,24 @@ from rlhf_spmd.kernels.drawings import Drawings, Drawn, DrawsRows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, log_probs_of
 
-__all__ = ["Alike", "Drawings", "alike_rows", "build_drawings", "draw_rows", "filter_weights", "row_keys", "sample", "uniform"]
+__all__ = [
+    "Drawings",
+    "SamplingGroups",
+    "build_drawings",
+    "draw_rows",
+    "filter_weights",
+    "group_by_sampling",
+    "row_keys",
+    "sample",
+    "uniform",
+]
 
-Alike = list[tuple[SamplingConfig, Tensor | None]]  # which of a step's draws follow which settings; None: all of them
-CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: bounds the fp64 work space to 256 MB
+SamplingGroups = list[tuple[SamplingConfig, Tensor | None]]  # settings, and the draws that follow them; None: all draws
+CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: limits the fp64 work space to 256 MB
 
 
 def _signed(x: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """The same 64 bits as a signed number, as torch's int64 has them."""
     return (x & ((1 << 64) - 1)) - ((x >> 63 & 1) << 64)
 
 
@@ -49,20 +59,24 @@ def _stir(state: Tensor, counter: Tensor) -> Tensor:
 
 
 def row_keys(seeds: int | Sequence[int], steps: Tensor, row_ids: Tensor) -> Tensor:
-    """What :func:`uniform` makes of all but the positions, int64 as ``steps`` and ``row_ids`` [rows]. ``seeds``: of each, or of all."""
+    """The keys of the rows' draws for :func:`uniform`, int64 [rows]. ``seeds``: one per row, or one for all."""
     signed = _signed(seeds) if isinstance(seeds, int) else list(map(_signed, seeds))
     return _stir(_stir(torch.tensor(signed, device=row_ids.device).expand_as(row_ids), steps), row_ids)
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """fp64 [rows] in [0, 1), of 53 random bits each, the same on every device. ``keys``: :func:`row_keys`. ``positions``: of the drawn
-    token in its response."""
+    """Random numbers in [0, 1), fp64 [rows], of 53 bits each; the same on every device.
+
+    ``keys``: from :func:`row_keys`. ``positions``: of the drawn tokens in their responses.
+    """
     return _shift_right(_stir(keys, positions), 11).double() * 2.0**-53
 
 
 def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
-    """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows] (unused when greedy). They lie in the
-    vocabulary, whatever the logits are; from logits that are not finite they mean nothing."""
+    """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows], which greedy sampling does not use.
+
+    Ids are always inside the vocabulary. From logits that are not finite they mean nothing.
+    """
     ops = choose_ops(logits.dtype, logits.device)
     if sampling.greedy:
         return ops.argmax(logits)
@@ -81,14 +95,14 @@ def _sample_rows(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Ten
         scores /= sampling.temperature
     weights = filter_weights(scores.exp_(), sampling)
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    # right=True: the first token whose cumulative weight exceeds the draw, hence never one of weight 0.
+    # right=True: the first token whose cumulative weight exceeds the draw, so never a token of weight 0.
     # A draw is at most 1 - 2**-53, so draw * total < total in fp64 too.
     found = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True).squeeze(1)
     return found.clamp_(max=weights.shape[1] - 1)  # beyond it only where weights are not finite
 
 
 def filter_weights(weights: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Zero what min_p, top_k and top_p exclude. ``weights`` [rows, vocabulary]: exp(score - largest score), so at most 1."""
+    """Set to 0 what min_p, top_k and top_p exclude. ``weights`` [rows, vocabulary]: exp(score - largest score), at most 1."""
     vocabulary = weights.shape[1]
     if sampling.min_p > 0.0:
         weights = weights.where(weights >= sampling.min_p, 0.0)
@@ -101,9 +115,9 @@ def filter_weights(weights: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Keep the likeliest tokens until their weight reaches ``top_p`` of the whole; of equal ones the lower ids.
+    """Keep the likeliest tokens until their weight reaches ``top_p`` of the sum. Of equal weights, the lower ids are kept.
 
-    Sorting a vocabulary is dear and the nucleus is mostly small, so the largest 256 are tried first, then all.
+    Sorting a vocabulary is expensive and the nucleus mostly small, so the largest 256 weights are tried first, then all.
     """
     vocabulary = weights.shape[1]
     goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -119,7 +133,7 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
     last = (kept.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # none is kept only where weights are not finite
     threshold = largest.gather(1, last)
     above = weights > threshold
-    # of the tokens that equal the last kept weight, so many as the nucleus still has room for
+    # keep as many tokens with the last kept weight as the nucleus has room for
     room = last + 1 - above.sum(dim=-1, keepdim=True)
     ties = weights == threshold
     if bool((ties.sum(dim=-1, keepdim=True) > room).any()):
@@ -128,7 +142,7 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
 
 
 def build_drawings(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device) -> Drawings:
-    """Settings of rows, of which row i follows ``samplings[kinds[i]]``."""
+    """The settings of rows as tensors; row i follows ``samplings[kinds[i]]``."""
     present = [samplings[kind] for kind in np.unique(kinds)]
     floats = [(each.temperature, each.top_p, each.min_p) for each in samplings]
     columns = on_device(np.ascontiguousarray(np.array(floats, dtype=np.float32).reshape(-1, 3)[kinds].T), device)
@@ -145,8 +159,8 @@ def build_drawings(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64]
     )
 
 
-def alike_rows(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device) -> Alike:
-    """The same rows in groups that are drawn alike."""
+def group_by_sampling(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device) -> SamplingGroups:
+    """Group the rows by their settings; row i follows ``samplings[kinds[i]]``."""
     if (kinds == kinds[0]).all():
         return [(samplings[kinds[0]], None)]
     return [(samplings[kind], on_device(np.flatnonzero(kinds == kind), device)) for kind in np.unique(kinds)]
@@ -160,74 +174,81 @@ def draw_rows(
     keys: Tensor,
     positions: Tensor,
     decoder: Decoder,
-    alike: Alike,
+    groups: SamplingGroups,
 ) -> Drawn:
-    """Draw a token of each row: token ids int64 [B], their log-probs [B] at the row's temperature (1 where it is greedy) and at 1.
+    """Draw a token for each row. Returns token ids int64 [B] and their log-probs [B], at the row's temperature and at 1.
 
-    - logits: this rank's slice [B, V_local] (``local_logits``), from which log-probs come
-    - scores: what tokens are drawn from: ``logits`` itself where no rules changed them, else all of the vocabulary [B, V]
-    - keys, positions: int64 [B], what :func:`uniform` takes
-    - alike: the rows by their settings, which ops without :class:`DrawsRows` draw group by group; others do not read it
+    The temperature of greedy rows counts as 1.
 
-    A row whose logits or scores are not finite gets some token of the vocabulary and a log-prob at 1 that is not finite. The two
-    log-probs are one tensor where ``drawings`` are not tempered. With :class:`DrawsRows` the host waits for nothing.
+    - logits: this rank's slice [B, V_local] (``local_logits``), from which log-probs are computed
+    - scores: what tokens are drawn from: ``logits`` itself if no rules changed them, else the whole vocabulary [B, V]
+    - keys, positions: int64 [B], the arguments of :func:`uniform`
+    - groups: the rows by their settings; read only by ops without :class:`DrawsRows`, which draw group by group
+
+    A row whose logits or scores are not finite gets some token of the vocabulary, and a log-prob at 1 that is not finite. The two
+    log-probs are one tensor if ``drawings`` are not tempered. With :class:`DrawsRows` the host does not wait.
     Collective over tp: every rank of it must call, in program order; tokens and log-probs are the same on all.
     """
     if not isinstance(ops, DrawsRows):
-        return _draw_alike(scores, logits, drawings, keys, positions, decoder, alike)
+        return _draw_groups(scores, logits, drawings, keys, positions, decoder, groups)
     tp, (first, last) = decoder.tp, decoder.vocab_range
     if tp.size == 1:
         return ops.draw_rows(scores, logits, drawings, keys, positions)
     if drawings.filters and not drawings.greedy:
         whole = gather_logits(decoder, logits)
         drawn = ops.draw_rows(whole if scores is logits else scores, whole, drawings, keys, positions)
-        for each in drawn[: 2 + drawings.tempered]:  # one rank's: devices of several kinds may round otherwise
+        for each in drawn[: 2 + drawings.tempered]:  # devices of different kinds may round differently
             tp.broadcast(each, 0, "generation:tokens")
         return drawn
     local = logits if scores is logits else scores[:, first:last]
     sums = ops.tile_sums(local, logits, drawings, -(-decoder.spec.vocab_size // tp.size))
     tiles = torch.stack(tp.all_gather(sums, "generation:tile_sums"))
     found = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, drawings, keys, positions)
-    found = tp.all_reduce(found, "generation:tokens")  # the owner of a token has it, the others have zeros
+    found = tp.all_reduce(found, "generation:tokens")  # only the rank that owns a token has it; the others have zeros
     log_probs = found[1:].to(logits.dtype)
     return found[0].to(torch.int64), log_probs[0], log_probs[1]
 
 
-def _draw_alike(
-    scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor, decoder: Decoder, alike: Alike
+def _draw_groups(
+    scores: Tensor,
+    logits: Tensor,
+    drawings: Drawings,
+    keys: Tensor,
+    positions: Tensor,
+    decoder: Decoder,
+    groups: SamplingGroups,
 ) -> Drawn:
-    """As :func:`draw_rows`, group by group: rows do not see each other, so each group is drawn as if it were alone."""
+    """As :func:`draw_rows`, group by group. Rows do not influence each other, so a group is drawn as if it were alone."""
     ruled = scores is not logits
     if not ruled:
         scores = gather_logits(decoder, logits)
     draws = positions if drawings.greedy else uniform(keys, positions)
     parts: list[Drawn] = []
-    for sampling, chosen in alike:
+    for sampling, chosen in groups:
         some, some_scores, some_draws = logits, scores, draws
         if chosen is not None:
             some, some_draws = logits[chosen], draws[chosen]
             some_scores = some if scores is logits else scores[chosen]
         drawn = sample(some_scores, sampling, some_draws)
-        if not capabilities(
-            drawn.device
-        ).exact:  # cumulative sums may differ between ranks in the last bit, then schedules would
+        # cumulative sums may differ between ranks in the last bit, and then their schedules would
+        if not capabilities(drawn.device).batch_invariant:
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
         at_one = log_probs_of(decoder, some, drawn)
         tempered = sampling.log_prob_temperature
         parts.append((drawn, at_one if tempered == 1.0 else log_probs_of(decoder, some, drawn, tempered), at_one))
-    if len(alike) == 1 and alike[0][1] is None:
+    if len(groups) == 1 and groups[0][1] is None:
         tokens, log_probs, at_one = parts[0]
     else:
-        tokens, log_probs, at_one = (_joined(column, alike) for column in zip(*parts, strict=True))
-    if ruled:  # rules may leave nothing to draw
+        tokens, log_probs, at_one = (_joined(column, groups) for column in zip(*parts, strict=True))
+    if ruled:  # rules may leave no token to draw
         at_one = at_one.masked_fill(~scores.amax(1).isfinite(), torch.nan)
     return tokens, log_probs, at_one
 
 
-def _joined(parts: Sequence[Tensor], alike: Alike) -> Tensor:
-    """Parts of groups as one tensor, in the order of the rows."""
+def _joined(parts: Sequence[Tensor], groups: SamplingGroups) -> Tensor:
+    """One tensor of the parts, in the order of the rows."""
     joined = parts[0].new_empty(sum(map(len, parts)))
-    for part, (_, chosen) in zip(parts, alike, strict=True):
+    for part, (_, chosen) in zip(parts, groups, strict=True):
         assert chosen is not None, "a group of all rows has no others beside it"
         joined.index_copy_(0, chosen, part)
     return joined

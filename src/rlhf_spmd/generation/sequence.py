@@ -1,7 +1,7 @@
-"""A row's three stations: what is asked for (:class:`Request`), the row in flight (:class:`SequenceState`), what came of it
-(:class:`Completion`).
+"""A row of generation from request to completion, and the work of one step.
 
-Without torch, as are ``scheduler`` and ``page_pool``.
+:class:`Request` says what to generate, :class:`SequenceState` is the row in flight, :class:`Completion` is the result.
+:class:`ScheduledStep` is what the scheduler hands to the runner. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]  # (tokens drawn so far, logits [vocabulary]) -> logits to draw from
+LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]  # (tokens drawn so far, logits [vocabulary]) -> new logits
 
 
 class NotFinite(FloatingPointError):
-    """The model gave a token of a row a log-prob that is not finite, or a function left logits to draw from that are not."""
+    """The log-prob of a drawn token is not finite, or a logits processor returned logits that are not."""
 
     def __init__(self, row_id: int) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class NotFinite(FloatingPointError):
 
 
 class SamplingOverrides(NamedTuple):
-    """What of ``SamplingConfig`` the rows of one call may differ in: how a token is drawn from its logits."""
+    """The fields of ``SamplingConfig`` that may differ between the rows of one call."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,11 +39,13 @@ class SamplingOverrides(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One row to generate. ``row_id`` (stable, unique) keys its random draws; rows of one prompt share ``group_id``.
+    """One row to generate. Rows of one prompt share ``group_id``.
 
-    ``min_new_tokens``: the row's own ``min_response_length``; the larger of both counts. ``drawing``: None is the call's.
-    ``drawn_as``: a seed and a number that key its draws in place of the call's seed and its row id. ``processors``: change its logits
-    after all other rules, one after the other; every rank of the replica calls them with the same arguments.
+    - row_id: stable and unique; keys the random draws
+    - min_new_tokens: the row's own ``min_response_length``; the larger of the two counts
+    - overrides: how this row is sampled; None: as the call says
+    - draw_key: a seed and a number that key the draws in place of the call's seed and ``row_id``
+    - processors: change the logits after all other rules, in order; every rank of the replica calls them with equal arguments
     """
 
     row_id: int
@@ -51,13 +53,13 @@ class Request:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     min_new_tokens: int = 0
-    drawing: SamplingOverrides | None = None
-    drawn_as: tuple[int, int] | None = None
+    overrides: SamplingOverrides | None = None
+    draw_key: tuple[int, int] | None = None
     processors: tuple[LogitsProcessor, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
-    """What is noted of a response's tokens beside their ids, one of each per token; fields as in ``Completion``."""
+    """What is known of a response's tokens beside their ids, one entry per token; the fields are those of ``Completion``."""
 
     log_probs: Tensor
     log_probs_t1: Tensor
@@ -68,14 +70,16 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """``token_ids`` with the stop token if there was one; log-probs on the CPU, one per token.
+    """The response to a request. All tensors are on the CPU and have one entry per token.
 
-    ``log_probs``: fp32 (fp64 for an fp64 model) [tokens], under the sampling temperature, of the whole vocabulary (before
-    penalties, masks, top-k, top-p and min-p), as training computes them; greedy decoding counts as temperature 1.
-    ``log_probs_t1``: the same at temperature 1. ``versions`` int64 [tokens]: of the weights that drew each token.
-    ``top_log_probs``: ids and log-probs at temperature 1, [tokens, logprobs] each, the likeliest first; None if not asked for.
-    With an environment, ``mask`` says of each token whether the model drew it (others have 0 as log-probs), beside the sum of
-    the rewards and the number of turns.
+    - token_ids: with the stop token, if there was one
+    - log_probs: [tokens], fp32 (fp64 for an fp64 model), at the sampling temperature (1 for greedy decoding). They are those of
+      the whole vocabulary before penalties, masks, top-k, top-p and min-p, as training computes them
+    - log_probs_t1: the same at temperature 1
+    - versions: int64 [tokens], the version of the weights that drew each token
+    - top_log_probs: ids and log-probs at temperature 1 of the likeliest tokens, [tokens, logprobs] each; None if not asked for
+    - mask: with an environment, whether the model drew each token; the others have log-prob 0
+    - reward, num_turns: with an environment, the sum of its rewards and the number of the model's turns
     """
 
     row_id: int
@@ -92,23 +96,30 @@ class Completion:
 
 @dataclass(eq=False)
 class SequenceState:
-    """A request on its way, through one call or several; all counters are in tokens.
+    """A request in flight, through one call or several. All counters are in tokens.
 
-    ``step`` keys its draws in all calls. ``tokens``: prompt and response so far (``response``: what it begins with), at most
-    ``limit``. ``notes``: of the response, as far as earlier calls drew it. ``mask``, ``reward``, ``num_turns``: see ``Completion``.
-    ``stopped``: a stop token or string ended it; ``ended``: stopped or at its limit.
+    - step: keys the row's draws in all calls
+    - response: the tokens that the response begins with
+    - token_logprobs: of the tokens that earlier calls drew
+    - mask, reward, num_turns: see :class:`Completion`
+    - stopped: a stop token or stop string ended the row; ended: it stopped or reached its limit
 
-    In a lane: ``index``: its line in the runner's token buffer. ``min_new``: tokens to draw before it may stop.
-    ``num_computed``: tokens whose keys and values lie in ``pages``. The last token is not computed until the next step needs it,
-    so a running row has num_computed < length. ``contents``: interned ids of the prompt's pages, the last one for the tail (see
-    ``PrefixTable``); ``claims``: those of them that this row is computing for all. ``held``: not to be scheduled, since its
-    environment has yet to answer. ``draft``: guesses of its next tokens, computed together with its last one.
+    These belong to the micro-batch that the row is in:
+
+    - index: the row's line in the runner's token buffer
+    - min_new: tokens to draw before the row may stop
+    - prefix_ids: identify the prompt up to the end of each of its pages (:class:`~.page_allocator.PrefixTable`)
+    - num_computed: tokens whose keys and values lie in ``pages``. The last token is computed only when the next step needs it, so
+      a running row has num_computed < length
+    - pending_prefixes: those ``prefix_ids`` whose pages this row is computing for all rows
+    - draft: guesses of the next tokens, computed together with the last token
+    - held: the row waits for its environment and is not scheduled
     """
 
     request: Request
     step: int = 0
     response: InitVar[Sequence[int]] = ()
-    notes: TokenLogprobs | None = None
+    token_logprobs: TokenLogprobs | None = None
     mask: list[bool] | None = None
     reward: float = 0.0
     num_turns: int = 0
@@ -116,10 +127,10 @@ class SequenceState:
     ended: bool = False
     index: int = 0
     min_new: int = 0
-    contents: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
-    claims: list[int] = field(default_factory=list)
+    pending_prefixes: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
     held: bool = False
 
@@ -138,44 +149,65 @@ class SequenceState:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the response so far."""
+        """The response so far."""
         return self.tokens[self.prompt_length :]
 
     @property
     def turn_start(self) -> int:
-        """Where the tokens begin that came since an environment spoke; without one the response."""
+        """Where the model's current turn begins in ``tokens``; without an environment, where the response begins."""
         return self.prompt_length + len(self.mask or ())
 
     def leave_pages(self) -> None:
-        """As it stands where nothing of it is computed yet."""
-        self.num_computed, self.pages, self.claims, self.draft = 0, [], [], []
+        """Forget what was computed: the row has no pages any more."""
+        self.num_computed, self.pages, self.pending_prefixes, self.draft = 0, [], [], []
 
-    def completion(self, notes: TokenLogprobs | None = None) -> Completion:
-        """``notes``: of the whole response, where the row's own are not made yet."""
-        notes = notes or self.notes
+    def rewind(self, num_new: int) -> None:
+        """Go back to the first ``num_new`` tokens of the response, without pages."""
+        del self.tokens[self.prompt_length + num_new :]
+        self.stopped = self.ended = False
+        self.leave_pages()
+
+    def completion(self, token_logprobs: TokenLogprobs | None = None) -> Completion:
+        """The ended row's completion. ``token_logprobs``: of the whole response, if the row's own do not have it yet."""
+        noted = token_logprobs or self.token_logprobs
         reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
-        assert self.ended and notes is not None, f"row {self.request.row_id} has not ended"
-        top = (notes.top_ids, notes.top_log_probs) if notes.top_ids.shape[1] else None
+        assert self.ended and noted is not None, f"row {self.request.row_id} has not ended"
+        top = (noted.top_ids, noted.top_log_probs) if noted.top_ids.shape[1] else None
         row_id, mask = self.request.row_id, self.mask
-        return Completion(row_id, self.token_ids, *notes[:2], reason, notes.versions, top, mask, self.reward, self.num_turns)
+        return Completion(row_id, self.token_ids, *noted[:2], reason, noted.versions, top, mask, self.reward, self.num_turns)
 
 
-class PrefixTable:
-    """Gives equal prompt prefixes equal integers, one per page: exact content addressing without hashes.
+class SequenceWork(NamedTuple):
+    """Compute ``num_tokens`` tokens of ``row`` from ``start`` on; the row's draft is the last of them.
 
-    A prompt of n tokens is cut into (n - 1) // page_size full pages and a tail of 1 .. page_size tokens. The tail holds the
-    last prompt token, which every row computes for itself to get its first logits; hence tails are copied, never shared.
+    If ``samples``, draw the next token, and one after each token of the draft.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
+    row: SequenceState
+    start: int
+    num_tokens: int
+    samples: bool
 
-    def contents(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        parent = -1
-        out = []
-        for start in range(0, len(prompt_ids), self.page_size):
-            key = (parent, tuple(prompt_ids[start : start + self.page_size]))
-            parent = self._ids.setdefault(key, len(self._ids))
-            out.append(parent)
-        return tuple(out)
+    @property
+    def decodes(self) -> bool:
+        """Whether this computes one token and draws the next one, which can be repeated without the host."""
+        return self.samples and self.num_tokens == 1 and not self.row.draft
+
+    def num_draws(self, repeats: int) -> int:
+        """Tokens that are drawn if rows that decode draw ``repeats`` tokens each; 0: they draw one, as all others do."""
+        if not self.samples:
+            return 0
+        return min(repeats, self.row.limit - self.row.length) if repeats and self.decodes else 1 + len(self.row.draft)
+
+
+@dataclass
+class ScheduledStep:
+    """What one step computes.
+
+    - copies: (source, destination) pages to copy before anything is written
+    - repeats: tokens that each row which decodes draws before the host looks at them; 0: the host looks at each token
+    """
+
+    work: list[SequenceWork] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    repeats: int = 0

@@ -1,4 +1,4 @@
-"""When a response ends: stop tokens, and stop strings found in its text as it grows."""
+"""What ends a response: stop tokens, and stop strings that are found in its text as it grows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class StopStrings:
-    """Finds the stop string that a response's last token completes. Keeps no state per row.
+    """Finds the stop string that a response's last token completes. It keeps no state per row.
 
-    A string can only be completed by a token whose text holds its last character; every other token costs one look into a
-    memory of token texts. Only then is the end of the response decoded.
+    Only a token whose text contains the last character of a string can complete it. Every other token costs one dictionary look-up;
+    for these, the end of the response is decoded.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
@@ -25,7 +25,7 @@ class StopStrings:
         self._candidate: dict[int, bool] = {}
 
     def completed_by_last(self, token_ids: Sequence[int], first: int = 0) -> bool:
-        """Whether the last token of a response, which begins at ``first``, completes a stop string."""
+        """Whether the last token completes a stop string in the response, which begins at ``first``."""
         if not self._may_complete(token_ids[-1]):
             return False
         width = self._longest + 4  # some characters take several tokens; the first of a window may be cut
@@ -38,14 +38,16 @@ class StopStrings:
             width *= 2
 
     def cut(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """The response's text up to the stop string that its last token completed, and that string; all of it and "" if there is
-        none."""
+        """The response's text before the stop string that its last token completed, and that string.
+
+        Without one, the whole text and "".
+        """
         text = self.decode(token_ids)
         start, stop = (self._find(text, token_ids) if token_ids else None) or (len(text), "")
         return text[:start], stop
 
     def _find(self, text: str, token_ids: Sequence[int]) -> tuple[int, str] | None:
-        """The first stop string in ``text``, the decoded ids, that was not complete before the last token, and where it begins."""
+        """Where the first stop string begins that only the last token completed in ``text``, the decoded ids, and the string."""
         before = len(self.decode(token_ids[:-1]).rstrip(UNFINISHED))
         found = [(text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self.stops]
         return min((place for place in found if place[0] >= 0), default=None)
@@ -66,10 +68,12 @@ class StopCriteria:
     strings: StopStrings | None
 
 
-def build_ends(sampling: SamplingConfig, eos_ids: Collection[int], decoding: Decoding | None, where: str) -> StopCriteria:
-    """What ``sampling`` says, beside ``eos_ids``; a stop string that is a special token counts as that token.
+def build_stop_criteria(
+    sampling: SamplingConfig, eos_ids: Collection[int], decoding: Decoding | None, where: str
+) -> StopCriteria:
+    """What ends a response by ``sampling`` and ``eos_ids``. A stop string that is a special token counts as that token.
 
-    Raises ValueError for stop strings that nothing could complete.
+    Raises ValueError for stop strings that no response could contain.
     """
     token_ids = {*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids}
     if not sampling.stop:
@@ -81,12 +85,12 @@ def build_ends(sampling: SamplingConfig, eos_ids: Collection[int], decoding: Dec
 
 
 def special_stops(stops: Sequence[str], special_ids: Mapping[str, int], where: str) -> dict[str, int]:
-    """The ``stops`` that are special tokens, and their ids. Raises ValueError for one that such a token is only a part of."""
+    """Those ``stops`` that are special tokens, with their ids. Raises ValueError for a stop that only contains a special token."""
     for stop in stops:
         part = next((special for special in special_ids if special in stop), None)
         if stop not in special_ids and part is not None:
             raise ValueError(
-                f"{where}.stop: {stop!r} contains the special token {part!r}, of which nothing is left in a text; "
+                f"{where}.stop: {stop!r} contains the special token {part!r}, which leaves nothing in a text; "
                 f"name the token alone, or its id {special_ids[part]} in {where}.stop_token_ids"
             )
     return {stop: special_ids[stop] for stop in stops if stop in special_ids}

@@ -1,5 +1,7 @@
-"""HTTP in front of a ``Service``: who may ask, how much, and what is said where nobody answers. On a thread of its own, so that
-connections cost the ranks that compute nothing but their requests."""
+"""HTTP in front of a ``Service``: who may ask, how much, and how errors are answered.
+
+It runs on a thread of its own, so that connections do not slow down the rank that computes.
+"""
 
 from __future__ import annotations
 
@@ -34,28 +36,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from rlhf_spmd.inference.openai_forms import Refusal, refused
 from rlhf_spmd.inference.service import Part, Service
 
-MOST_BYTES = 1 << 23  # of a request: the largest text takes a GiB and some seconds to tokenise
-MOST_CONNECTIONS = 1024  # a request on one more is refused
+MOST_BYTES = 1 << 23  # of a request: tokenising a text of this size takes a GiB and some seconds
+MOST_CONNECTIONS = 1024  # requests on further connections are refused
 READERS = 2  # threads that tokenise
-SILENT_S = 75.0  # for a connection that asks for nothing
-BODY_S = 60.0  # for a request to come whole
-CLOSE_S = 2.0  # for answers to be read when the service has ended
-LOOK, ASK = "GET, HEAD, OPTIONS", "POST, OPTIONS"  # methods
+SILENT_S = 75.0  # after which a connection without a request is closed
+BODY_S = 60.0  # within which a request must arrive whole
+UNREAD_S = 60.0  # after which a client that does not read its answer is cut off
+CLOSE_S = 2.0  # for clients to read their answers when the service has ended
+LOOK, ASK = "GET, HEAD, OPTIONS", "POST, OPTIONS"  # HTTP methods
 METHODS = {"/v1/models": LOOK, "/health": LOOK, "/version": LOOK, "/v1/completions": ASK, "/v1/chat/completions": ASK}
 
 
 @dataclass(frozen=True)
-class Access:
-    """``token``: the bearer token that requests under /v1 must have. ``origins``: of pages whose scripts browsers may let ask; "*":
-    of all. ``host``: what the endpoint was told to listen at."""
+class AccessRules:
+    """Who may ask.
+
+    - host: the address that the endpoint was told to listen at
+    - token: the bearer token that requests under /v1 must have; None: none
+    - origins: of web pages whose scripts may ask from a browser; "*": all
+    """
 
     host: str
     token: str | None
     origins: Sequence[str]
 
     def check_source(self, headers: Mapping[str, str], bound: str) -> None:
-        """Raises Refusal. ``bound``: the address listened at. Where it is this machine's alone, a page elsewhere whose name leads here
-        must not be answered."""
+        """Raises Refusal. ``bound``: the address that the endpoint listens at.
+
+        If it is a loopback address, a web page whose host name resolves to it (DNS rebinding) must not be answered.
+        """
         name = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
         if is_loopback(bound) and not (name in ("localhost", self.host) or is_loopback(name)):
             raise Refusal(
@@ -66,7 +75,7 @@ class Access:
             raise Refusal(403, f"Origin: {origin!r} is not among allowed_origins={[*self.origins]}")
 
     def check_token(self, headers: Mapping[str, str]) -> None:
-        """Raises Refusal."""
+        """Raises Refusal for a missing or wrong bearer token."""
         given, wanted = headers.get("authorization", ""), f"Bearer {self.token}"
         if self.token is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
             raise Refusal(401, "the bearer token is missing or wrong", "invalid_api_key")
@@ -80,9 +89,9 @@ def is_loopback(host: str) -> bool:
 
 
 class Endpoint:
-    """Brings requests to ``service`` and its answers back. Raises ValueError where it cannot listen."""
+    """Passes requests to ``service`` and its answers back. Raises ValueError if it cannot listen."""
 
-    def __init__(self, port: int, access: Access, service: Service) -> None:
+    def __init__(self, port: int, access: AccessRules, service: Service) -> None:
         self.access, self.service, self.numbers = access, service, count()
         self.readers = ThreadPoolExecutor(READERS, "read-requests")
         host = access.host
@@ -97,7 +106,7 @@ class Endpoint:
             self._app(),
             interface="asgi3",
             proxy_headers=False,
-            http=Connection,
+            http=ServedConnection,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -114,7 +123,7 @@ class Endpoint:
         self.thread.start()
 
     def close(self) -> None:
-        """What is being answered is sent first."""
+        """Stop listening; answers that are being sent are finished first."""
         self.server.should_exit = True
         self.thread.join(2 * CLOSE_S)
         self.readers.shutdown(wait=False, cancel_futures=True)
@@ -129,8 +138,14 @@ class Endpoint:
         }
         routes = [Route(path, self._route(path, answer), methods=METHODS[path].split(", ")) for path, answer in answers.items()]
         cors = Middleware(CORSMiddleware, allow_origins=self.access.origins, allow_methods=["*"], allow_headers=["*"])
-        said = {Refusal: _tell, ValueError: _tell, HTTPException: _tell_http, ClientDisconnect: _tell_nobody, Exception: _tell}
-        app = Starlette(routes=routes, middleware=[cors] if self.access.origins else [], exception_handlers=said)
+        handlers = {
+            Refusal: _answer_error,
+            ValueError: _answer_error,
+            HTTPException: _answer_http_error,
+            ClientDisconnect: _answer_nobody,
+            Exception: _answer_error,
+        }
+        app = Starlette(routes=routes, middleware=[cors] if self.access.origins else [], exception_handlers=handlers)
         return partial(self._gate, app)
 
     def _route(self, path: str, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -145,11 +160,11 @@ class Endpoint:
         return route
 
     async def _gate(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """A line for each request on standard error, and no further for those from elsewhere."""
+        """Refuse requests from elsewhere, and log each request in a line on standard error."""
         started, status = time.perf_counter(), "gone"
         request = Request(scope)
 
-        async def send_noted(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
@@ -157,9 +172,9 @@ class Endpoint:
 
         try:
             self.access.check_source(request.headers, self.bound)
-            await app(scope, receive, send_noted)
+            await app(scope, receive, send_and_note_status)
         except Refusal as error:
-            await _tell(request, error)(scope, receive, send_noted)
+            await _answer_error(request, error)(scope, receive, send_and_note_status)
         finally:
             who = f"{request.client.host}:{request.client.port}" if request.client else "-"
             asked = f"{request.method} {scope['raw_path'].decode('ascii', 'replace')}"
@@ -167,7 +182,7 @@ class Endpoint:
             print(f"{time.strftime('%H:%M:%S')} {who} {asked} {status} {seconds:.3f} s", file=sys.stderr, flush=True)
 
     async def _models(self, request: Request) -> Response:
-        length = self.service.engine.longest
+        length = self.service.processor.longest
         model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "rlhf_spmd", "max_model_len": length}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -178,7 +193,7 @@ class Endpoint:
         return JSONResponse({"version": version("rlhf_spmd")})
 
     async def _answer(self, chat: bool, request: Request) -> Response:
-        """Raises ValueError, and ClientDisconnect where the client goes away."""
+        """Answer a completion or chat request. Raises ValueError, or ClientDisconnect if the client goes away."""
         raw, loop, service, number = await _read(request), asyncio.get_running_loop(), self.service, next(self.numbers)
         read = await loop.run_in_executor(self.readers, service.read, raw, chat)
         if service.state != "on":
@@ -207,14 +222,14 @@ class Endpoint:
             assert first is not None, "an answer has a part"
             stays = first[0] == 200 and bool(read["body"].get("stream"))
             ended = not stays
-            return Stream(events(first), leave) if stays else JSONResponse(first[1], first[0])
+            return EventStream(events(first), leave) if stays else JSONResponse(first[1], first[0])
         finally:
             if not stays:
                 leave()
 
 
-class Stream(StreamingResponse):
-    """Events as they come; ``leave`` is called at their end, however it comes."""
+class EventStream(StreamingResponse):
+    """Server-sent events. ``leave`` is called at their end, also if the client goes away."""
 
     def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -227,8 +242,13 @@ class Stream(StreamingResponse):
             self.leave()
 
 
-class Connection(H11Protocol):
-    """uvicorn's, which waits without end for the first request and for the rest of one: here both have ``SILENT_S``."""
+class ServedConnection(H11Protocol):
+    """A connection that is closed if the client is silent for ``SILENT_S`` or does not read for ``UNREAD_S``.
+
+    uvicorn's own would wait without end for the first request, for the rest of a request, and for a client that reads nothing.
+    """
+
+    cut_off: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -241,6 +261,15 @@ class Connection(H11Protocol):
         if self.timeout_keep_alive_task is None:
             self._await_request(when)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.cut_off = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.cut_off is not None:
+            self.cut_off.cancel()
+
     def _await_request(self, when: float | None = None) -> None:
         if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
             due = self.loop.time() + SILENT_S if when is None else when
@@ -248,10 +277,10 @@ class Connection(H11Protocol):
 
 
 async def _read(request: Request) -> bytes:
-    """Raises Refusal for a body that is too long, also before it has come, or too slow."""
-    said, body = request.headers.get("content-length", "0"), bytearray()
+    """The body of a request. Raises Refusal if it is too long, by its header or in fact, or too slow."""
+    length, body = request.headers.get("content-length", "0"), bytearray()
     too_long = Refusal(413, f"a request has at most {MOST_BYTES} bytes")
-    if int(said) > MOST_BYTES:  # h11 has seen that it is a number
+    if int(length) > MOST_BYTES:  # h11 has seen that it is a number
         raise too_long
     try:
         async with asyncio.timeout(BODY_S):
@@ -265,7 +294,7 @@ async def _read(request: Request) -> bytes:
 
 
 async def _unless_gone(request: Request, awaited: Any) -> Any:
-    """Raises ClientDisconnect where the client goes away meanwhile."""
+    """The result of ``awaited``. Raises ClientDisconnect if the client goes away before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -282,21 +311,21 @@ async def _unless_gone(request: Request, awaited: Any) -> Any:
         left.cancel()
 
 
-def _tell(request: Request, error: Exception) -> Response:
-    status, told = refused(error)
-    return JSONResponse(told, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
+def _answer_error(request: Request, error: Exception) -> Response:
+    status, content = refused(error)
+    return JSONResponse(content, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
 
-def _tell_http(request: Request, error: Exception) -> Response:
+def _answer_http_error(request: Request, error: Exception) -> Response:
     """The answer to a request for an unknown path or method."""
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path
     here = f"{path} takes {METHODS[path]}" if path in METHODS else f"there is nothing at {path}; there are {', '.join(METHODS)}"
-    response = _tell(request, Refusal(error.status_code, here))
+    response = _answer_error(request, Refusal(error.status_code, here))
     if path in METHODS:
         response.headers["Allow"] = METHODS[path]
     return response
 
 
-def _tell_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nginx's: the client closed the connection
+def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nginx's code for a client that has closed the connection

@@ -1,4 +1,4 @@
-"""What ``generate``, ``evaluate`` and ``score`` share: a model directory and rows in, a jsonl file out, one command line."""
+"""Jobs on a model that is not trained: where its weights are read, what a job has finished, and its command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,31 +24,29 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.bounds import SECONDS, check_bounds
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load, resolved_key
-from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
-from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import MOST_THREADS, Launch, World
+from rlhf_spmd.process.agreement import file_digests, text_digest, weights_digest
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.program import ProgramSettings, run_program
-from rlhf_spmd.process.rank_consistency import file_digests, text_digest, weights_digest
-from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint, writing
 from rlhf_spmd.workers.config import ComputeConfig
 
-ROLE = "actor"  # of a run's checkpoints: the role that generates
+ROLE = "actor"  # the role whose weights are read from a run's checkpoints
 
 
 @dataclass(frozen=True)
 class ModelConfig(ComputeConfig):
     """``model``.
 
-    - path: Hugging Face directory, a run's directory (its newest checkpoint, read from its export where that is of it) or one of
-      its checkpoints
+    - path: Hugging Face directory, a run's directory (its newest checkpoint, read from the export of that if there is one) or one
+      of its checkpoints
     """
 
     path: str = field(kw_only=True)
@@ -54,9 +54,9 @@ class ModelConfig(ComputeConfig):
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A model that is read and not trained.
+    """A model that is not trained.
 
-    - timeout_s: the longest that one rank may keep the others waiting
+    - timeout_s: seconds for which one rank may keep the others waiting
     - threads: threads of a rank on CPUs
     """
 
@@ -72,7 +72,7 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class InferenceConfig(LoadedConfig):
-    """What ``generate``, ``evaluate`` and ``score`` all take.
+    """The common configuration of ``generate``, ``evaluate`` and ``score``.
 
     - out: jsonl file to write
     """
@@ -83,8 +83,10 @@ class InferenceConfig(LoadedConfig):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What is known of it before there are ranks, checked. ``config`` has ``model``. ``checkpoint``: where the weights are, if not in
-    the model's directory."""
+    """What is known of a model before the ranks meet, checked.
+
+    ``config`` has ``model``. ``checkpoint``: where the weights are, if not in the model's directory.
+    """
 
     config: Any
     spec: ModelSpec
@@ -94,8 +96,8 @@ class LoadedModel:
 
     @property
     def alike(self) -> dict[str, str]:
-        """See :class:`~rlhf_spmd.process.program.ProgramSettings`."""
-        sources = read_first(self.config.model.path, self.checkpoint), self.checkpoint
+        """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        sources = base_directory(self.config.model.path, self.checkpoint), self.checkpoint
         return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
 
 
@@ -110,11 +112,11 @@ def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]
 
 
 def find_weights(path: str) -> tuple[str, Path | None]:
-    """The directory with the model's configuration and tokenizer, and the checkpoint with its weights where they are not there.
+    """The directory with the model's configuration and tokenizer, and the checkpoint with its weights, if they are elsewhere.
 
-    ``path``: a Hugging Face directory; a run's directory, which stands for its newest checkpoint (read from its export where that
-    is of it, or there is no checkpoint); or one of its checkpoints. Raises ValueError for a checkpoint whose run does not say
-    what it began with.
+    ``path`` is a Hugging Face directory, a run's directory, or one of its checkpoints. A run's directory stands for its newest
+    checkpoint. The run's export is read instead if it was made from that checkpoint, or if there is none. Raises ValueError for a
+    checkpoint whose run does not name the model that it started from.
     """
     here = named_checkpoint(Path(path))
     whole = committed(here)
@@ -133,8 +135,10 @@ def find_weights(path: str) -> tuple[str, Path | None]:
 
 
 def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout, Path | None]:
-    """The configuration with the model's directory in full, its architecture, the layout, and the checkpoint with its weights where
-    they are not there. Local: no communication. Raises ValueError, one line."""
+    """The configuration with the model's directory in full, the model's architecture, the layout, and the checkpoint or None.
+
+    The checkpoint has the weights if they are not in the model's directory. Local: no communication. Raises ValueError, one line.
+    """
     given = Path(config.model.path)
     directory, checkpoint = find_weights(config.model.path)
     if launch.rank == 0 and (given / CONFIG_FILE).is_file():
@@ -147,19 +151,19 @@ def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Lay
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")
     else:
-        find_adapters(checkpoint, ROLE)  # needs what it needs before there are ranks
+        find_adapters(checkpoint, ROLE)  # raises now what it would raise on every rank
     return config, spec, layout, checkpoint
 
 
-def read_first(directory: str, checkpoint: Path | None) -> str | None:
-    """The directory whose weights :func:`take_checkpoint` adds to; None where the checkpoint has all of them."""
+def base_directory(directory: str, checkpoint: Path | None) -> str | None:
+    """The directory whose weights are loaded before :func:`load_from_checkpoint`; None if the checkpoint has all of them."""
     return directory if checkpoint is None or find_adapters(checkpoint, ROLE) is not None else None
 
 
-def take_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
-    """What the checkpoint, if there is one, has of the weights that this rank holds, in their dtype; of adapters their sum with
-    the weights of ``directory``, which are there.
+def load_from_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
+    """Load the checkpoint, if there is one, into the weights that this rank holds, in their dtype.
 
+    Adapters are added to the weights of ``directory``, which were loaded before.
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
     if checkpoint is None:
@@ -170,7 +174,7 @@ def take_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint
         return
     dtype = DTYPES[read_manifest(checkpoint).dtype_of(ROLE)]
     stored = {name: torch.empty(value.shape, dtype=dtype) for name, value in held.tensors.items()}
-    beside = frozenset([spec.names.second_head])  # of an actor that is the critic, too
+    beside = frozenset([spec.names.second_head])  # an actor that is also the critic has one
     load_checkpoint(checkpoint, ROLE, RoleState(held.shards, stored), world.all, beside)
     with torch.no_grad():
         for name, value in held.tensors.items():
@@ -178,7 +182,7 @@ def take_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint
 
 
 def check_out(out: Path, *sources: str) -> None:
-    """Make the directory of ``out`` and see that a file can be put there: before hours of work, not after. Raises ValueError."""
+    """Make the directory of ``out`` and check that a file can be written there, before hours of work. Raises ValueError."""
     try:
         if out.exists() and not out.is_file():
             raise ValueError(f"out={out} is {'a directory' if out.is_dir() else 'not a regular file'}; name a file")
@@ -192,23 +196,8 @@ def check_out(out: Path, *sources: str) -> None:
         raise ValueError(f"out={out}: cannot write in {out.parent}: {error.strerror or error}") from error
 
 
-def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
-    """Those that this rank's replica computes, by number; token counts balanced over replicas."""
-    parts = partition_by_tokens(tokens, mesh.layout.dp)
-    return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]
-
-
-def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
-    """On rank 0 all ranks' (row id or place, what was made for it, as JSON) in the order of the rows; None elsewhere.
-
-    Collective over the world: every rank of it must call, in program order.
-    """
-    parts = world.all.gather_json(records, label)
-    return parts and sorted(((row_id, made) for part in parts for row_id, made in part), key=lambda record: record[0])
-
-
 def not_finite(row: int, name: Any, model: ModelConfig) -> FloatingPointError:
-    """What to raise for row number ``row``, which is called ``name`` outside."""
+    """The error to raise for row number ``row``, which the input calls ``name``."""
     return FloatingPointError(
         f"row {row} (id {name!r}) has log-probs that are not finite; check the weights in {model.path}, or set model.dtype=float32"
     )
@@ -216,6 +205,61 @@ def not_finite(row: int, name: Any, model: ModelConfig) -> FloatingPointError:
 
 def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
     atomic_write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def other_job(out: str, what: str) -> ValueError:
+    """The error to raise if ``out`` has results of another job."""
+    return ValueError(
+        f"out={out}: {what} of a job with another model, other prompts or other settings; remove it, or give another out"
+    )
+
+
+class Journal:
+    """The finished rows of a job on disk, from which a job that was killed goes on.
+
+    Each rank that answers for rows writes a file of lines [set, row id, row]. A line that a kill cut off does not count. Raises
+    ValueError for the rows of another job, if ``checks``, which only the first rank does.
+    """
+
+    def __init__(self, directory: Path, job: str, out: str, checks: bool) -> None:
+        self.directory, self.job = directory, job
+        self._file: Any = None
+        for path in sorted(directory.glob("*.jsonl")) if checks else ():
+            with path.open(encoding="utf-8", errors="replace") as lines:
+                first = lines.readline()
+            if first.endswith("\n") and first.rstrip("\n") != json.dumps(job):
+                raise other_job(out, f"{directory} holds rows")
+
+    def read(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], dict[str, Any]]:
+        """The rows that earlier starts of the job have finished, of those at ``places``: (set, row id)."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
+        for path in sorted(self.directory.glob("*.jsonl")):
+            with path.open(encoding="utf-8", errors="replace") as lines:
+                lines.readline()
+                for line in lines:
+                    if line.endswith("\n"):
+                        number, row_id, row = json.loads(line)
+                        if (number, row_id) in places:
+                            found[number, row_id] = row
+        return found
+
+    def append(self, records: Sequence[tuple[tuple[int, int], Any]]) -> None:
+        """Write and flush ``records``, which survive a kill of this process. Raises WriteError."""
+        with writing(self.directory):
+            if self._file is None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                path = self.directory / f"{time.time_ns()}-{os.getpid()}.jsonl"
+                self._file = path.open("x", encoding="utf-8", errors="replace")
+                self._file.write(json.dumps(self.job) + "\n")
+            self._file.writelines(json.dumps([*place, row]) + "\n" for place, row in records)
+            self._file.flush()
+
+    def remove(self) -> None:
+        """Delete the files, when the results are in place and no rank writes any more."""
+        for path in self.directory.glob("*.jsonl"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # there was no directory
+            self.directory.rmdir()
 
 
 def inference_program(
@@ -226,9 +270,12 @@ def inference_program(
     work: Callable[[Any, World, Board], None],
     when_told: str | None = None,
 ) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
-    """``keys(overrides)`` and ``main(argv)`` of a program: ``prepare(config file, overrides, launch)``, then
-    ``work(prepared, world, board)`` on all ranks. ``when_told`` to end: what it
-    does then, if it looks at ``board.preempted`` itself. The command line has overrides, and ``--config FILE`` if there are many."""
+    """The functions ``keys(overrides)`` and ``main(argv)`` of a program.
+
+    ``main`` calls ``prepare(config file, overrides, launch)``, then ``work(prepared, world, board)`` on all ranks.
+    ``when_told``: what the program does when it is told to end, if it reads ``board.preempted`` itself. The command line has
+    overrides, and ``--config FILE`` if there are many.
+    """
 
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
@@ -237,7 +284,7 @@ def inference_program(
         config = ready.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
         return ProgramSettings(
-            timeout_s=config.timeout_s, threads=config.threads, alike={**ready.alike, **files}, when_told=when_told or ""
+            timeout_s=config.timeout_s, threads=config.threads, must_match={**ready.alike, **files}, when_told=when_told or ""
         )
 
     def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers, between their JSON and ``SamplingParams`` and ``CompletionOutput``. Pure."""
+"""Turns OpenAI's requests into ``SamplingParams``, and ``CompletionOutput`` into OpenAI's answers. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 from rlhf_spmd.config.schema import Reader
 from rlhf_spmd.data.tokenizer import UNFINISHED
-from rlhf_spmd.inference.llm import is_ids
+from rlhf_spmd.inference.requests import is_ids
 from rlhf_spmd.inference.sampling_params import Logprob, SamplingParams
 
-# not of sampling
+# fields that do not concern sampling
 OTHER = ("model", "prompt", "messages", "user", "metadata", "store", "service_tier")
-INTERNAL = ("prompt_logprobs", "logits_processors")  # of sampling, and not for requests
-NOT_YET: dict[
-    str, tuple[Any, ...]
-] = {  # fields of OpenAI's and vLLM's that nobody here follows, and values that ask for nothing
+INTERNAL = ("prompt_logprobs", "logits_processors")  # fields of SamplingParams that requests may not set
+# fields of OpenAI's and vLLM's that are not supported, with the values that ask for nothing
+NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
@@ -36,15 +35,15 @@ NOT_YET: dict[
     "reasoning_effort": (),
     "web_search_options": (),
 }
-MOST_DEPTH = 100  # of a request's JSON
+MOST_DEPTH = 100  # of nested values in a request's JSON
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-CHARACTER_BYTES = 4  # at most, in UTF-8: so many tokens may share a character
-ToBytes = Callable[[int, str], list[int] | None]  # of a token and its text
-Entry = dict[int, Logprob]  # of a token: itself first, then the likeliest
+CHARACTER_BYTES = 4  # at most in UTF-8, so at most this many tokens share a character
+ToBytes = Callable[[int, str], list[int] | None]  # (token, its text) -> its bytes
+Entry = dict[int, Logprob]  # for a token: itself first, then the likeliest
 
 
 class Refusal(ValueError):
-    """What OpenAI tells by another status than 400."""
+    """An error with another HTTP status than 400."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -52,14 +51,14 @@ class Refusal(ValueError):
 
 
 def refused(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON that tell of ``error``."""
+    """The HTTP status and the JSON of an answer to a request that failed with ``error``."""
     status = getattr(error, "status", 400 if isinstance(error, ValueError) else 500)
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": str(error), "type": kind, "param": None, "code": getattr(error, "code", None)}}
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no JSON object that can be sent on: deeper than anybody needs, or text that is no Unicode."""
+    """A request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -79,13 +78,13 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
-    """Raises ValueError. A message's content may come as parts of text."""
+    """The prompts of a request. A message's content may be a list of text parts. Raises ValueError."""
     if not chat:
         prompt = body.get("prompt")
         return [prompt] if not isinstance(prompt, list) or is_ids(prompt) else prompt
     try:
-        said = [message["content"] for message in body["messages"]]
-        texts = ["".join(part["text"] for part in each) if isinstance(each, list) else each for each in said]
+        contents = [message["content"] for message in body["messages"]]
+        texts = ["".join(part["text"] for part in each) if isinstance(each, list) else each for each in contents]
         return [[{**message, "content": text} for message, text in zip(body["messages"], texts, strict=True)]]
     except (KeyError, TypeError) as error:
         raise ValueError("messages must be a list of objects with 'role' and 'content', text or a list of texts") from error
@@ -93,18 +92,18 @@ def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """OpenAI's: ``include_usage`` adds a last part that counts tokens."""
+    """OpenAI's ``stream_options``. ``include_usage``: a last part of the stream counts tokens."""
 
     include_usage: bool = False
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a request wants its answer, beside how it is drawn.
+class AnswerFormat:
+    """The fields of a request that decide the form of its answer.
 
-    - stream: in parts, as tokens come
-    - echo: of completions: after the prompt and the log-probs of the prompt's tokens
-    - chat_template_kwargs: of chats: variables of the chat template
+    - stream: send the answer in parts, as tokens are drawn
+    - echo: only for completions: repeat the prompt, with the log-probs of its tokens, before the response
+    - chat_template_kwargs: only for chats: variables of the chat template
     """
 
     stream: bool = False
@@ -113,13 +112,16 @@ class Form:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def read_form(body: Mapping[str, Any], chat: bool) -> tuple[Form, SamplingParams]:
-    """``max_tokens`` may be 0 with ``echo``. Raises ValueError, also for what nobody here would follow."""
+def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, SamplingParams]:
+    """How a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
+
+    ``max_tokens`` may be 0 with ``echo``.
+    """
     asked = {key: value for key, value in body.items() if value is not None and value not in NOT_YET.get(key, ())}
     for key in NOT_YET:
         if key in asked:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
-    shaping = {each.name for each in fields(Form)}
+    shaping = {each.name for each in fields(AnswerFormat)}
     given = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
     if bad := [key for key in INTERNAL if key in given]:
         raise ValueError(f"unknown key '{bad[0]}'")
@@ -127,15 +129,15 @@ def read_form(body: Mapping[str, Any], chat: bool) -> tuple[Form, SamplingParams
         given["max_tokens"] = given.pop("max_completion_tokens", given.get("max_tokens"))
         likeliest = given.pop("top_logprobs", 0)
         given["logprobs"] = likeliest if given.pop("logprobs", False) else None
-    form: Form = _read(Form, {key: value for key, value in asked.items() if key in shaping})
+    answer: AnswerFormat = _read(AnswerFormat, {key: value for key, value in asked.items() if key in shaping})
     params: SamplingParams = _read(SamplingParams, given)
-    if form.echo and chat:
+    if answer.echo and chat:
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
-    if form.chat_template_kwargs and not chat:
+    if answer.chat_template_kwargs and not chat:
         raise ValueError("chat_template_kwargs are for /v1/chat/completions: a completion's prompt has no template")
-    if params.max_tokens == 0 and not form.echo:
+    if params.max_tokens == 0 and not answer.echo:
         raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
-    return form, replace(params, prompt_logprobs=params.logprobs if form.echo else None)
+    return answer, replace(params, prompt_logprobs=params.logprobs if answer.echo else None)
 
 
 def _read(schema: Any, given: Mapping[str, Any]) -> Any:
@@ -144,9 +146,12 @@ def _read(schema: Any, given: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A whole response, or the part that a stream has not sent yet. ``entries``: log-probs of its tokens if the request asks for them;
-    NaN for a token without one, as a prompt's first. ``offsets``: where each token of a completion begins in the whole text.
-    ``finish_reason``: None while the response goes on."""
+    """A whole response, or the part that a stream has not sent yet.
+
+    - entries: log-probs of its tokens, if the request asks for them; NaN for a token without one, such as a prompt's first
+    - offsets: for completions, where each token begins in the whole text
+    - finish_reason: None while the response goes on
+    """
 
     text: str
     entries: Sequence[Entry] | None = None
@@ -155,22 +160,23 @@ class TextDelta:
     stop_reason: int | str | None = None
 
 
-def choice_of(index: int, its: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
-    """As OpenAI tells it. ``part`` of a stream: its "first" or a "later" one; None: a whole response."""
-    said: dict[str, Any] = {"text": its.text}
+def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
+    """The ``choice`` of an OpenAI answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
+    content: dict[str, Any] = {"text": delta.text}
     if chat:
         role = {} if part == "later" else {"role": "assistant"}
-        said = {"message" if part is None else "delta": {**role, "content": its.text}}
-    told = None
-    if its.entries is not None:
-        told = _chat_logprobs(its.entries, to_bytes) if chat else _completion_logprobs(its.entries, its.offsets)
-    return {"index": index, **said, "logprobs": told, "finish_reason": its.finish_reason, "stop_reason": its.stop_reason}
+        content = {"message" if part is None else "delta": {**role, "content": delta.text}}
+    log_probs = None
+    if delta.entries is not None:
+        log_probs = _chat_logprobs(delta.entries, to_bytes) if chat else _completion_logprobs(delta.entries, delta.offsets)
+    ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+    return {"index": index, **content, "logprobs": log_probs, **ends}
 
 
 def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> dict[str, Any]:
-    """``top_logprobs`` has the token itself too; of tokens with one text it has the likeliest."""
+    """``top_logprobs`` also has the token itself. Of tokens with the same text it has the likeliest."""
     own = [next(iter(entry.values())) for entry in entries]
-    best = [[token, *(its for _, its in reversed(_ranked(entry)))] for token, entry in zip(own, entries, strict=True)]
+    best = [[token, *(each for _, each in reversed(_ranked(entry)))] for token, entry in zip(own, entries, strict=True)]
     return {
         "tokens": [token.decoded_token for token in own],
         "token_logprobs": [_finite(token.logprob) for token in own],
@@ -183,17 +189,21 @@ def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> di
 
 
 def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes) -> dict[str, Any]:
-    def named(token: int, its: Logprob) -> dict[str, Any]:
-        return {"token": its.decoded_token, "logprob": _finite(its.logprob), "bytes": to_bytes(token, its.decoded_token)}
+    def named(token: int, log_prob: Logprob) -> dict[str, Any]:
+        return {
+            "token": log_prob.decoded_token,
+            "logprob": _finite(log_prob.logprob),
+            "bytes": to_bytes(token, log_prob.decoded_token),
+        }
 
     first = [next(iter(entry.items())) for entry in entries]
-    ranked = [[named(token, its) for token, its in _ranked(entry)] for entry in entries]
+    ranked = [[named(token, each) for token, each in _ranked(entry)] for entry in entries]
     return {"content": [{**named(*own), "top_logprobs": top} for own, top in zip(first, ranked, strict=True)]}
 
 
 def _ranked(entry: Entry) -> list[tuple[int, Logprob]]:
-    """The likeliest first."""
-    return sorted(((token, its) for token, its in entry.items() if its.rank), key=lambda each: each[1].rank or 0)
+    """The likeliest tokens in order."""
+    return sorted(((token, each) for token, each in entry.items() if each.rank), key=lambda each: each[1].rank or 0)
 
 
 def _finite(log_prob: float) -> float | None:
@@ -201,15 +211,19 @@ def _finite(log_prob: float) -> float | None:
 
 
 class TextOffsets:
-    """Where each token begins in a text that grows: that has ``length`` characters so far. ``decode``: token ids to text that goes on
-    from other text. A token that does not end its character begins where the character does."""
+    """Finds where each token begins in a text that grows; ``length``: its characters so far.
+
+    ``decode`` turns token ids into text that continues other text. A token that does not end its character begins where the
+    character does.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], length: int = 0) -> None:
         self.decode, self.length = decode, length
         self._texts: dict[int, str] = {}
-        self._open: list[int] = []  # tokens of a character that is not whole
+        self._open: list[int] = []  # the tokens so far of an incomplete character
 
     def add(self, ids: Sequence[int]) -> list[int]:
+        """Where the next tokens begin."""
         offsets = []
         for token in ids:
             offsets.append(self.length)

@@ -1,4 +1,4 @@
-"""What ``LLM`` is asked and answers with: vLLM's names and shapes (its ``SamplingParams`` and ``outputs``)."""
+"""``SamplingParams`` and the outputs of ``LLM``, with vLLM's names and shapes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import SamplingOverrides
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-# by a call's rows, beside stop
+# fields that all rows of a generator call share, beside stop
 SHARED = (*PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "logprobs")
 
-# vLLM's arguments of SamplingParams that nothing follows here: values that ask for nothing, and what stands for the others
+# vLLM's arguments of SamplingParams that nothing here reads: the values that ask for nothing, and what to do instead of the others
 VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "ask for n responses and choose by cumulative_logprob"),
     "bad_words": ((None, []), "give logit_bias -100 to their tokens"),
@@ -30,16 +30,17 @@ VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one prompt is answered. What changes the distribution is as in :class:`~rlhf_spmd.generation.SamplingConfig`.
+    """How one prompt is answered. Fields that change the distribution are those of :class:`~rlhf_spmd.generation.SamplingConfig`.
 
-    - n: responses. max_tokens: of each; None: what the model's context leaves. min_tokens: before it may stop.
-    - seed: keys the draws, whatever else is asked at the same time; None: the engine's seed and the number of the response.
-    - stop, stop_token_ids: end a response; they are left out of ``text`` unless include_stop_str_in_output.
-    - logprobs: so many of the likeliest tokens beside each drawn one, at temperature 1 and before any penalty; 0: the drawn one alone.
-      prompt_logprobs: the same of the prompt's tokens.
-    - skip_special_tokens: they leave nothing in ``text``.
-    - logits_processors: functions (tokens drawn so far, logits [vocabulary]) -> logits that are drawn from, after all penalties;
-      called for every token, on every rank of a replica with the same arguments, so they must not keep anything of a row.
+    - n: responses
+    - max_tokens: of each response; None: what the model's context leaves. min_tokens: before it may stop
+    - seed: keys the draws, whatever else is asked at the same time; None: the engine's seed and the number of the response do
+    - stop, stop_token_ids: end a response; they are left out of ``text`` unless include_stop_str_in_output
+    - logprobs: that many of the likeliest tokens beside each drawn one, at temperature 1 and before any penalty; 0: only the drawn
+      token. prompt_logprobs: the same for the prompt's tokens
+    - skip_special_tokens: leave special tokens out of ``text``
+    - logits_processors: functions (tokens drawn so far, logits [vocabulary]) -> logits to draw from, applied after all
+      penalties. Every rank of a replica calls them for every token with the same arguments, so they must keep no state of a row
     """
 
     n: int = 1
@@ -72,15 +73,16 @@ class SamplingParams:
     spaces_between_special_tokens: InitVar[bool] = True
 
     def __post_init__(self, *vllm_only: Any) -> None:
-        """Raises ValueError for what of ``VLLM_ONLY`` asks for something."""
+        """Raises ValueError for an argument of ``VLLM_ONLY`` that asks for something."""
         refuse_vllm_only(dict(zip(VLLM_ONLY, vllm_only, strict=True)), VLLM_ONLY)
 
     @property
-    def drawing(self) -> SamplingOverrides:
+    def overrides(self) -> SamplingOverrides:
+        """The fields in which rows of one call may differ."""
         return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def read(self) -> SamplingParams:
-        """The same in the types that are said above. Raises ValueError, one line."""
+        """These parameters with every field in its declared type. Raises ValueError, one line."""
         checked: SamplingParams = Reader(SamplingParams, {}, vars(self), interpolated=False, strict=True).read()
         given = self.logits_processors
         if not (given is None or (isinstance(given, list | tuple) and all(map(callable, given)))):
@@ -88,7 +90,7 @@ class SamplingParams:
         return checked
 
     def of_call(self) -> SamplingConfig:
-        """What all rows of a call of the generator share. Raises ValueError, one line."""
+        """The fields that all rows of one generator call share. Raises ValueError, one line."""
         where = "sampling_params"
         check_bounds(self, where, "n", "max_tokens", least=1)
         check_bounds(self, where, "min_tokens", least=0)
@@ -96,12 +98,12 @@ class SamplingParams:
         check_bounds(self, where, "seed", **SEEDS)
         shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
         config = SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
-        config.drawn_by(self.drawing).check(where)
+        config.with_overrides(self.overrides).check(where)
         return config
 
 
 def refuse_vllm_only(given: Mapping[str, Any], only: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raises ValueError for the first value of ``given`` that ``only`` does not name as one that asks for nothing."""
+    """Raises ValueError for the first argument in ``given`` that ``only`` has and whose value asks for something."""
     for key, value in given.items():
         usual, instead = only.get(key, ((value,), ""))
         if value not in usual:
@@ -110,7 +112,7 @@ def refuse_vllm_only(given: Mapping[str, Any], only: Mapping[str, tuple[tuple[An
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of a token at its place, in nats. ``rank``: 1 for the likeliest; None for one that is not among those that were asked for."""
+    """The log-prob of a token at its place, in nats. ``rank``: 1 for the likeliest; None outside those that were asked for."""
 
     logprob: float
     rank: int | None
@@ -119,8 +121,13 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """A response. ``token_ids``: with the token that ended it. ``finish_reason``: "stop" or "length"; ``stop_reason``: the stop string
-    or stop token that ended it, None for the model's end-of-text token. ``cumulative_logprob``: of all tokens, temperature 1."""
+    """A response.
+
+    - token_ids: with the token that ended it
+    - cumulative_logprob: the sum over all tokens, at temperature 1
+    - finish_reason: "stop" or "length"
+    - stop_reason: the stop string or stop token that ended it; None for the model's end-of-text token
+    """
 
     index: int
     text: str
@@ -133,7 +140,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The responses to a prompt. ``prompt``: its text, None where token ids were given. ``prompt_logprobs``: None for the first one."""
+    """The responses to a prompt. ``prompt``: its text; None if token ids were given. ``prompt_logprobs``: the first is None."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""Requests in OpenAI's form, answered by an engine that generates for a moment at a time; ``serve`` puts HTTP in front of it."""
+"""Answers requests in OpenAI's form with an engine that generates for a moment at a time. ``endpoint`` puts HTTP in front."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, decode, prompt_texts, token_bytes
 from rlhf_spmd.generation import GenerationLimits, Request
 from rlhf_spmd.generation.sequence import NotFinite, SequenceState
-from rlhf_spmd.inference.llm import Asked, Engine, Prompt, entries_of, prompt_log_probs
 from rlhf_spmd.inference.openai_forms import (
+    AnswerFormat,
     Entry,
-    Form,
     Refusal,
     TextDelta,
     TextOffsets,
     choice_of,
     prompts_of,
     read_body,
-    read_form,
+    read_request,
     refused,
 )
+from rlhf_spmd.inference.requests import Prompt, PromptRequest, RequestProcessor, entries_of, prompt_log_probs
 from rlhf_spmd.inference.sampling_params import CompletionOutput
 
-TURN_S = 0.2  # after which requests that have come join, and texts that have grown are sent
-IDLE_S = 1.0  # after which ranks that wait for requests hear of each other
-END_S = 8.0  # for requests under way when the service is told to end: container runtimes kill after ten
-MOST_ROWS = 4096  # of a request
-MOST_NOTED = 1 << 27  # rows * tokens of the longest response * (1 + logprobs): they lie on the device, of all that run together
-FORGET = 4096  # requests after which the generator, which knows the prompts' pages by their tokens, begins anew
+TURN_S = 0.2  # seconds of generation after which new requests join and streams are sent what is new
+IDLE_S = 1.0  # seconds after which ranks that wait for requests hear of each other
+END_S = 8.0  # seconds that running requests have when the service is told to end: container runtimes kill after ten
+MOST_ROWS = 4096  # responses of one request
+MOST_LOG_PROBS = 1 << 27  # rows * longest response * (1 + logprobs) of all running requests, which the device holds
+FORGET = 4096  # requests after which the cache and the table of its prompts' prefixes are made anew
 
-Part = tuple[int, dict[str, Any]] | None  # of an answer: status and JSON; None ends it
-Arrival = tuple[int, dict[str, Any] | None]  # number and what Service.read made of it; without it: the client went away
+Part = tuple[int, dict[str, Any]] | None  # a part of an answer: status and JSON; None ends the answer
+Arrival = tuple[int, dict[str, Any] | None]  # a request's number and what Service.read returned; None: the client went away
 
 
 @dataclass
-class Sent:
-    """What a stream has sent of a response."""
+class StreamProgress:
+    """What a stream has sent of one response."""
 
     text: str = ""
     tokens: int = 0
@@ -57,65 +57,75 @@ class Sent:
 
 
 @dataclass
-class Job:
-    """A request. ``rows``: its responses, by row id, and what each was asked. ``unscored``: prompts whose tokens are yet to get
-    log-probs, by number; ``scored``: those that have them. ``ended``, ``sent``: by row id."""
+class ServedRequest:
+    """A client's request while it is answered.
+
+    - asked: its prompts; rows: by row id of each response, the number of its prompt
+    - ended: finished responses by row id; sent: what has been streamed, by row id
+    - unscored: numbers of the prompts whose tokens still need log-probs; scored: those log-probs by number
+    """
 
     number: int
     chat: bool
-    form: Form
-    asked: list[Asked]
+    format: AnswerFormat
+    asked: list[PromptRequest]
     ended: dict[int, CompletionOutput] = field(default_factory=dict)
-    sent: dict[int, Sent] = field(default_factory=dict)
+    sent: dict[int, StreamProgress] = field(default_factory=dict)
     unscored: deque[int] = field(default_factory=deque)
     scored: dict[int, list[Entry]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rows = {request.row_id: number for number, its in enumerate(self.asked) for request in its.requests}
+        self.rows = {request.row_id: number for number, each in enumerate(self.asked) for request in each.requests}
         if self.asked[0].params.prompt_logprobs is not None:
             self.unscored.extend(range(len(self.asked)))
 
     @property
     def requests(self) -> list[Request]:
-        """What is yet to be generated."""
-        return [request for its in self.asked for request in its.requests if request.row_id not in self.ended]
+        """The rows that are still to be generated."""
+        return [request for each in self.asked for request in each.requests if request.row_id not in self.ended]
 
 
-def noted(jobs: Sequence[Job]) -> int:
-    """What MOST_NOTED bounds."""
-    requests = [request for job in jobs for asked in job.asked for request in asked.requests]
-    return len(requests) * max(request.max_new_tokens for request in requests) * (1 + jobs[0].asked[0].sampling.logprobs)
+def num_log_probs(all_served: Sequence[ServedRequest]) -> int:
+    """The log-probs that these requests hold on the device; MOST_LOG_PROBS limits them."""
+    requests = [request for served in all_served for asked in served.asked for request in asked.requests]
+    return len(requests) * max(request.max_new_tokens for request in requests) * (1 + all_served[0].asked[0].sampling.logprobs)
 
 
 class Service:
-    """Answers requests with ``engine``. ``arrivals``, and ``replies`` by the number of the request, are those of rank 0's endpoint;
-    so is ``told_to_end``. ``state``: "on", then "ending", when no request is taken, then "over"."""
+    """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``told_to_end``, ``arrivals`` and ``replies`` are used.
 
-    def __init__(self, engine: Engine, name: str, told_to_end: Callable[[], bool] = lambda: False) -> None:
-        self.engine, self.name, self.told_to_end = engine, name, told_to_end
+    - arrivals: requests and clients that went away
+    - replies: by request number, takes the parts of the answer
+    - state: "on"; then "ending", in which new requests are refused; then "over"
+    """
+
+    def __init__(self, processor: RequestProcessor, name: str, told_to_end: Callable[[], bool] = lambda: False) -> None:
+        self.processor, self.engine, self.name, self.told_to_end = processor, processor.engine, name, told_to_end
         self.arrivals: Queue[Arrival] = Queue()
         self.replies: dict[int, Callable[[Part], Any]] = {}
-        self.waiting: deque[Job] = deque()
-        self.running: dict[int, Job] = {}
+        self.waiting: deque[ServedRequest] = deque()
+        self.running: dict[int, ServedRequest] = {}
         self.state, self.end_by = "on", 0.0
-        engine.longest = engine.generator.reserve_pages(engine.longest)
+        processor.longest = self.engine.generator.reserve_pages(processor.longest)
 
     def read(self, raw: bytes, chat: bool) -> dict[str, Any]:
-        """A request with its prompts as token ids, as JSON can hold it. Local; any thread may call, so that nobody waits for a long
-        text. Raises ValueError or DataError."""
+        """A request with its prompts as token ids, as JSON. Raises ValueError or DataError.
+
+        Local; any thread may call, so that no other request waits while a long text is tokenised.
+        """
         body = read_body(raw)
         if body.get("model", self.name) != self.name:
             raise Refusal(404, f"the model {body['model']!r} is not here; there is {self.name!r}", "model_not_found")
-        form, params = read_form(body, chat)
+        format, params = read_request(body, chat)
         prompts = prompts_of(body, chat)
         if not 0 < len(prompts) * max(params.n, 1) <= MOST_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MOST_ROWS} responses")
-        read = self.engine.encode(prompts, variables=form.chat_template_kwargs)
+        read = self.processor.encode(prompts, variables=format.chat_template_kwargs)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "messages")}
         return {"chat": chat, "body": rest, "prompts": read}
 
     def turn(self) -> bool:
-        """Take what has come, and generate for a moment. Whether the service goes on.
+        """Take what has arrived, and generate for a moment. Returns whether the service goes on.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -141,7 +151,7 @@ class Service:
         return True
 
     def _arrived(self) -> list[Arrival]:
-        """On rank 0, which waits where there is nothing to do."""
+        """What has arrived (rank 0). Waits if there is nothing to do."""
         arrived: list[Arrival] = []
         with suppress(Empty):
             if not self.running and not self.waiting and not self.told_to_end():
@@ -151,20 +161,20 @@ class Service:
         return arrived
 
     def _state(self) -> str:
-        """On rank 0, whose answer counts."""
+        """The state from now on (rank 0)."""
         if not self.told_to_end():
             return "on"
         if self.state == "on":
             self.end_by = time.monotonic() + END_S
-            under_way = f"{counted(len(self.running), 'request')} under way can be answered within {END_S:.0f} s"
-            print(f"ending: {under_way}, others are refused", file=sys.stderr, flush=True)
+            running = f"{counted(len(self.running), 'running request')} can be answered within {END_S:.0f} s"
+            print(f"ending: {running}, others are refused", file=sys.stderr, flush=True)
         return "ending" if self.running and time.monotonic() < self.end_by else "over"
 
     def _take(self, number: int, request: dict[str, Any] | None) -> None:
         if request is None:
             gone = self.running.pop(number, None)
             self.engine.generator.drop(gone.rows if gone else ())
-            self.waiting = deque(job for job in self.waiting if job.number != number)
+            self.waiting = deque(served for served in self.waiting if served.number != number)
             return
         if self.state != "on":
             return self._refuse(number)
@@ -172,167 +182,187 @@ class Service:
             self.engine.generator.before_training()
         try:
             self.waiting.append(self._job(number, **request))
-        except Exception as error:  # the boundary of a request: the service goes on
+        except Exception as error:  # a process boundary: one request fails, the service goes on
             self._put(number, refused(error))
 
-    def _job(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> Job:
+    def _job(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
         """Raises ValueError."""
-        form, params = read_form(body, chat)
+        format, params = read_request(body, chat)
         generates = params.max_tokens != 0
-        asked = self.engine.ask(prompts, [params if generates else replace(params, max_tokens=1)] * len(prompts))
-        job = Job(number, chat, form, asked)
-        if noted([job]) > MOST_NOTED:
+        asked = self.processor.requests(prompts, [params if generates else replace(params, max_tokens=1)] * len(prompts))
+        served = ServedRequest(number, chat, format, asked)
+        if num_log_probs([served]) > MOST_LOG_PROBS:
             raise ValueError(
-                f"{len(job.rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
+                f"{len(served.rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
             )
         if not generates:
             none = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
-            job.ended = dict.fromkeys(job.rows, none)
-        return job
+            served.ended = dict.fromkeys(served.rows, none)
+        return served
 
     def _refuse(self, number: int) -> None:
         self._put(number, refused(Refusal(503, "the server is ending")))
 
     def _admit(self) -> list[Request]:
-        """The rows of those that begin now; nobody overtakes who waits, so that its turn comes."""
+        """The rows of the requests that start now. No request overtakes another, so that each gets its turn."""
         generator, requests = self.engine.generator, list[Request]()
         while self.waiting and len(generator.kept) + len(requests) < 2 * generator.config.max_num_seqs:
             others = [*self.running.values(), self.waiting[0]]
             sampling = self.waiting[0].asked[0].sampling
-            if any(job.asked[0].sampling != sampling for job in others) or noted(others) > MOST_NOTED:
+            if any(served.asked[0].sampling != sampling for served in others) or num_log_probs(others) > MOST_LOG_PROBS:
                 break
-            job = self.waiting.popleft()
-            self.running[job.number] = job
-            requests += job.requests
+            served = self.waiting.popleft()
+            self.running[served.number] = served
+            requests += served.requests
         return requests
 
     def _score(self) -> None:
-        """Log-probs of the tokens of prompts, about as many tokens as a step of the generator has.
+        """Compute log-probs of prompts' tokens, about as many as a step of the generator computes.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        generator, found = self.engine.generator, list[tuple[Job, int]]()
+        generator, found = self.engine.generator, list[tuple[ServedRequest, int]]()
         left = most = generator.config.max_num_batched_tokens
-        for job in self.running.values():
-            while job.unscored and left > 0:
-                found.append((job, job.unscored.popleft()))
-                left -= len(job.asked[found[-1][1]].prompt_ids)
+        for served in self.running.values():
+            while served.unscored and left > 0:
+                found.append((served, served.unscored.popleft()))
+                left -= len(served.asked[found[-1][1]].prompt_ids)
         if not found:
             return
-        asked = [job.asked[number] for job, number in found]
-        many = [its.params.prompt_logprobs or 0 for its in asked]
-        entries = prompt_log_probs(generator.decoder, [its.prompt_ids for its in asked], many, most)
-        for (job, number), its, scored in zip(found, asked, entries, strict=True):
+        asked = [served.asked[number] for served, number in found]
+        many = [each.params.prompt_logprobs or 0 for each in asked]
+        entries = prompt_log_probs(generator.decoder, [each.prompt_ids for each in asked], many, most)
+        for (served, number), each, scored in zip(found, asked, entries, strict=True):
             if any(value != value for entry in scored for _, value in entry):
-                raise NotFinite(its.requests[0].row_id)
-            first = self.engine.named([[(its.prompt_ids[0], nan)]])
-            job.scored[number] = [*first, *self.engine.named(scored)]
+                raise NotFinite(each.requests[0].row_id)
+            first = self.processor.named([[(each.prompt_ids[0], nan)]])
+            served.scored[number] = [*first, *self.processor.named(scored)]
 
     def _generate(self, requests: Sequence[Request]) -> None:
-        """Collective over the world: every rank of it must call, in program order."""
+        """Generate for a moment and deliver what is new. Collective over the world: every rank of it must call, in program order."""
         engine = self.engine
         sampling, limits = next(iter(self.running.values())).asked[0].sampling, GenerationLimits(seconds=TURN_S)
-        ended = engine.generator.generate_until(requests, sampling, engine.seed, 0, limits, 0, engine.tick)
+        ended = engine.generator.generate_until(requests, sampling, self.processor.seed, 0, limits, 0, engine.tick)
         completions = {completion.row_id: completion for completion in ended}
         kept = {row.request.row_id: row for row in engine.generator.kept}
-        for job in list(self.running.values()):
-            for row, number in job.rows.items():
+        for served in list(self.running.values()):
+            for row, number in served.rows.items():
                 if row in completions:
-                    asked = job.asked[number]
-                    job.ended[row] = engine.output(asked, [engine.record(asked, completions[row])]).outputs[0]
-            if not job.unscored:
-                self._deliver(job, kept)
+                    asked = served.asked[number]
+                    served.ended[row] = self.processor.output(asked, [self.processor.record(asked, completions[row])]).outputs[
+                        0
+                    ]
+            if not served.unscored:
+                self._deliver(served, kept)
 
     def _fail(self, error: Exception) -> None:
-        """All that runs is answered with ``error``, which came on every rank; others go on."""
+        """Answer all running requests with ``error``, which every rank has raised. Waiting requests go on."""
         self.engine.generator.drop({row.request.row_id for row in self.engine.generator.kept})
         for number in self.running:
             self._put(number, refused(error))
             self._put(number, None)
         self.running.clear()
 
-    def _deliver(self, job: Job, kept: Mapping[int, SequenceState]) -> None:
-        if job.form.stream:
-            for index, row in enumerate(job.rows):
-                self._send_more(job, index, row, kept.get(row))
-        if len(job.ended) < len(job.rows):
+    def _deliver(self, served: ServedRequest, kept: Mapping[int, SequenceState]) -> None:
+        if served.format.stream:
+            for index, row in enumerate(served.rows):
+                self._send_more(served, index, row, kept.get(row))
+        if len(served.ended) < len(served.rows):
             return
-        del self.running[job.number]
-        made, prompts = sum(len(its.token_ids) for its in job.ended.values()), sum(len(asked.prompt_ids) for asked in job.asked)
+        del self.running[served.number]
+        made, prompts = (
+            sum(len(output.token_ids) for output in served.ended.values()),
+            sum(len(asked.prompt_ids) for asked in served.asked),
+        )
         usage = {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
-        if not job.form.stream:
-            wholes = [self._delta(job, row, Sent(), job.ended[row].text, job.ended[row].logprobs) for row in job.rows]
-            self._reply(job, [self._choice(job, index, its) for index, its in enumerate(wholes)], usage=usage)
-        elif job.form.stream_options.include_usage:
-            self._reply(job, [], usage=usage)
-        self._put(job.number, None)
+        if not served.format.stream:
+            wholes = [
+                self._delta(served, row, StreamProgress(), served.ended[row].text, served.ended[row].logprobs)
+                for row in served.rows
+            ]
+            self._reply(served, [self._choice(served, index, delta) for index, delta in enumerate(wholes)], usage=usage)
+        elif served.format.stream_options.include_usage:
+            self._reply(served, [], usage=usage)
+        self._put(served.number, None)
 
-    def _send_more(self, job: Job, index: int, row: int, under_way: SequenceState | None) -> None:
-        """What a stream has not sent of a response, where its text has grown or it has ended."""
-        sent, asked = job.sent.setdefault(row, Sent()), job.asked[job.rows[row]]
-        if row in job.ended:
-            text, entries = job.ended[row].text, job.ended[row].logprobs
+    def _send_more(self, served: ServedRequest, index: int, row: int, kept: SequenceState | None) -> None:
+        """Send the rest of a response to its stream, if the text has grown or the response has ended.
+
+        ``kept``: the row, if it is still generated.
+        """
+        sent, asked = served.sent.setdefault(row, StreamProgress()), served.asked[served.rows[row]]
+        if row in served.ended:
+            text, entries = served.ended[row].text, served.ended[row].logprobs
             entries = entries and entries[sent.tokens :]
-        elif under_way is not None and under_way.notes is not None:
-            text, entries, notes, first = self._text(asked, under_way.token_ids), None, under_way.notes, sent.tokens
+        elif kept is not None and kept.token_logprobs is not None:
+            text, entries, noted, first = self._text(asked, kept.token_ids), None, kept.token_logprobs, sent.tokens
             if asked.params.logprobs is not None:
-                top = (notes.top_ids[first:], notes.top_log_probs[first:]) if notes.top_ids.shape[1] else None
-                entries = self.engine.named(entries_of(under_way.token_ids[first:], notes.log_probs_t1[first:].double(), top))
+                top = (noted.top_ids[first:], noted.top_log_probs[first:]) if noted.top_ids.shape[1] else None
+                found = entries_of(kept.token_ids[first:], noted.log_probs_t1[first:].double(), top)
+                entries = self.processor.named(found)
         else:
             return
-        if sent.ended or (row not in job.ended and len(text) <= len(sent.text) and not (sent.first and job.form.echo)):
+        is_news = row in served.ended or len(text) > len(sent.text) or (sent.first and served.format.echo)
+        if sent.ended or not is_news:
             return
         part = "first" if sent.first else "later"
-        self._reply(job, [self._choice(job, index, self._delta(job, row, sent, text, entries), part)])
+        self._reply(served, [self._choice(served, index, self._delta(served, row, sent, text, entries), part)])
 
-    def _delta(self, job: Job, row: int, sent: Sent, text: str, entries: Sequence[Entry] | None) -> TextDelta:
-        """What is new since ``sent``, which is brought up to date: of a response whose whole text is ``text``, and whose ``entries``
-        are those of its new tokens."""
-        asked, its = job.asked[job.rows[row]], job.ended.get(row)
+    def _delta(
+        self, served: ServedRequest, row: int, sent: StreamProgress, text: str, entries: Sequence[Entry] | None
+    ) -> TextDelta:
+        """What is new in a response since ``sent``, which is updated.
+
+        ``text``: the response's whole text so far; ``entries``: the log-probs of its new tokens.
+        """
+        asked, ended = served.asked[served.rows[row]], served.ended.get(row)
         new, told, offsets = text[len(sent.text) :], entries, list[int]()
-        if entries is not None and not job.chat:
-            echoed = len(self._prompt(asked)) if job.form.echo else 0
+        if entries is not None and not served.chat:
+            echoed = len(self._prompt(asked)) if served.format.echo else 0
             if sent.offsets is None:
                 sent.offsets = TextOffsets(partial(self._decode, asked.params.skip_special_tokens), echoed)
             offsets = [min(at, echoed + len(text)) for at in sent.offsets.add([next(iter(entry)) for entry in entries])]
-        if sent.first and job.form.echo:
+        if sent.first and served.format.echo:
             new = self._prompt(asked) + new
             if entries is not None:
-                scored = job.scored[job.rows[row]]
+                scored = served.scored[served.rows[row]]
                 told, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
-        sent.text, sent.tokens, sent.first, sent.ended = text, sent.tokens + len(entries or ()), False, its is not None
-        return TextDelta(new, told, offsets, *((its.finish_reason, its.stop_reason) if its else ()))
+        sent.text, sent.tokens, sent.first, sent.ended = text, sent.tokens + len(entries or ()), False, ended is not None
+        return TextDelta(new, told, offsets, *((ended.finish_reason, ended.stop_reason) if ended else ()))
 
-    def _prompt(self, asked: Asked) -> str:
-        return prompt_texts(self.engine.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt
+    def _prompt(self, asked: PromptRequest) -> str:
+        return prompt_texts(self.processor.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt
 
-    def _prompt_offsets(self, asked: Asked) -> list[int]:
-        """The special tokens that a tokenizer begins each text with are not in it, nor is the blank that some put before it."""
-        begin = [] if self.engine.tokenizer is None else added_ids(self.engine.tokenizer)[0]
+    def _prompt_offsets(self, asked: PromptRequest) -> list[int]:
+        """Where each prompt token begins in the prompt's text.
+
+        The text has neither the special tokens that a tokenizer starts each text with, nor the blank that some put before it.
+        """
+        begin = [] if self.processor.tokenizer is None else added_ids(self.processor.tokenizer)[0]
         before = len(begin) * (asked.prompt_ids[: len(begin)] == begin)
         ids, decode_on = asked.prompt_ids[before:], partial(self._decode, False)
         offsets = TextOffsets(decode_on, len(self._prompt(asked)) - len(decode_on(ids))).add(ids)
         return [0] * before + [max(at, 0) for at in offsets]
 
     def _decode(self, skips: bool, ids: Sequence[int]) -> str:
-        return "" if self.engine.tokenizer is None else decode(self.engine.tokenizer, [ids], skips)[0]
+        return "" if self.processor.tokenizer is None else decode(self.processor.tokenizer, [ids], skips)[0]
 
-    def _text(self, asked: Asked, ids: Sequence[int]) -> str:
-        """The text so far of an unfinished response, less what may be the beginning of a character or of a stop string."""
+    def _text(self, asked: PromptRequest, ids: Sequence[int]) -> str:
+        """The text of an unfinished response, without what may be the beginning of a character or of a stop string."""
         held = max(map(len, asked.sampling.stop), default=1) - 1
-        text = self.engine.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
+        text = self.processor.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
         return text[: max(len(text) - held, 0)]
 
-    def _choice(self, job: Job, index: int, its: TextDelta, part: str | None = None) -> dict[str, Any]:
-        return choice_of(index, its, job.chat, partial(token_bytes, self.engine.tokenizer), part)
+    def _choice(self, served: ServedRequest, index: int, delta: TextDelta, part: str | None = None) -> dict[str, Any]:
+        return choice_of(index, delta, served.chat, partial(token_bytes, self.processor.tokenizer), part)
 
-    def _reply(self, job: Job, choices: list[dict[str, Any]], **more: Any) -> None:
-        kind = ("chat.completion.chunk" if job.form.stream else "chat.completion") if job.chat else "text_completion"
-        name = f"{'chatcmpl' if job.chat else 'cmpl'}-{job.number}"
+    def _reply(self, served: ServedRequest, choices: list[dict[str, Any]], **more: Any) -> None:
+        kind = ("chat.completion.chunk" if served.format.stream else "chat.completion") if served.chat else "text_completion"
+        name = f"{'chatcmpl' if served.chat else 'cmpl'}-{served.number}"
         head = {"id": name, "object": kind, "created": int(time.time()), "model": self.name}
-        self._put(job.number, (200, {**head, "choices": choices, **more}))
+        self._put(served.number, (200, {**head, "choices": choices, **more}))
 
     def _put(self, number: int, part: Part) -> None:
-        """Nothing on ranks without an endpoint, and where the client went away."""
+        """Pass a part of an answer on. Does nothing on ranks without an endpoint, and if the client went away."""
         if (reply := self.replies.get(number)) is not None:
             reply(part)

@@ -63,7 +63,7 @@ def choose_ops(
     """
     if wanted not in ATTENTION:
         raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")
-    exact = capabilities(model_device() if device.type == "meta" else device).exact
+    exact = capabilities(model_device() if device.type == "meta" else device).batch_invariant
     fits = exact and not _suspended and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
     found = _load() if fits else None
     if wanted == "cpp" and found is None:

@@ -24,8 +24,8 @@ MIN_CAPABILITY = (8, 0)
 class DeviceCapabilities:
     """What code may rest on, of one kind of device.
 
-    - exact: a row's bits do not depend on what is computed beside it, nor on its place in a tensor that ranks add up, nor on the rank,
-      if its matrix products are exact: ``Ops.is_exact`` tries that.
+    - batch_invariant: a row's bits do not depend on what is computed beside it, on its position in a tensor that ranks add up, or on
+      the rank, if that holds for matrix products: ``Ops.is_batch_invariant`` tests that.
     - streams: work is queued and the host goes on, so it waits for what it wants to read (:func:`wait`).
     - pinned: copies to and from pinned host memory run in a stream; from other memory the host waits.
     - graphs: launches can be captured and replayed (CUDA graphs).
@@ -33,7 +33,7 @@ class DeviceCapabilities:
     - dtype: of models whose configuration leaves it open.
     """
 
-    exact: bool
+    batch_invariant: bool
     streams: bool
     pinned: bool
     graphs: bool
@@ -41,8 +41,8 @@ class DeviceCapabilities:
     dtype: torch.dtype
 
 
-_CPU = DeviceCapabilities(exact=True, streams=False, pinned=False, graphs=False, nccl=False, dtype=torch.float32)
-_CUDA = DeviceCapabilities(exact=False, streams=True, pinned=True, graphs=True, nccl=True, dtype=torch.bfloat16)
+_CPU = DeviceCapabilities(batch_invariant=True, streams=False, pinned=False, graphs=False, nccl=False, dtype=torch.float32)
+_CUDA = DeviceCapabilities(batch_invariant=False, streams=True, pinned=True, graphs=True, nccl=True, dtype=torch.bfloat16)
 
 
 def capabilities(device: torch.device) -> DeviceCapabilities:

@@ -35,7 +35,7 @@ class ExactOps(Ops):
         23 lengths up to 14,336)."""
         return max(super().min_rows(numel, inner), min(inner // 24 + 1, 16))
 
-    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
+    def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
         """With several threads torch and MKL divide products by their size."""
         needed = {dtype, torch.promote_types(dtype, torch.float32)}  # the logits' too
         return threads == 1 and all(_multiplies_exactly(each, torch.get_float32_matmul_precision()) for each in needed)

@@ -42,7 +42,7 @@ class ExactGpuOps(GpuOps):
     def min_rows(self, numel: int, inner: int) -> int:
         return 1
 
-    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
+    def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     # -- products

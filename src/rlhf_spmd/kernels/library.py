@@ -74,8 +74,8 @@ class Kernels(ExactOps):
         """Our own products need none, and those of bf16 that torch computes are oneDNN's."""
         return Ops.min_rows(self, numel, inner) if torch.float32 in self._products else super().min_rows(numel, inner)
 
-    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
-        return dtype in self._products or super().is_exact(dtype, threads)
+    def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
+        return dtype in self._products or super().is_batch_invariant(dtype, threads)
 
     @staticmethod
     def page_elements(page_size: int, head_dim: int) -> int:

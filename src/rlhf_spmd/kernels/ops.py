@@ -56,7 +56,7 @@ class Ops:
         ``inner``: those that one of the product is a sum of."""
         return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
 
-    def is_exact(self, dtype: torch.dtype, threads: int = 1) -> bool:
+    def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
         """Whether a row's bits do not depend on the batch, as this process's device multiplies."""
         return False
 

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import Ops, differentiable
-from rlhf_spmd.models.lora import LoraConfig, Part, adapter_parts
+from rlhf_spmd.models.lora import AdapterPart, LoraConfig, adapter_parts
 from rlhf_spmd.models.quantized import Quantized
 from rlhf_spmd.parallel.boxes import ParamShard
 
 
-def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[Part], scale: float, first: int = 0) -> Tensor:
+def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[AdapterPart], scale: float, first: int = 0) -> Tensor:
     """``weight``, rows of a parameter from ``first`` on, plus scale * B A, of whole ``a`` and ``b``; summed in fp32 at least, rounded
     once. On exact devices a row's bits do not depend on which others are there."""
     merged = weight.clone()

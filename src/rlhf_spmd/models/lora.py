@@ -74,7 +74,7 @@ class LoraConfig:
             raise ValueError(f"{where}.bits={self.bits} needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
 
 
-class Part(NamedTuple):
+class AdapterPart(NamedTuple):
     """One matrix, or some rows of it, inside a fused parameter: its rows of A, of B, and of the parameter."""
 
     a: slice
@@ -97,13 +97,13 @@ def adapter_tensor(tensor: str, which: str) -> str:
     return f"{PREFIX}{tensor.removesuffix('.weight')}.lora_{which}.weight"
 
 
-def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[Part]:
+def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[AdapterPart]:
     """Where the adapters of a parameter's boxes lie."""
-    boxes, parts, first = [box for box in matrix.boxes if lora.targets(box.name)], list[Part](), 0
+    boxes, parts, first = [box for box in matrix.boxes if lora.targets(box.name)], list[AdapterPart](), 0
     number = {name: i for i, name in enumerate(dict.fromkeys(box.name for box in boxes))}
     for box in boxes:
         count, start, at = box.size[0], box.local[0], number[box.name] * lora.rank
-        parts.append(Part(slice(at, at + lora.rank), slice(first, first + count), slice(start, start + count)))
+        parts.append(AdapterPart(slice(at, at + lora.rank), slice(first, first + count), slice(start, start + count)))
         first += count
     return parts
 

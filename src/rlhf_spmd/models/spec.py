@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.data.ends import end_token_ids
+from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 

@@ -28,7 +28,7 @@ def reduce_in_order(x: Tensor, group: Group, label: str) -> Tensor:
     """
     if group.size == 1:
         return x
-    if not capabilities(x.device).exact or (group.size == 2 and x.nbytes > 1 << 16):
+    if not capabilities(x.device).batch_invariant or (group.size == 2 and x.nbytes > 1 << 16):
         return group.all_reduce(x.contiguous().clone(), label)
     return _sum(group.all_gather(x, label))
 
@@ -43,7 +43,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 def _sum_own_rows(x: Tensor, group: Group, label: str) -> Tensor:
     """This rank's part [R / t, ...] of the sum of x [R, ...] over the group, on exact devices with the bits of
     :func:`reduce_in_order`."""
-    if group.size > 1 and not capabilities(x.device).exact:
+    if group.size > 1 and not capabilities(x.device).batch_invariant:
         return group.reduce_scatter_into(x.new_empty(x.shape[0] // group.size, *x.shape[1:]), x.contiguous(), label)
     return _sum(group.all_to_all(x.view(group.size, -1, *x.shape[1:]), label).unbind())
 

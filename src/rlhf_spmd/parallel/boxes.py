@@ -1,6 +1,6 @@
-"""Every parameter shard is a box in a global tensor. Pure.
+"""Parameter shards as boxes in global tensors. Pure.
 
-A local parameter (possibly fused, as q, k and v in one matrix) is described by the boxes of the Hugging Face tensors that it
+A local parameter (possibly fused, such as q, k and v in one matrix) is described by the boxes of the Hugging Face tensors that it
 holds. Loading, checkpoints, resharding and reallocation are all intersections of such boxes.
 """
 
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """``name[start : start + size]`` of a global tensor of ``shape``, lying at ``local`` inside a local parameter.
+    """``name[start : start + size]`` of a global tensor of ``shape``. ``local``: its first element inside the local parameter.
 
-    All tuples have one entry per tensor dim. ``local`` is the box's first element inside the local parameter.
+    All tuples have one entry per tensor dim.
     """
 
     name: str
@@ -39,10 +39,9 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamShard:
-    """One local parameter: its shape on this rank and the boxes that fill it.
+    """One local parameter: its shape on this rank, and the boxes that fill it. Several ranks may hold the same box.
 
-    ``whole_on_tp``: every tp rank holds all of it, norms for example.
-    Several ranks may hold the same box; ``boxes`` is what this one holds.
+    ``whole_on_tp``: every tp rank holds all of it, such as norms.
     """
 
     shape: tuple[int, ...]
@@ -51,13 +50,13 @@ class ParamShard:
 
 
 def whole_shard(name: str, shape: tuple[int, ...]) -> ParamShard:
-    """A tensor that one rank holds as it is."""
+    """The shard of a rank that holds a whole tensor."""
     start = (0,) * len(shape)
     return ParamShard(shape, (Box(name, shape, start, shape, start),))
 
 
 def intersect(a: Box, b: Box) -> tuple[Box, Box] | None:
-    """The common part of two boxes of one global tensor, as located in a's and in b's local parameter; None if disjoint."""
+    """The common part of two boxes, located in a's and in b's local parameter; None if they are disjoint."""
     if a.name != b.name:
         return None
     start = tuple(map(max, a.start, b.start))
@@ -76,34 +75,34 @@ def _part(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> Box:
 
 
 def zero_rows(num_rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Rows [first, last) of a parameter that FSDP2 leaves on one of ``ranks``: torch.chunk's ceil-sized chunks along dim 0."""
+    """Rows [first, last) that FSDP2 leaves on one of ``ranks`` ranks: torch.chunk's ceil-sized chunks along dim 0."""
     chunk = -(-num_rows // ranks)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
 def box_rows(box: Box, first: int, last: int) -> Box | None:
-    """The part of a box that lies in rows [first, last) of its local parameter; None if there is none."""
+    """The part of a box in rows [first, last) of its local parameter; None if there is none."""
     offset = box.start[0] - box.local[0]
     a, b = max(box.local[0], first), min(box.local[0] + box.size[0], last)
     return narrow(box, 0, a + offset, b + offset) if a < b else None
 
 
 def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
-    """The part of a local parameter's boxes that lies in its rows [first, last), located from row ``first`` on."""
+    """Rows [first, last) of a local parameter, as a local parameter of their own."""
     parts = [part for box in shard.boxes if (part := box_rows(box, first, last))]
     boxes = tuple(part._replace(local=(part.local[0] - first, *part.local[1:])) for part in parts)
     return ParamShard((last - first, *shard.shape[1:]), boxes, shard.whole_on_tp)
 
 
 def zero_shards(shards: Mapping[str, ParamShard], rank: int, ranks: int) -> dict[str, ParamShard]:
-    """What ZeRO leaves of the parameters of ``ranks`` replicas on one of them."""
+    """What ZeRO leaves on one of ``ranks`` replicas."""
     return {name: shard_rows(shard, *zero_rows(shard.shape[0], rank, ranks)) for name, shard in shards.items()}
 
 
 def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box]], list[Box]]:
     """Fill ``target`` from overlapping or disjoint ``sources``, earlier ones first, every element exactly once.
 
-    Returns (source index, part in the source's local parameter, part in the target's) and the parts that no source holds.
+    Returns a list of (source index, part in the source's local parameter, part in the target's), and the parts that no source has.
     """
     taken, missing = [], [target]
     for index, source in enumerate(sources):
@@ -122,7 +121,7 @@ def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box
 
 
 def _around(outer: Box, inner: Box) -> Iterator[Box]:
-    """What of a box lies outside a part of it, as disjoint boxes: at most two per tensor dim."""
+    """The rest of a box around a part of it, as disjoint boxes: at most two per tensor dim."""
     for dim, (first, n) in enumerate(zip(inner.start, inner.size, strict=True)):
         start, stop, last = outer.start[dim], outer.start[dim] + outer.size[dim], first + n
         if start < first:

@@ -1,7 +1,7 @@
-"""The one door for collectives: each has a name, a group, a sequence number, and is remembered for the post-mortem.
+"""The only module that calls collectives. Each has a name, a group and a sequence number, and is recorded for the post-mortem.
 
-Everything in rlhf_spmd that moves bytes between ranks goes through a :class:`Group`. A group of one rank communicates
-nothing, so code that is written for many ranks runs unchanged on one.
+Everything in rlhf_spmd that moves bytes between ranks goes through a :class:`Group`. A group of one rank communicates nothing, so code
+for many ranks runs unchanged on one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlhf_spmd.kernels import capabilities
 
 @dataclass
 class FlightRecorder:
-    """The last collectives of this process, and the bytes it sent and received per label."""
+    """The last collectives of this process, and the bytes that it sent and received per label."""
 
     entries: deque[tuple[int, str, str, int, float]] = field(default_factory=lambda: deque(maxlen=64))
     received: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     sequence: int = 0
     ticks: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # weights on loan are sent from a thread of their own
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # weights are sent to replicas from a thread of their own
 
     def note(self, operation: str, group: str, num_bytes: int, label: str = "", sent: int = 0, received: int = 0) -> None:
         with self._lock:
@@ -41,7 +41,7 @@ class FlightRecorder:
             self.received[label] += received
 
     def tick(self) -> None:
-        """Counts a sign of life beside the collectives: a call that begins or ends, a piece of a long one, of a file."""
+        """Count a sign of life beside the collectives: a call that starts or ends, a part of a long call or of a file."""
         self.ticks += 1
 
     def dump(self, last: int = 8) -> str:
@@ -50,31 +50,31 @@ class FlightRecorder:
         return "; ".join(f"#{n} {op} on {group} ({size} B, {now - at:.1f} s ago)" for n, op, group, size, at in rows)
 
 
-RECORDER = FlightRecorder()  # per process, diagnostics only: the script's way never depends on it
+RECORDER = FlightRecorder()  # per process, for diagnostics only: results never depend on it
 
-# torch 2.13 renamed it; 2.11 has only the older name
+# torch 2.13 renamed them; 2.11 has only the older names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Work = dist.Work  # what an asynchronous transfer returns
-Message = tuple[int, Tensor]  # index in a group, what goes there or comes from there
+Message = tuple[int, Tensor]  # index in a group, and the tensor that goes there or comes from there
 
-_GATHER_TAG = 1 << 30  # above those of messages between roles, some of which wait for their receiver meanwhile
+_GATHER_TAG = 1 << 30  # above the tags of messages between roles, some of which wait for their receiver meanwhile
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Some ranks of the world, ascending. ``ranks`` are global ranks; ``rank`` is this process's index in it.
+    """Some ranks of the world. ``ranks``: global ranks, ascending. ``rank``: this process's index in the group.
 
-    The ranks connect in their first collective. Where that is a transfer between some of them only, :meth:`connect` comes before,
-    at a point that all of them pass.
+    The ranks connect in their first collective. If only some of them take part in that, call :meth:`connect` before, at a point that
+    all of them pass.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
-    communicator: Callable[[], dist.ProcessGroup] | None = None  # makes it, or finds that of an equal group
+    communicator: Callable[[], dist.ProcessGroup] | None = None  # makes the process group, or finds that of an equal group
 
     @property
     def size(self) -> int:
@@ -88,8 +88,10 @@ class Group:
         return self.communicator()
 
     def connect(self, exchanges: torch.device | None = None) -> None:
-        """``exchanges``: the device of what some of the ranks will exchange. NCCL connects all ranks of a group in their first
-        exchange, in which not all may have a part; so it does here.
+        """Connect the ranks now. ``exchanges``: the device of tensors that some of the ranks will exchange.
+
+        NCCL connects all ranks of a group in their first exchange, and perhaps not all take part in that. With ``exchanges`` it does
+        so here.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -99,8 +101,9 @@ class Group:
                 self.meet(exchanges)
 
     def meet(self, device: torch.device) -> None:
-        """Let NCCL connect all ranks here, not in their first operation: other transfers may be under way then, in which case two
-        ranks may each wait for the other (nccl#1082).
+        """Let NCCL connect all ranks here, not in their first operation.
+
+        Other transfers may be in flight then, and two ranks could each wait for the other (nccl#1082).
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -112,18 +115,18 @@ class Group:
         return "process_group" in self.__dict__
 
     def _connected(self) -> dist.ProcessGroup:
-        assert self.connected, f"group {self.name}: connect() it first, where all of its ranks pass"
+        assert self.connected, f"group {self.name}: call connect() first, where all of its ranks pass"
         return self.process_group
 
     def all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> Tensor:
-        """In place. Collective over the group: every rank of it must call, in program order."""
+        """Reduce in place. Collective over the group: every rank of it must call, in program order."""
         if self.size > 1:
             self._note("all_reduce", label, tensor.nbytes)
             dist.all_reduce(tensor, _OPS[op], self.process_group)
         return tensor
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> dist.Work | None:
-        """In place and asynchronous. Collective over the group: every rank of it must call, in program order."""
+        """Reduce in place, asynchronously. Collective over the group: every rank of it must call, in program order."""
         if self.size == 1:
             return None
         self._note("all_reduce", label, tensor.nbytes)
@@ -154,7 +157,7 @@ class Group:
         return output
 
     def start_all_gather(self, flat: Tensor, label: str) -> dist.Work:
-        """In place and asynchronous: ``flat`` is equal parts in group order, of which this rank's is filled in.
+        """Gather in place, asynchronously. ``flat``: equal parts in group order, of which this rank has filled its own.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -165,10 +168,10 @@ class Group:
         return work
 
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> list[dist.Work]:
-        """Many transfers at once, asynchronous: keep the tensors, which are contiguous, alive and untouched until they are done.
+        """Start many transfers at once. Keep the tensors, which are contiguous, alive and unchanged until they are done.
 
-        Collective over the ranks that take part: what one sends to another, the other receives in the same order. On NCCL all of
-        them go through one communicator, where transfers outside an exchange would make one for each pair of ranks.
+        On NCCL all of them use one communicator; transfers outside an exchange would make one for each pair of ranks. Collective over
+        the ranks that take part: a rank must receive in the order in which the other sends.
         """
         num_bytes = [sum(tensor.nbytes for _, tensor in messages) for messages in (sends, receives)]
         peers = [",".join(str(self.ranks[member]) for member, _ in messages[:8]) for messages in (sends, receives)]
@@ -176,14 +179,14 @@ class Group:
         if not sends and not receives:
             return []
         pg = self._connected()
-        if not capabilities((receives or sends)[0][1].device).nccl:  # all are on one device; gloo does not batch them
+        if not capabilities((receives or sends)[0][1].device).nccl:  # all tensors are on one device; gloo does not batch
             works = [pg.recv([tensor], member, 0) for member, tensor in receives]
             return works + [pg.send([tensor], member, 0) for member, tensor in sends]
         every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
         return dist.batch_isend_irecv([dist.P2POp(op, tensor, self.ranks[member], pg) for op, (member, tensor) in every])
 
     def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
-        """Equal shapes from every rank. Collective over the group: every rank of it must call, in program order."""
+        """The tensor of every rank; shapes are equal. Collective over the group: every rank of it must call, in program order."""
         flat = tensor.reshape(-1)
         output = flat.new_empty(self.size * len(flat))
         self.all_gather_into(output, flat, label)
@@ -202,14 +205,14 @@ class Group:
         return output
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Tensor:
-        """In place, from group index ``source``. Collective over the group: every rank of it must call, in program order."""
+        """Broadcast in place from group index ``source``. Collective over the group: every rank of it must call, in program order."""
         if self.size > 1:
             self._note("broadcast", label, tensor.nbytes, received=0 if self.rank == source else tensor.nbytes)
             dist.broadcast(tensor, self.ranks[source], self.process_group)
         return tensor
 
     def gather_bytes(self, payload: bytes, label: str) -> list[bytes] | None:
-        """Every rank's bytes at group index 0 (None elsewhere): a length exchange, then what each has, as long as it is.
+        """Every rank's bytes on group index 0; None on other ranks. Lengths are exchanged first.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -226,7 +229,7 @@ class Group:
         return [payload, *(bytes(part.numpy()) for part in parts[1:])]
 
     def broadcast_bytes(self, payload: bytes | None, label: str, source: int = 0) -> bytes:
-        """Bytes of group index ``source`` on every rank. Collective over the group: every rank of it must call, in program order."""
+        """The bytes of group index ``source``. Collective over the group: every rank of it must call, in program order."""
         if self.size == 1:
             return payload or b""
         length = torch.tensor([len(payload or b"")])
@@ -239,12 +242,12 @@ class Group:
         return bytes(self.broadcast(data, source, label).numpy())
 
     def gather_json(self, value: Any, label: str) -> list[Any] | None:
-        """As :func:`gather_bytes`, of what JSON can hold."""
+        """As :meth:`gather_bytes`, for JSON values."""
         parts = self.gather_bytes(json.dumps(value).encode(), label)
         return None if parts is None else [json.loads(part) for part in parts]
 
     def broadcast_json(self, value: Any, label: str) -> Any:
-        """As :func:`broadcast_bytes`, of what JSON can hold, from group index 0; ``value`` of the others is not read."""
+        """As :meth:`broadcast_bytes`, for a JSON value of group index 0; ``value`` on other ranks is not read."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.rank == 0 else None, label))
 
     def barrier(self, label: str) -> None:
@@ -252,25 +255,25 @@ class Group:
         self.all_reduce(torch.zeros(1), label)
 
     def isend(self, tensor: Tensor, to: int, label: str, tag: int = 0) -> dist.Work | None:
-        """Asynchronous send to group index ``to``; keep ``tensor`` alive until the work is done."""
+        """Send to group index ``to``, asynchronously. Keep ``tensor`` alive until the work is done."""
         self._note("isend", label, tensor.nbytes, received=0, way=f"->{self.ranks[to]}")
         return self._connected().send([tensor], to, tag)
 
     def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> dist.Work | None:
-        """Asynchronous receive from group index ``source``."""
+        """Receive from group index ``source``, asynchronously."""
         self._note("irecv", label, tensor.nbytes, sent=0, way=f"<-{self.ranks[source]}")
         return self._connected().recv([tensor], source, tag)
 
     def _note(
         self, operation: str, label: str, size: int, sent: int | None = None, received: int | None = None, *, way: str = ""
     ) -> None:
-        """``sent``, ``received``: bytes; each is ``size``, that of the operation, where it is not given."""
+        """``sent``, ``received``: bytes; by default ``size``, that of the operation."""
         moved = [size if number is None else number for number in (sent, received)]
         RECORDER.note(f"{operation}:{label}{way}", self.name, size, label, *moved)
 
 
 def solo(rank: int = 0) -> Group:
-    """The group of one rank: communicates nothing."""
+    """The group of one rank, which communicates nothing."""
     return Group("solo", (rank,), 0)
 
 

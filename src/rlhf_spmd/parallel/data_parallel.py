@@ -1,4 +1,4 @@
-"""Gradients across ranks: sums over data-parallel replicas in flat buckets, and the true norm of the whole model's gradient."""
+"""Gradients across ranks: sums over data-parallel replicas in flat buckets, and the norm of the whole model's gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 
 BUCKET_ELEMENTS = 1 << 24  # 64 MB in fp32: large enough for full bandwidth, small beside a model
-MATRIX_ELEMENTS = 1 << 29  # that a rank handles of Muon's matrices at a time, in bfloat16
+MATRIX_ELEMENTS = 1 << 29  # of Muon's matrices that a rank handles at a time, in bfloat16
 
 
 def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> None:
-    """Sum equally named and shaped gradients over the group, in place, a flat bucket of them at a time.
+    """Sum equally named and shaped gradients over the group, in place, one flat bucket at a time.
 
     Collective over the group: every rank of it must call, in program order.
     """
@@ -31,7 +31,7 @@ def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> Non
 
 
 def buckets(sizes: Mapping[str, int], most: int | None = None) -> Iterator[list[str]]:
-    """Names in order, with at most ``most`` elements together, by default BUCKET_ELEMENTS, unless a single one has more. Pure."""
+    """Runs of names with at most ``most`` elements together (default BUCKET_ELEMENTS), unless a single one has more. Pure."""
     most = most or BUCKET_ELEMENTS
     names: list[str] = []
     total = 0
@@ -50,9 +50,9 @@ def _places(plan: Mapping[str, ParamShard]) -> set[tuple[str, tuple[int, ...], t
 
 
 def owned_boxes(plan: Mapping[str, ParamShard], before: Iterable[Mapping[str, ParamShard]]) -> dict[str, ParamShard]:
-    """``plan`` without the boxes that one of the plans ``before`` holds too, so that each part of a model has one owner. Pure.
+    """``plan`` without the boxes that a plan in ``before`` holds too, so each part of a model has one owner. Pure.
 
-    Ranks that hold copies (norms over tp, KV heads that several tp ranks share, tied embeddings) hold them as equal boxes.
+    Copies (norms over tp, KV heads that several tp ranks share, tied embeddings) are equal boxes.
     """
     seen = {place for other in before for place in _places(other)}
     return {
@@ -64,11 +64,11 @@ def owned_boxes(plan: Mapping[str, ParamShard], before: Iterable[Mapping[str, Pa
 def partial_boxes(
     plan: Mapping[str, ParamShard], others: Iterable[Mapping[str, ParamShard]], scattered: Collection[str] = ()
 ) -> dict[str, ParamShard]:
-    """The boxes of ``plan`` that one of the other tp ranks' plans holds too, each rank with a gradient of its own. Pure.
+    """The boxes of ``plan`` that other tp ranks hold too, if each rank has only a part of their gradient. Pure.
 
-    These are KV heads that several ranks share: each sees the gradient from its own query heads, and the sum is the true one.
-    Parameters that are replicated as a whole are left out, since every rank has the whole gradient, but for those named in
-    ``scattered``, which each rank applies to its own tokens only (sequence parallelism).
+    These are KV heads that several ranks share: each rank sees the gradient from its own query heads, and the sum is the true one. For
+    fully replicated parameters every rank has the whole gradient, so they are left out. Those in ``scattered`` are not, because each
+    rank applies them to its own tokens only (sequence parallelism).
     """
     seen = {place for other in others for place in _places(other)}
     shared = {
@@ -82,8 +82,8 @@ def partial_boxes(
 def sum_partial(grads: Mapping[str, Tensor], partial: Mapping[str, ParamShard], tp: Group) -> None:
     """Sum the gradients of :func:`partial_boxes` over the ranks that share them, in place.
 
-    Every rank puts its part into a zeroed copy of the whole Hugging Face tensor; a rank reads back the part that it holds. Each
-    rank of the group must hold boxes of the same tensors. Collective over tp: every rank of it must call, in program order.
+    Every rank puts its part into a zeroed copy of the whole Hugging Face tensor, and reads back the part that it holds. Each rank of
+    the group must hold boxes of the same tensors. Collective over tp: every rank of it must call, in program order.
     """
     if not partial:
         return
@@ -97,15 +97,14 @@ def sum_partial(grads: Mapping[str, Tensor], partial: Mapping[str, ParamShard], 
 
 
 def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -> Tensor:
-    """float64 []: the sum of squares of the gradients' parts that lie in the owned boxes of the local shards."""
+    """The sum of squares of the gradients inside the owned boxes of the local shards, float64 []."""
     norms = []
     for name, grad in grads.items():
         boxes = owned[name].boxes
         whole = sum(box.numel for box in boxes) == grad.numel()
         parts = [grad] if whole else [grad[box.local_slices] for box in boxes]
-        size = (
-            BUCKET_ELEMENTS if capabilities(grad.device).streams else 1 << 16
-        )  # by way of a copy, which on CPUs stays in the cache
+        # the norm makes a copy, which on CPUs should stay in the cache
+        size = BUCKET_ELEMENTS if capabilities(grad.device).streams else 1 << 16
         pieces = [piece for part in parts for piece in part.reshape(-1).split(size) if piece.numel()]
         norms += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     device = next(iter(grads.values())).device

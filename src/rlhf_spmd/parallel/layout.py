@@ -1,9 +1,9 @@
-"""How one model is split over the ranks of its pool: pure arithmetic, no process group.
+"""How one model is split over the ranks of its pool. Pure, without a process group.
 
-Training ranks form the grid ``[pp, dp, tp]``, tensor-parallel ranks consecutive (HybridFlow, section 5.3). A generation
-layout (p_g, t_g, d_g, d) regroups the same ranks: generation TP groups take every (t/t_g)-th rank of a training TP group,
-generation PP groups every (p/p_g)-th stage, and the micro-DP group is what lies between, so that a rank's training shard is
-always a slice of its generation shard. Where that cannot be, or is not wanted, generation ranks form a grid of their own.
+Training ranks form the grid ``[pp, dp, tp]``, with consecutive tensor-parallel ranks (HybridFlow, section 5.3). A generation layout
+(p_g, t_g, d_g, d) regroups the same ranks. Generation TP groups take every (t/t_g)-th rank of a training TP group, generation PP groups
+every (p/p_g)-th stage, and the micro-DP group has the ranks in between. So a rank's training shard is always a slice of its generation
+shard. If that cannot be, or is not wanted, generation ranks form a grid of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ AXES = ("pp", "dp", "tp")  # of training and of generation layouts
 
 
 class Coordinate(NamedTuple):
-    """Of a rank on :data:`AXES`."""
+    """A rank's coordinates on :data:`AXES`."""
 
     pp: int
     dp: int
@@ -52,7 +52,7 @@ class Coordinate(NamedTuple):
 
 
 class Grid(ABC):
-    """Ranks of a pool by their coordinates on :data:`AXES`. Indices count ranks inside the pool (0 .. size-1), not global ranks."""
+    """The ranks of a pool by their coordinates on :data:`AXES`. Indices count ranks inside the pool (0 .. size-1)."""
 
     pp: int
     tp: int
@@ -64,7 +64,7 @@ class Grid(ABC):
 
     @property
     def dp_shard(self) -> int:
-        """Neighbouring ranks of dp that share one copy of what ZeRO shards; 1: each rank has a copy of its own."""
+        """How many neighbouring ranks of dp share one copy of what ZeRO shards; 1: each rank has its own copy."""
         return 1
 
     @cached_property
@@ -73,15 +73,15 @@ class Grid(ABC):
         return [Coordinate(*at) for at in zip(*(axis.tolist() for axis in axes), strict=True)]
 
     def coordinate(self, index: int) -> Coordinate:
-        """Of a pool index."""
+        """The coordinates of a pool index."""
         return self._coordinates[index]
 
     def index(self, pp: int, dp: int, tp: int) -> int:
-        """Inverse of :meth:`coordinate`."""
+        """The pool index at these coordinates."""
         return int(self.ranks[pp, dp, tp])
 
     def along(self, index: int, *axes: str) -> list[int]:
-        """The ranks that differ from ``index`` on ``axes`` only, itself included, in the order of their coordinates."""
+        """The ranks that differ from ``index`` only on ``axes``, and itself, in the order of their coordinates."""
         at = zip(AXES, self.coordinate(index), strict=True)
         found: list[int] = (
             self.ranks[tuple(slice(None) if axis in axes else number for axis, number in at)].reshape(-1).tolist()
@@ -89,7 +89,7 @@ class Grid(ABC):
         return found
 
     def replica_group(self, index: int) -> list[int]:
-        """The pp * tp ranks that together hold the replica of ``index``."""
+        """The pp * tp ranks that hold the replica of ``index``."""
         return self.along(index, "pp", "tp")
 
     def shard_group(self, index: int) -> list[int]:
@@ -98,7 +98,7 @@ class Grid(ABC):
         return self.along(index, "dp")[first : first + self.dp_shard]
 
     def replicate_group(self, index: int) -> list[int]:
-        """The ranks that hold the same part of the model as ``index``, itself included: one of each shard group."""
+        """The ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
         return self.along(index, "dp")[self.coordinate(index).dp % self.dp_shard :: self.dp_shard]
 
 
@@ -106,7 +106,7 @@ class Grid(ABC):
 class Layout(Grid):
     """A resolved training layout (p, t, d) with its ZeRO stage over d and ``vpp`` virtual stages per rank.
 
-    ``zero_size``: ZeRO shards over so many neighbouring ranks of dp; None: over all of them.
+    ``zero_size``: the number of neighbouring ranks of dp over which ZeRO shards; None: all of them.
     """
 
     pp: int = 1
@@ -130,11 +130,11 @@ class Layout(Grid):
 
     @property
     def dp_replicate(self) -> int:
-        """Copies of the model over dp."""
+        """The number of copies of the model over dp."""
         return self.dp // self.dp_shard
 
     def stages(self, pp_rank: int) -> list[int]:
-        """The virtual stages, of ``pp * vpp``, that a pipeline rank holds, one for each of its chunks."""
+        """The virtual stages (of ``pp * vpp``) that a pipeline rank holds, one per chunk."""
         return [chunk * self.pp + pp_rank for chunk in range(self.vpp)]
 
     @cached_property
@@ -148,10 +148,10 @@ class Layout(Grid):
 
 
 def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
-    """Fill in dp and check that the layout covers the pool exactly.
+    """Fill in dp, and check that the layout covers the pool exactly.
 
-    ``where`` names the role and pool in the message, as in ``models.critic.layout on pool 'b'``.
-    Raises ValueError with both sides of the failed equation.
+    ``where`` names the role and pool in messages: ``models.critic.layout on pool 'b'``. Raises ValueError with both sides of the failed
+    equation.
     """
     for key in ("pp", "tp", "vpp"):
         if getattr(config, key) < 1:
@@ -177,7 +177,7 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
 
 
 def check_zero_size(zero: int, size: int | None, dp: int, where: str) -> None:
-    """Raises ValueError where ZeRO cannot shard over ``size`` neighbours of ``dp`` ranks: the value and what is allowed."""
+    """Raises ValueError if ZeRO cannot shard over ``size`` neighbours of ``dp`` ranks, with the value and what is allowed."""
     if size is None:
         return
     if size < 1:
@@ -191,10 +191,10 @@ def check_zero_size(zero: int, size: int | None, dp: int, where: str) -> None:
 
 @dataclass(frozen=True)
 class GenerationLayout(Grid):
-    """(p_g, t_g, d_g, d) over the ranks of a training layout; d_g = p*t / (p_g*t_g) micro-DP replicas per training replica.
+    """(p_g, t_g, d_g, d) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per training replica.
 
-    ``consecutive``: no such regrouping; the ranks form the grid [p_g, replicas, t_g] as those of a training layout do, and a
-    training shard need not lie in its rank's generation shard. :func:`generation_layout` chooses.
+    ``consecutive``: no regrouping. The ranks form the grid [p_g, replicas, t_g] like those of a training layout, and a training shard
+    may lie outside its rank's generation shard. :func:`generation_layout` chooses.
     """
 
     train: Layout
@@ -219,7 +219,7 @@ class GenerationLayout(Grid):
 
     @property
     def blocks(self) -> int:
-        """Training slices whose rows a fused generation matrix keeps together, so that each is one slice of it."""
+        """How many training slices a fused generation matrix consists of; each slice's rows stay together in it."""
         return 1 if self.consecutive else self.train.tp // self.tp
 
     @property
@@ -228,7 +228,7 @@ class GenerationLayout(Grid):
 
     @property
     def dp(self) -> int:
-        """All generation replicas: d_g * d."""
+        """The number of generation replicas, d_g * d."""
         return self.train.size // (self.pp * self.tp)
 
     @cached_property
@@ -237,11 +237,11 @@ class GenerationLayout(Grid):
         ranks, shape = np.arange(self.train.size), (self.pp, self.dp, self.tp)
         if self.consecutive:
             return ranks.reshape(shape)
-        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp  # of training, in one of generation
+        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp  # of training, per generation stage and slice
         return ranks.reshape(self.pp, stages, self.train.dp, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def micro_dp_group(self, index: int) -> list[int]:
-        """Ranks whose training shards make up the generation shard of ``index``, in the order of their slices."""
+        """The ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
         pp, dp, tp = self.coordinate(index)
         first = dp // self.micro_dp * self.micro_dp
         group: list[int] = self.ranks[pp, first : first + self.micro_dp, tp].tolist()
@@ -249,20 +249,20 @@ class GenerationLayout(Grid):
 
 
 def generation_layout(train: Layout, pp: int, tp: int, consecutive: bool = False) -> GenerationLayout:
-    """The regrouping in place, or, where the layouts do not allow it or ``consecutive`` asks for it, the grid of its own.
+    """The regrouping in place; or a grid of its own, if the layouts do not allow that or ``consecutive`` asks for it.
 
     Raises ValueError for a generation layout that does not fit.
     """
     fits = train.pp % max(pp, 1) == 0 and train.tp % max(tp, 1) == 0
-    whole_stages = train.vpp == 1 or pp == 1  # with virtual stages the layers of a rank do not follow each other
+    whole_stages = train.vpp == 1 or pp == 1  # with virtual stages the layers of a rank are not consecutive
     return GenerationLayout(train, pp, tp, consecutive or not (fits and whole_stages))
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """Layers of a pipeline stage: as even as possible, earlier stages take the remainder.
+    """The layers of a pipeline stage: as even as possible; earlier stages take the remainder.
 
-    With p_g | p, generation stage i must own exactly the layers of its p/p_g training stages, so the remainder is only
-    allowed where pp divides num_layers or nothing is regrouped; callers check that.
+    If p_g divides p, generation stage i must own exactly the layers of its p/p_g training stages. So a remainder is allowed only if
+    stages are not regrouped; callers check that.
     """
     base, extra = divmod(num_layers, pp)
     start = stage * base + min(stage, extra)

@@ -1,9 +1,9 @@
-"""A role's ranks as a mesh: the groups along the axes of its layout on its pool. No global mesh: a role carries its own.
+"""A role's ranks as a mesh: the groups along the axes of its layout on its pool. There is no global mesh; each role has its own.
 
-To torch it is a ``DeviceMesh`` (:attr:`Mesh.device_mesh`), over the groups that are here (``from_group``). Its own constructor has
-every rank of the world make the groups of every slice, whether it is in the pool or not (``new_group``, or on NCCL with a bound
-device ``ncclCommSplit`` of the whole world), makes groups of one rank, connects all of them at once, and knows no second channel.
-Here a rank makes the groups that it is in, when they first communicate, so ranks outside a pool have no part in it.
+:attr:`Mesh.device_mesh` is torch's ``DeviceMesh`` over these groups (``from_group``). Torch's own constructor would have every rank of
+the world make the groups of every slice, in the pool or not (``new_group``, or on NCCL with a bound device ``ncclCommSplit`` of the
+whole world). It also makes groups of one rank, connects all groups at once, and has no second channel. Here a rank makes only its own
+groups, when they first communicate, so ranks outside a pool take no part.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from rlhf_spmd.parallel.world import World
 class Mesh:
     """This rank's view of a layout on a pool. On ranks outside the pool ``index`` is -1 and the groups are solo groups.
 
-    pp_rank, dp_rank, tp_rank: coordinates. Groups: ``tp``, ``dp``; of its ranks ``dp_shard`` (those that share one copy of what ZeRO
-    shards) and ``dp_replicate`` (those that hold the same part as this one); ``pp``, ``pp_back`` (the stages again, for what travels
-    backwards); ``replica`` (the pp * tp ranks of one replica), ``pool`` (all ranks), ``ends`` (first and last stage of this
-    (dp, tp): tied embeddings), ``ring`` and ``ring_back`` (the same two, for what travels between them where vpp > 1); the last
-    three are solo on the stages between. Ranks of a group ascend, so in a generation mesh regrouped from several stages ``dp.rank``,
-    the place in the group, is not ``dp_rank``, the coordinate.
+    ``pp_rank``, ``dp_rank``, ``tp_rank``: coordinates. Groups:
+
+    - ``tp``; ``dp``, and in it ``dp_shard`` (ranks that share one copy of what ZeRO shards) and ``dp_replicate`` (ranks that hold the
+      same part as this one).
+    - ``pp``, and ``pp_back`` for what goes backwards between the stages.
+    - ``replica``: the pp * tp ranks of one replica. ``pool``: all ranks.
+    - ``ends``: first and last stage of this (dp, tp), for tied embeddings; ``ring``, ``ring_back``: the same two ranks, for what goes
+      between them if vpp > 1. These three are solo groups on the stages between.
+
+    The ranks of a group ascend. So in a generation mesh regrouped from several stages, ``dp.rank``, the index in the group, may differ
+    from ``dp_rank``, the coordinate.
     """
 
     layout: Layout | GenerationLayout
@@ -64,9 +69,9 @@ class Mesh:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The axes that have more than one rank, by name; dp as ``dp_replicate`` and ``dp_shard`` where ZeRO shards over a part of it.
+        """Torch's mesh of the axes with more than one rank. If ZeRO shards over a part of dp: ``dp_replicate``, ``dp_shard``.
 
-        Members only. Collective over the pool, the first time: every rank of it must call, in program order.
+        For members only. Collective over the pool, the first time: every rank of it must call, in program order.
         """
         pp, dp, tp = self.layout.ranks.shape
         shard = self.layout.dp_shard

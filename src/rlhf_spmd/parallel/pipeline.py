@@ -1,8 +1,8 @@
-"""Pipeline parallelism: schedules as data (pure), and the loop that runs one of them on this rank's part of the model.
+"""Pipeline parallelism: schedules as data (pure), and the loop that runs one on this rank's part of the model.
 
-A rank of ``pp`` holds ``vpp`` chunks of layers (1: a plain pipeline). Chunk c on rank r is virtual stage c * pp + r of pp * vpp,
-so a micro-batch goes around the ranks vpp times. A schedule is the list of forward and backward passes of one rank, in the
-order in which it runs them. Activations and gradients travel between neighbours of the ring, in that same order.
+A rank of ``pp`` holds ``vpp`` chunks of layers (1: a plain pipeline). Chunk c on rank r is virtual stage c * pp + r of pp * vpp, so a
+micro-batch goes around the ranks vpp times. A schedule is the list of one rank's forward and backward passes, in their order.
+Activations and gradients go between neighbours of the ring in the same order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Action(NamedTuple):
 
 
 def _rounds(num_micro_batches: int, pp: int) -> list[range]:
-    """Runs of micro-batches that pass one chunk before the next: as even as possible, of at least ``pp`` where there are as
-    many. With pp of them, the first is back from its way around the ring when the last has left."""
+    """Runs of micro-batches that pass one chunk before the next: as even as possible, of at least ``pp`` if there are so many.
+
+    With pp of them, the first has gone around the ring when the last one leaves.
+    """
     number = max(num_micro_batches // pp, 1)
     cuts = [num_micro_batches * k // number for k in range(number + 1)]
     return [range(a, b) for a, b in pairwise(cuts)]
@@ -50,12 +52,12 @@ def schedule_forward(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) 
 def schedule_1f1b(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> list[Action]:
     """One forward, one backward (PipeDream-flush), interleaved over chunks where vpp > 1 (Narayanan et al. 2021). Pure.
 
-    First forwards that fill the pipeline, then one forward and one backward in turn, then the remaining backwards. With equal
+    First come forwards that fill the pipeline, then one forward and one backward in turn, then the remaining backwards. With equal
     costs a rank idles (pp - 1) / (vpp * m) of its busy time, for any m >= pp micro-batches, divisible by pp or not.
 
-    Micro-batches alive at once: at most min(pp - stage, m). With chunks, where each is alive in one chunk's layers only (1/vpp
-    of the rank's): at most min(2 * (pp - 1 - stage) + (vpp - 1) * g + 1, m * vpp); the g micro-batches of the largest round are
-    pp where pp divides m, and never more than 2 * pp - 1.
+    At most min(pp - stage, m) micro-batches are alive at once. With chunks, each is alive in one chunk's layers only (1/vpp of the
+    rank's), and at most min(2 * (pp - 1 - stage) + (vpp - 1) * g + 1, m * vpp) are. The largest round has g micro-batches: pp if pp
+    divides m, and never more than 2 * pp - 1.
     """
     assert 0 <= stage < pp, f"stage {stage} of {pp}"
     forwards = _order("F", num_micro_batches, pp, range(vpp))
@@ -98,14 +100,14 @@ class Channel:
         self.finish(self.keep)
 
     def finish(self, keep: int = 0) -> None:
-        """Wait for the oldest sends until ``keep`` are left, and let go of their tensors."""
+        """Wait for the oldest sends until ``keep`` are left, and release their tensors."""
         while len(self.sent) > keep:
             _, work = self.sent.popleft()
             wait_all([work])
 
 
 def _channels(mesh: Mesh, around: bool, keep: int) -> dict[str, Channel]:
-    """Forward: from the stage before to the one after, from the last stage around the ring to the first; backward: against it."""
+    """Forward: to the next stage, and from the last stage around the ring to the first. Backward: the other way."""
     for group in (mesh.pp, mesh.pp_back, *((mesh.ring, mesh.ring_back) if around else ())):
         group.connect()
     stage, last = mesh.pp.rank, mesh.pp.size - 1
@@ -117,11 +119,12 @@ def _channels(mesh: Mesh, around: bool, keep: int) -> dict[str, Channel]:
 
 
 def connect_stages(mesh: Mesh, device: torch.device) -> None:
-    """Pass a token forward, then backward through the stages (and around the ring where vpp > 1).
+    """Pass a token forward, then backward through the stages (and around the ring if vpp > 1).
 
-    NCCL connects two ranks in their first transfer and holds up the host until both are in it. In the middle of a schedule a
-    rank could be held up that others wait for; here each waits for the one before only. Each token has arrived before its sender
-    connects to another rank: NCCL may lock where two ranks connect while they transfer to others.
+    NCCL connects two ranks in their first transfer and blocks the host until both are in it. In the middle of a schedule that could
+    block a rank for which others wait; here each rank waits only for the one before. Each token has arrived before its sender connects
+    to another rank: NCCL may deadlock if two ranks connect while they transfer to others.
+
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
@@ -144,19 +147,20 @@ def run_pipeline(
     backward: Callable[[Action, Tensor | None], Tensor | None],
     keep: int | None = None,
 ) -> None:
-    """Run one rank's schedule; ``shapes[i]`` is the shape of micro-batch i between stages, the same on every stage.
+    """Run one rank's schedule. ``shapes[i]``: the shape of micro-batch i between stages, the same on every stage.
 
-    ``forward(action, received)`` takes the activation of the virtual stage before (None on the first) and returns the one to
-    pass on (None on the last); ``backward(action, received)`` takes the gradient of what it passed on (None on the last) and
-    returns the gradient of what it received (None on the first).
+    ``forward(action, received)`` takes the activation of the previous virtual stage (None on the first) and returns its own (None
+    on the last). ``backward(action, received)`` takes the gradient of what it sent (None on the last) and returns the gradient of
+    what it received (None on the first).
 
-    Forward and backward, and the way around the ring, each have a group of their own, because NCCL runs the transfers of one
-    communicator one after the other: in 1F1B a stage sends forward while its neighbour sends back, and on one communicator each
-    of the two transfers would wait for the other. On every communicator, two ranks' transfers go one way, in one order.
+    Forward, backward and the way around the ring have groups of their own, because NCCL runs the transfers of one communicator one
+    after the other. In 1F1B a stage sends forward while its neighbour sends back: on one communicator each would wait for the other.
+    On every communicator, the transfers of two ranks go one way, in one order.
 
-    The receive of the next action is posted before the current one computes, but not where the next pass goes the same way
-    through another chunk: its input may depend on what this one is to send. A send is waited for when ``keep`` later ones, by default
-    2 * pp, are under way, or at the end. On NCCL, :func:`connect_stages` comes before the first run.
+    The receive of the next action is posted before the current one computes, unless the next pass goes the same way through another
+    chunk: its input may depend on what this one sends. A send is waited for when ``keep`` later ones (default 2 * pp) are in flight, or
+    at the end. On NCCL, call :func:`connect_stages` before the first run.
+
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"

@@ -1,4 +1,4 @@
-"""The process's place in the job: torchrun's environment is read here and nowhere else."""
+"""This process's place in the job. Only this module reads torchrun's environment."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.kernels.devices import gpu_identity
 from rlhf_spmd.parallel.collectives import Group
 
-_NUMBERS = count()  # of worlds
-LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that has started this rank in torchrun's place
-SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node on its first GPU; for tests only, since nccl refuses
-JOB_KEY = "RLHF_SPMD_KEY"  # the key that seals the messages of a job's processes: messages.py
-TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # processes that srun or mpirun has started
+_NUMBERS = count()  # numbers of worlds
+LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that started this rank in place of torchrun
+SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node use its first GPU; only for tests, since nccl refuses it
+JOB_KEY = "RLHF_SPMD_KEY"  # the key that seals messages between a job's processes: messages.py
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # number of processes that srun or mpirun started
 
-START_S = 120.0  # until the store has answered, on one machine, whose processes start together
-START_NODES_S = 900.0  # on several, which may start one after the other
-MOST_THREADS = 1024  # of a rank: beyond what any host has, and below what its process may start
+START_S = 120.0  # until the store answers, on one machine, whose processes start together
+START_NODES_S = 900.0  # on several machines, which may start one after the other
+MOST_THREADS = 1024  # of a rank: more than any host has, and fewer than a process may start
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun says. Without torchrun: one rank."""
+    """What torchrun's environment says. Without torchrun: one rank."""
 
     rank: int = 0
     size: int = 1
@@ -53,7 +53,7 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Raises ValueError where the launcher's variables are not numbers."""
+    """Read torchrun's environment. Raises ValueError if its variables are not numbers."""
     env = os.environ
 
     def number(name: str, usual: int) -> int:
@@ -72,17 +72,17 @@ def read_launch() -> Launch:
 
 
 def launcher_is_process_1() -> bool:
-    """As in a container whose command it is."""
+    """True if the launcher is process 1, as in a container whose command it is."""
     return os.environ.get(LAUNCHER) == "1"
 
 
 def num_tasks() -> int:
-    """How often srun or mpirun has started this command; 1 without them."""
+    """How many times srun or mpirun has started this command; 1 without them."""
     return max(int(text) if text.isdecimal() else 1 for text in (os.environ.get(name, "1") for name in TASKS))
 
 
 def start_limit(launch: Launch) -> float:
-    """How many seconds a rank waits at the start for what other processes do."""
+    """Seconds that a rank waits for other processes at the start."""
     return START_S if launch.local_size == launch.size else START_NODES_S
 
 
@@ -92,9 +92,11 @@ def lone_store() -> dist.Store:
 
 
 def connect_store(launch: Launch, timeout_s: float | None = None) -> dist.Store:
-    """The key-value store that all ranks share before and beside any process group (torchrun hosts it). Raises ValueError where the
-    launcher has not said where it is, ConnectionError where nothing answers as a store there within ``timeout_s``, by default
-    :func:`start_limit`."""
+    """The key-value store that all ranks share, also without a process group. Torchrun hosts it.
+
+    Raises ValueError if the launcher has not said where it is, and ConnectionError if no store answers there within ``timeout_s``
+    (default :func:`start_limit`).
+    """
     if launch.size == 1 and not {"RANK", JOB_KEY} <= os.environ.keys():  # nobody else listens
         return lone_store()
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -110,10 +112,10 @@ def connect_store(launch: Launch, timeout_s: float | None = None) -> dist.Store:
         try:
             store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
             answers.append(store)
-        except Exception as error:  # goes on to the main thread
+        except Exception as error:  # the main thread raises it
             answers.append(error)
 
-    # torch waits without a limit for a service of another kind that takes the connection and says nothing
+    # torch would wait forever for another kind of service that accepts the connection and says nothing
     connecting = threading.Thread(target=connect, daemon=True)
     connecting.start()
     connecting.join(limit_s + 1.0)
@@ -125,7 +127,7 @@ def connect_store(launch: Launch, timeout_s: float | None = None) -> dist.Store:
 
 
 def ranks_store(store: dist.Store, restart_count: int = 0) -> dist.Store:
-    """The part of ``store`` that belongs to the ranks of this start."""
+    """The part of ``store`` for the ranks of this start."""
     return dist.PrefixStore(f"rlhf_spmd/{restart_count}", store)
 
 
@@ -133,10 +135,10 @@ def ranks_store(store: dist.Store, restart_count: int = 0) -> dist.Store:
 class World:
     """All ranks of the job, their device, and the communicators made so far.
 
-    torch's ``new_group`` names a communicator by counting: those of the world, so that all ranks must come to each, or, with
-    ``use_local_synchronization``, those that a rank is in, so that ranks that are in different numbers of them never meet. Here it is
-    named by its ranks and channel, and by ``number``, that of the worlds of more than one rank which this process has had, since torch
-    knows the names of those before. So its own ranks make it, alone, when they need it; in the same order follows from program order.
+    Torch's ``new_group`` names communicators by counting. It counts those of the world, so all ranks must take part in each; or, with
+    ``use_local_synchronization``, those of this rank, so ranks with different counts never meet. Here the name consists of ranks,
+    channel and ``number``, which counts the worlds of more than one rank in this process, since torch remembers earlier names. So only
+    a communicator's own ranks make it, when they need it. They do so in the same order because of program order.
     """
 
     launch: Launch
@@ -163,13 +165,13 @@ class World:
         return self.launch.size
 
     def group(self, ranks: Sequence[int], name: str, channel: str = "") -> Group | None:
-        """The group of these global ranks, which ascend; None on ranks outside it. Communicates nothing: see :class:`Group`.
+        """The group of these ascending global ranks; None on ranks outside it. Does not communicate: see :class:`Group`.
 
-        Groups of equal ranks share one communicator for each ``channel``. Transfers on different channels never wait for each
-        other, also where the backend orders those of one communicator.
+        Groups of equal ranks share one communicator per ``channel``. Transfers on different channels never wait for each other, even if
+        the backend orders those of one communicator.
         """
         members = tuple(ranks)
-        # torch orders the ranks of a group by itself, so only ascending orders are used throughout
+        # torch sorts the ranks of a group, so only ascending orders are used
         assert list(members) == sorted(members), f"group {name}: ranks {members} must ascend"
         if self.rank not in members:
             return None
@@ -184,7 +186,7 @@ class World:
                 ranks.index(self.rank),
                 list(ranks),
                 backend_of(self.device),
-                # without device_id, which would put point-to-point transfers of all groups on one communicator (pytorch#154132)
+                # no device_id: it would put point-to-point transfers of all groups on one communicator (pytorch#154132)
                 dist.PrefixStore(f"groups/{self.number}", self.store),
                 name,
                 timeout=timedelta(seconds=self.timeout_s),
@@ -196,14 +198,16 @@ class World:
 
 
 def backend_of(device: torch.device) -> str:
-    """gloo for CPU tensors, nccl beside it on GPUs."""
+    """gloo for CPU tensors; on GPUs also nccl."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """A GPU for each rank, or the CPU for all. A rank that sees one GPU takes it, whatever its number: SLURM's ``--gpus-per-task=1``
-    shows each rank its own, and :func:`refuse_shared_gpus` sees whether it is. Raises ValueError where there are fewer GPUs than
-    ranks."""
+    """A GPU for each rank, or the CPU for all. Raises ValueError if there are fewer GPUs than ranks.
+
+    A rank that sees only one GPU takes it: SLURM's ``--gpus-per-task=1`` shows each rank its own. :func:`refuse_shared_gpus` checks
+    that.
+    """
     if torch.cuda.is_available():
         only = torch.cuda.device_count() == 1
         check_gpus(launch.local_size if not only else 1, launch.local_rank if not only else 0)
@@ -212,7 +216,7 @@ def choose_device(launch: Launch) -> torch.device:
 
 
 def check_gpus(ranks: int, local_rank: int) -> None:
-    """``ranks``: of this node, which see the same GPUs, if any. Raises ValueError where there is none for the one of this number."""
+    """Raises ValueError if no GPU is left for ``local_rank``. ``ranks``: those of this node, which see the same GPUs."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < found <= local_rank:
         raise ValueError(
@@ -222,10 +226,10 @@ def check_gpus(ranks: int, local_rank: int) -> None:
 
 
 def refuse_shared_gpus(launch: Launch, store: dist.Store, gpu: str) -> None:
-    """``gpu``: the identity of this rank's. Raises ValueError where another rank of this host has the same one: both would run, at
-    half the speed in half the memory, until NCCL refuses.
+    """Raises ValueError if another rank of this host has the same GPU. ``gpu``: the identity of this rank's GPU.
 
-    Collective over the ranks of this host, through the store: every one of them must call.
+    Both would run, at half the speed in half the memory, until NCCL refuses. Collective over the ranks of this host, through the store:
+    every rank of it must call.
     """
     if os.environ.get(SHARED_GPU) == "1":
         return
@@ -242,16 +246,17 @@ def refuse_shared_gpus(launch: Launch, store: dist.Store, gpu: str) -> None:
 
 
 def nccl_settings(patience_s: float) -> dict[str, str]:
-    """Variables that let torch's watchdog of NCCL end a process later than the error board, which names the culprit. Pure.
+    """Variables with which torch's NCCL watchdog ends a process only after the error board, which names the culprit. Pure.
 
-    By itself the watchdog's monitor waits for 480 s. ``patience_s``: how long collectives may take."""
+    By default the watchdog's monitor waits 480 s. ``patience_s``: how long collectives may take.
+    """
     return {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(math.ceil(patience_s) + 60)}
 
 
 def choose_cpu_matmul() -> str:
-    """Take oneDNN for float32 products where it computes in float32, which is twice as fast as the default; returns the mode.
+    """Use oneDNN for float32 products if it computes in float32, twice as fast as the default. Returns the mode.
 
-    "medium" lets oneDNN in. With AMX it would round the inputs to bfloat16, so CPUs that have it keep "highest".
+    "medium" allows oneDNN. With AMX it would round the inputs to bfloat16, so CPUs with AMX keep "highest".
     """
     mode = "highest" if has_amx() else "medium"
     torch.set_float32_matmul_precision(mode)
@@ -259,31 +264,34 @@ def choose_cpu_matmul() -> str:
 
 
 def choose_matmul() -> None:
-    """:func:`choose_cpu_matmul`, unless this process's models are on GPUs, where "medium" would let TF32 in: for before there is a
-    world, since the check of the input asks whether products are exact."""
-    if capabilities(model_device()).exact:
+    """:func:`choose_cpu_matmul`, unless this process's models are on GPUs, where "medium" would allow TF32.
+
+    For the time before there is a world: the check of the configuration asks whether products are batch-invariant.
+    """
+    if capabilities(model_device()).batch_invariant:
         choose_cpu_matmul()
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks up to 33 MiB (the head's chunk of logits has 16, gloo's copy of a bucket of gradients between two
-    ranks 32): both come again every step, and fresh pages cost a fault per 4 KB. Larger ones, parameters and gradients, would leave
-    holes in which those of the next phase do not fit.
+    """Tell glibc to keep freed blocks up to 33 MiB.
+
+    A head's chunk of logits (16 MiB) and gloo's copy of a gradient bucket between two ranks (32 MiB) come again in every step, and
+    fresh pages cost a fault per 4 KB. Larger blocks, parameters and gradients, would leave holes too small for those of the next phase.
     """
     if sys.platform != "linux":
         return
     trim_threshold, mmap_threshold, never = -1, -3, 2**31 - 1
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # other C libraries than glibc have none
+    if hasattr(libc, "mallopt"):  # only glibc has it
         libc.mallopt(mmap_threshold, 33 << 20)
         libc.mallopt(trim_threshold, never)
 
 
 def forget_old_shapes() -> None:
-    """Let oneDNN, and torch beside it, keep 128 compiled products instead of 1024.
+    """Let oneDNN, and torch with it, keep 128 compiled products instead of 1024.
 
-    There is one for each shape, of some 0.2 MB. Batches of ragged rows have new shapes nearly every time, so memory would grow over
-    the first hundreds of steps, by hundreds of MB. To be called before the first product, which reads these.
+    There is one per shape, of about 0.2 MB. Batches of ragged rows nearly always have new shapes, so memory would grow by hundreds
+    of MB over the first hundreds of steps. Call it before the first product, which reads these variables.
     """
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, "128")
@@ -292,12 +300,12 @@ def forget_old_shapes() -> None:
 def init_world(
     launch: Launch, store: dist.Store, timeout_s: float = 600.0, device: torch.device | None = None, threads: int = 1
 ) -> World:
-    """Start torch.distributed: gloo for CPU tensors, nccl beside it on GPUs. ``threads``: of this rank on CPUs, torch's and the
-    kernels'; it has to be said, since torch's results depend on it.
+    """Start torch.distributed: gloo for CPU tensors; on GPUs also nccl.
 
-    On GPUs collectives have more patience than ``timeout_s``: NCCL's watchdog aborts the process without a word, so the error
-    board, which names the culprit, must come first. A communicator, made at its first use, waits in the store for the other
-    ranks, which may be as late as that.
+    ``threads``: of torch and the kernels on CPUs. It must be given, because torch's results depend on it.
+
+    On GPUs collectives have more time than ``timeout_s``: NCCL's watchdog aborts the process silently, so the error board, which names
+    the culprit, must come first. A communicator waits in the store at its first use for the other ranks, which may be just as late.
 
     Collective over the world: every rank of it must call.
     """
@@ -307,13 +315,13 @@ def init_world(
     patience_s = 2 * timeout_s + 60 if device.type == "cuda" else timeout_s
     store.set_timeout(timedelta(seconds=patience_s))
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # gloo has a socket for each pair of a group's ranks
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # gloo has a socket per pair of a group's ranks
     if device.type == "cuda":
         torch.cuda.set_device(device)
         refuse_shared_gpus(launch, store, gpu_identity(device))
         for name, value in nccl_settings(patience_s).items():
             os.environ.setdefault(name, value)
-        # cuDNN's attention, which newer torch prefers, compiles a plan for each shape, and ragged rows have a new one each time.
+        # cuDNN's attention, which newer torch prefers, compiles a plan per shape, and ragged rows always have new shapes
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         torch.set_num_threads(threads)
@@ -334,7 +342,7 @@ def init_world(
 
 
 def stay_on_this_machine() -> None:
-    """gloo connects ranks of one machine over its loopback, which other machines cannot reach, unless the user names a network."""
+    """Let gloo use the loopback device, which other machines cannot reach, unless the user names a network."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
@@ -342,7 +350,7 @@ def stay_on_this_machine() -> None:
 
 @cache
 def join_world(timeout_s: float = 3600.0) -> World:
-    """The world of a script that is none of the programs, for as long as its process lives. ``timeout_s``: as in :func:`init_world`.
+    """The world of a script other than the programs, as long as its process lives. ``timeout_s``: see :func:`init_world`.
 
     Collective over the world, the first time: every rank of it must call.
     """
@@ -352,18 +360,18 @@ def join_world(timeout_s: float = 3600.0) -> World:
 
 
 def _leave() -> None:
-    """The end of a process that Python ends (the programs end theirs by themselves)."""
+    """Runs when Python ends a process. (The programs end theirs themselves.)"""
     _await_gloo()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _await_gloo(seconds: float = 5.0) -> None:
-    """Returns when gloo's threads have let go of all tensors.
+    """Wait until gloo's threads have released all tensors.
 
-    They do so a moment after a work has ended and need the interpreter for it; a thread that asks for it when Python is ending
-    aborts the process (torch 2.13, pytorch/pytorch#190489). A thread that sleeps on, while this one leaves the interpreter to
-    others, has nothing more to do.
+    They do so shortly after a work has ended, and need the interpreter for it. A thread that asks for it while Python is ending aborts
+    the process (torch 2.13, pytorch/pytorch#190489). A thread that stays asleep, while this one leaves the interpreter to others, is
+    done.
     """
     seen, deadline = None, time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -375,7 +383,7 @@ def _await_gloo(seconds: float = 5.0) -> None:
 
 
 def _gloo_activity(task: Path) -> str:
-    """The state of one of gloo's threads and how often it has given up its processor; "" of another's or of one that has ended."""
+    """State and context switches of a gloo thread; "" for other threads and for one that has ended."""
     with suppress(OSError):
         if (task / "comm").read_text().strip() == "pt_gloo_runloop":
             lines = (task / "status").read_text().splitlines()

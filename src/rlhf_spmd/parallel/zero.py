@@ -1,9 +1,9 @@
-"""ZeRO by FSDP2, its collectives through the door of :mod:`~rlhf_spmd.parallel.collectives`.
+"""ZeRO by FSDP2, with its collectives replaced by those of :mod:`~rlhf_spmd.parallel.collectives`.
 
-FSDP2 sees the shard group only. With several copies of the shards (HSDP) the engine sums gradients over the copies, once for each
-optimizer step, where FSDP2's mesh of two axes would do so after every reduction and by collectives of its own.
+FSDP2 sees the shard group only. With several copies of the shards (HSDP) the engine sums gradients over the copies, once per optimizer
+step. FSDP2's mesh of two axes would do so after every reduction, with collectives of its own.
 
-FSDP2 is imported where a role uses it: that takes a rank most of a second, and a fifth of all that it imports.
+FSDP2 is imported only if a role uses it: the import takes most of a second, a fifth of all imports.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rlhf_spmd.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-STAGED = 1 << 21  # elements that a rank gives to a collective of gloo at a time: it holds them all twice more
+STAGED = 1 << 21  # elements that a rank gives to a gloo collective at a time: gloo makes two copies of them
 
 
 def stage_of_zero(layout: Layout) -> int:
-    """A rank that holds whole parameters has nobody to share them with."""
+    """The ZeRO stage of a layout; 0 if no rank shares a copy with others."""
     return layout.zero if layout.dp_shard > 1 else 0
 
 
 class _Collective:
-    """What FSDP2 calls instead of its own collective, with the arguments that it gives."""
+    """What FSDP2 calls in place of its own collective, with FSDP2's arguments."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -41,12 +41,12 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def pieces(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Cuts of each rank's part of [size, n] that travel together, and those columns in one piece of memory."""
+        """Runs of columns of [size, n] that are sent together, and these columns in contiguous memory."""
         size, width = rows.shape
         if capabilities(rows.device).nccl or width <= STAGED:
             yield slice(0, width), rows
             return
-        staging = rows.new_empty(size * STAGED)  # one for all pieces: gloo's threads let go of a tensor late
+        staging = rows.new_empty(size * STAGED)  # one for all pieces: gloo's threads release a tensor late
         for first in range(0, width, STAGED):
             columns = slice(first, min(first + STAGED, width))
             piece = staging[: size * (columns.stop - first)].view(size, -1)
@@ -64,7 +64,7 @@ class _AllGather(_Collective):
 
 
 class _ReduceScatter(_Collective):
-    """``reduced``: the last result, flat, before FSDP2 rounds it to the dtype of the parameters; kept for ``readers`` of it."""
+    """``reduced``: the last result, flat, before FSDP2 rounds it to the parameters' dtype. Kept until ``readers`` have read it."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -75,7 +75,7 @@ class _ReduceScatter(_Collective):
         for columns, piece in self.pieces(input_tensor.view(self.group.size, -1)):
             self.group.reduce_scatter_into(output_tensor[columns], piece.view(-1), "zero_gradients")
         if not capabilities(input_tensor.device).streams:
-            input_tensor.untyped_storage().resize_(0)  # FSDP2 lets go of it in the last backward pass, for the streams of GPUs
+            input_tensor.untyped_storage().resize_(0)  # FSDP2 frees it only in the last backward pass, because of GPU streams
         self.reduced, self.unread = (output_tensor if self.readers else None), self.readers
 
     def read(self) -> Tensor:
@@ -87,10 +87,10 @@ class _ReduceScatter(_Collective):
 
 
 class FSDPModel:
-    """FSDP2 applied to a module over ``mesh.dp_shard``: every one of ``blocks`` by itself, the rest at the root. Gradients are sums.
+    """FSDP2 applied to a module over ``mesh.dp_shard``: each of ``blocks`` by itself, the rest at the root. Gradients are sums.
 
-    stage: 1 or 2 hold the gathered parameters from the first micro-batch to the last one; 3 gathers them in every pass. 1
-    reduces gradients after the last micro-batch only. ``reduce_dtype``: in which gradients are summed over ranks.
+    ``stage``: 1 and 2 hold the gathered parameters from the first micro-batch to the last; 3 gathers them in every pass. 1 reduces
+    gradients only after the last micro-batch. ``reduce_dtype``: the dtype in which gradients are summed over ranks.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class FSDPModel:
 
         self.stage = stage
         self._parts: list[FSDPModule] = []
-        self._collectives: list[_ReduceScatter] = []  # of the parts
-        self._reductions: dict[int, _ReduceScatter] = {}  # by the identity of the parameter
+        self._collectives: list[_ReduceScatter] = []  # one per part
+        self._reductions: dict[int, _ReduceScatter] = {}  # id of a parameter -> its part's reduction
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody writes into it
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         axis = "dp" if mesh.dp_shard.size == mesh.dp.size else "dp_shard"
@@ -118,7 +118,7 @@ class FSDPModel:
             self._collectives.append(reduction)
 
     def keep_reduced(self) -> None:
-        """Keep what reductions give for :meth:`take_gradient`, which must then be called for every parameter that has gradients."""
+        """Keep reduced gradients for :meth:`take_gradient`, which must then be called for every parameter that has a gradient."""
         for part, reduction in zip(self._parts, self._collectives, strict=True):
             assert isinstance(part, nn.Module)
             for param in part.parameters():
@@ -126,22 +126,22 @@ class FSDPModel:
                     reduction.readers += 1
 
     def before_backward(self, is_last: bool) -> None:
-        """``is_last``: of the micro-batches whose gradients are summed."""
+        """Call this before each backward pass. ``is_last``: of the micro-batches whose gradients are summed."""
         root = self._parts[-1]
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last or self.stage >= 2)
         root.set_reshard_after_backward(is_last or self.stage == 3)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
+        """Free gathered parameters, so that only the local shards are left. No communication."""
         for part in self._parts:
             part.reshard()
 
     def take_gradient(self, param: Tensor) -> Tensor:
-        """This rank's shard of a parameter's reduced gradient as it came out of the reduction, taken off the parameter.
+        """Take this rank's shard of a parameter's reduced gradient off the parameter, before rounding.
 
-        To be called in the hook that runs when FSDP2 has set the gradient. FSDP2 itself rounds the result to the parameter's
-        dtype, and cuts the shards out of the rounded copy, in which they lie as in the original.
+        Call it in the hook that runs when FSDP2 has set the gradient. FSDP2 rounds the result to the parameter's dtype and cuts the
+        shards out of the rounded copy, where they have the same positions as in the original.
         """
         assert param.grad is not None, "the hook ran without a gradient"
         rounded, param.grad = local_part(param.grad), None
@@ -153,29 +153,31 @@ class FSDPModel:
 
 
 def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -> Iterator[list[Tensor]]:
-    """Memory, not filled, for a module that was built on "meta" and there perhaps sharded: for each of ``blocks``, then for the rest.
-    Yields the local tensors of each."""
+    """Allocate, without values, a module that was built (and perhaps sharded) on "meta": each of ``blocks``, then the rest.
+
+    Yields the local tensors of each.
+    """
     blocks = list(blocks)
     for block in blocks:
         block.to_empty(device=device)
         yield [local_part(held) for held in (*block.parameters(), *block.buffers())]
     inside = {part for block in blocks for part in block.modules()}
     rest = [part for part in module.modules() if part not in inside]
-    for part in reversed(rest):  # the module itself last: FSDP2 then finds its parameters' new storages
+    for part in reversed(rest):  # the module itself comes last: then FSDP2 finds its parameters' new storages
         part.to_empty(device=device, recurse=False)
     yield [local_part(param) for part in rest for param in part.parameters(recurse=False)]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, which FSDP2 makes of a parameter."""
+    """True for a DTensor, which FSDP2 makes of a parameter."""
     return hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor, the tensor itself otherwise; shares storage, outside autograd.
+    """The local part of a DTensor, or the tensor itself; shares storage, outside autograd.
 
-    By its attribute: ``to_local()`` of what ``detach()`` makes takes a DTensor's dispatch, 30 times as long, and a transition asks
-    for every parameter at each of its buckets.
+    It reads the attribute, because ``detach().to_local()`` goes through DTensor's dispatch and takes 30 times as long. A transition
+    asks for every parameter at each of its buckets.
     """
     held: Any = tensor
     local: Tensor = (held._local_tensor if is_sharded(held) else held).detach()

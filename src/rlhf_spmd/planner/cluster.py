@@ -1,4 +1,5 @@
-"""What a placement strategy works with: the ranks of a job, the roles, how much a step's calls compute; and its answer. Pure."""
+"""What a placement strategy gets and returns: the ranks of a job, its roles, the work of a step's calls; and an assignment.
+Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +9,22 @@ from dataclasses import dataclass, field
 
 from rlhf_spmd.controller import Graph
 
-# Passes over a model's weights for each row. Decoding reads them for every token, which takes about as long as training on it.
+# Passes over a model's weights for each row. Decoding reads the weights for every token, which takes about as long as training.
 PASSES = {"generate": 3, "infer": 1, "train": 3}
 
 
 class PlacementError(ValueError):
-    """A strategy cannot place these roles on these ranks; the sentence goes on from the strategy's name."""
+    """A strategy cannot place these roles on these ranks. The message continues a sentence that begins with the strategy's
+    name."""
 
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """A role, as far as strategies know it.
+    """What strategies know of a role.
 
-    ``weights``: those that a token is multiplied with, 0 for a role without a model. ``origin``: the directory that they come from.
-    ``unit``: a multiple of so many ranks holds its layout, or where that says all (``fixed``), just as many. ``calls``: methods that
-    may run on other ranks than the role's -> the same number for them.
+    ``weights``: those that a token is multiplied with; 0 without a model. ``origin``: the directory that they come from.
+    ``unit``: its layout needs a multiple of so many ranks, or exactly so many if ``fixed``. ``calls``: methods that may run on
+    other ranks than the role's -> their unit.
     """
 
     weights: float = 0.0
@@ -34,21 +36,24 @@ class RoleFacts:
 
 
 Roles = Mapping[str, RoleFacts]
-Trace = Callable[[], Graph]  # of a step
+Trace = Callable[[], Graph]  # traces a step
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """``roles``: role -> its ranks. ``calls``: ``role.method`` -> the ranks of a method that runs elsewhere than its role."""
+    """A strategy's answer. ``roles``: role -> its ranks. ``calls``: ``role.method`` -> its ranks, if they are not the role's."""
 
     roles: Mapping[str, Sequence[int]]
     calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Roles, or calls as ``role.method``, that get the same ranks; ``unit`` and ``fixed`` as of :class:`RoleFacts`. ``work``: against
-    that of other parts. ``replicas``: (ranks of one, how many prompts), pairs, for generation: so many prompts are dealt evenly."""
+class RankShare:
+    """Roles, or calls as ``role.method``, that get the same ranks.
+
+    ``unit`` and ``fixed``: as of :class:`RoleFacts`. ``work``: relative to other shares. ``replicas``: (ranks of a replica,
+    prompts) of each generating call, whose replicas must divide the prompts.
+    """
 
     names: tuple[str, ...]
     unit: int = 1
@@ -59,8 +64,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``size`` ranks, ``local_size`` on each host. ``ratios``: role, or ``role.method`` -> its share of the ranks (APP's model
-    placement ratios)."""
+    """``size`` ranks, ``local_size`` on each host. ``ratios``: role or ``role.method`` -> its share of the ranks, as APP's model
+    placement ratios."""
 
     size: int
     local_size: int
@@ -71,11 +76,11 @@ class Cluster:
         return tuple(range(self.size))
 
     def count(self, ratio: float, unit: int) -> int:
-        """The multiple of ``unit`` that is nearest to this share of the ranks, at least one."""
+        """The number of ranks nearest to this share that is a multiple of ``unit``, at least one unit."""
         return max(math.floor(ratio * self.size / unit + 0.5), 1) * unit
 
-    def _sizes(self, part: Part, ratio: float | None, host: int) -> list[int]:
-        """The numbers of ranks that a part can have, without a ratio in whole hosts of ``host``."""
+    def _sizes(self, part: RankShare, ratio: float | None, host: int) -> list[int]:
+        """The numbers of ranks that a share can have, smallest first. Without a ratio they are multiples of ``host``."""
         if part.fixed:
             return [part.unit]
         if ratio is not None:
@@ -85,18 +90,19 @@ class Cluster:
         fitting = [n for n in counts if all(prompts % max(n // of, 1) == 0 for of, prompts in part.replicas)]
         return fitting or ([step] if host == 1 else [])
 
-    def cut(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
-        """All ranks, in order, for one part after the other: as many as its ratio or its layout says, of the others so that each has
-        about as many as its share of the work, whole hosts where these go round.
+    def cut(self, parts: Sequence[RankShare]) -> list[tuple[int, ...]]:
+        """All ranks in order, cut into one run for each part.
 
-        Raises PlacementError with the numbers where that cannot be.
+        A part has as many ranks as its ratio or its layout says. The other parts share the rest by their work, in whole hosts
+        if possible: again and again the part with most work for each rank grows. Raises PlacementError with the numbers if they
+        do not add up to all ranks.
         """
         given = [next((self.ratios[name] for name in part.names if name in self.ratios), None) for part in parts]
         if not parts:
             return []
         for host in (self.local_size, 1):
             larger = [self._sizes(part, ratio, host)[::-1] for part, ratio in zip(parts, given, strict=True)]
-            if not all(larger):  # whole hosts of ranks that generate do not divide the prompts
+            if not all(larger):  # no number of whole hosts divides the prompts
                 continue
             counts = [sizes.pop() for sizes in larger]
             while fitting := [i for i, more in enumerate(larger) if more and more[-1] - counts[i] <= self.size - sum(counts)]:
@@ -118,14 +124,16 @@ class Cluster:
 
 
 def unit_of(name: str, roles: Roles) -> int:
-    """Of a role, or of a method as ``role.method``."""
+    """The unit of a role, or of a method as ``role.method``."""
     role, _, method = name.partition(".")
     return roles[role].calls[method] if method else roles[role].unit
 
 
-def part_of(names: Iterable[str], roles: Roles, work: Mapping[str, float] | None = None, graph: Graph | None = None) -> Part:
-    """Roles, or methods as ``role.method``, that are to have the same ranks. ``work``: of all calls, see :func:`count_work`; that of
-    these roles counts. ``graph``: calls of it that generate there say what the ranks must divide."""
+def share_of(
+    names: Iterable[str], roles: Roles, work: Mapping[str, float] | None = None, graph: Graph | None = None
+) -> RankShare:
+    """The share of roles, or methods as ``role.method``, that get the same ranks. ``work``: of all calls, see :func:`count_work`.
+    ``graph``: a step whose generating calls limit the number of replicas."""
     names = tuple(names)
     unit, fixed = math.lcm(*(unit_of(name, roles) for name in names)), any(roles[n].fixed for n in names if n in roles)
     amount = 1.0 if work is None else sum(amount for call, amount in work.items() if call.split(".")[0] in names)
@@ -134,11 +142,11 @@ def part_of(names: Iterable[str], roles: Roles, work: Mapping[str, float] | None
         role, method = call.role.name, call.spec.name
         if call.spec.kind == "generate" and call.rows is not None and (role in names or f"{role}.{method}" in names):
             replicas.append((roles[role].calls[method], call.rows.num_groups))
-    return Part(names, unit, fixed, amount, tuple(replicas))
+    return RankShare(names, unit, fixed, amount, tuple(replicas))
 
 
 def count_work(graph: Graph, roles: Roles) -> dict[str, float]:
-    """``role.method`` -> weights that a step's calls of it pass over, summed over rows and epochs."""
+    """``role.method`` -> weights that its calls in a step pass over, summed over rows and epochs."""
     found: dict[str, float] = {}
     for call in graph.nodes:
         name, facts = f"{call.role.name}.{call.spec.name}", roles.get(call.role.name, RoleFacts())
@@ -153,7 +161,7 @@ def generating_calls(graph: Graph, roles: Roles) -> list[str]:
 
 
 def waits(graph: Graph) -> list[set[int]]:
-    """Of each node the earlier ones that it waits for, also by way of others: those it reads from, and those that trained its role."""
+    """For each call the earlier ones that it waits for, directly or not: those it reads from and those that trained its role."""
     read: dict[int, set[int]] = {}
     for producer, consumer, _ in graph.edges():
         read.setdefault(consumer, set()).add(producer)

@@ -1,8 +1,8 @@
-"""Seconds of a call, from counts of what its slowest rank computes, reads and sends. Pure numpy, over arrays of choices [n].
+"""Seconds of a call, counted from what its slowest rank computes, reads and sends. Pure numpy, over settings [n].
 
-A layer takes what its matrix products, its attention, its elementwise operations and the sums over tp take, one after the other, or as
-long as the host needs to start them. Stages take their layers, and the last one the head; a pipeline takes its way through all stages,
-then the slowest stage for each micro-batch that follows. Formulas and what they miss: docs/planner.md.
+The time of a layer is the sum of its matrix products, its attention, its elementwise operations and its sums over tp, or longer
+if the host needs longer to start them. A stage takes its layers, the last one also the head. A pipeline takes one way through
+all stages, and then the slowest stage for each micro-batch that follows. docs/planner.md has the formulas and what they miss.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.planner.machine import Machine
-from rlhf_spmd.planner.shape import Choices, ModelShape, Workload, divisors
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, divisors
 
 Numbers = Any  # float array [n], or one that broadcasts to it
 
-# Numbers that a layer's elementwise operations read and write, of each token: per element of the residual stream (two norms, two sums),
-# of queries and keys (rotation), and of a column of the MLP (gated activation); counted in ``kernels.Ops``.
+# Numbers that a layer's elementwise operations read and write for each token, counted in ``kernels.Ops``: for an element of the
+# residual stream (two norms, two sums), for one of queries and keys (rotation), for a column of the MLP (gated activation).
 STREAM, HEADS, COLUMNS = 42, 10, 5
-LOGIT_BYTES = 28  # read and written for a logit on the way to its log-prob (``Ops``); with gradients three times that
-SAMPLE_BYTES = 80  # for a logit on the way to a drawn token and its log-prob
+LOGIT_BYTES = 28  # read and written to take a logit's log-prob (``Ops``); with gradients three times as many
+SAMPLE_BYTES = 80  # read and written for a logit to draw a token and take its log-prob
 OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
 SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
-PAGE = GenerationConfig.page_size  # of the cache; a row's last one is half full
-CALL_SECONDS = 0.05  # of a call beside its work; of this trainer's controller it is less than a hundredth, the rest is rows
-OUTSIDE = 5  # what a decode step starts outside of the layers (sampler, plan, embedding), against a layer
+PAGE = GenerationConfig.page_size  # tokens of a cache page; a row's last page is half full on average
+CALL_SECONDS = 0.05  # of a call beside its work; the controller takes less than a hundredth of it, preparing rows the rest
+OUTSIDE = 5  # kernels that a decode step starts outside the layers (sampler, plan, embedding), in those of one layer
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What counts cannot tell. A profile of one's own hardware replaces the defaults, which are those of H100s.
+    """Constants that cannot be counted. The defaults are those of H100s; a profile of other hardware replaces them.
 
-    Fitted to the calls of ReaL's tables 4 to 6 (7B + 7B on 16 H100): ``memory``: share of the memory's bandwidth that elementwise
-    operations reach; ``launch``: seconds of the host to start the kernels of a layer, where no CUDA graph does; ``call``: seconds of a
-    call that do not depend on its work. From Vidur's published H100 profiles, not fitted: ``matrix``: share of the peak that large
-    matrix products reach; ``reads``: share of the memory's bandwidth at which weights, keys and values are read; ``link``: share of the
-    links' bandwidth that collectives reach; ``kernels``: seconds that a layer's products take beside, and its other kernels at least.
+    Three are fitted to the calls of ReaL's tables 4 to 6 (7B + 7B on 16 H100). ``memory``: share of the memory bandwidth that
+    elementwise operations reach. ``launch``: seconds in which the host starts the kernels of a layer without a CUDA graph.
+    ``call``: seconds of a call that do not depend on its work.
+
+    The others are from Vidur's published H100 profiles, not fitted. ``matrix``: share of the peak that large matrix products
+    reach. ``reads``: share of the memory bandwidth at which weights, keys and values are read. ``link``: share of the links'
+    bandwidth that collectives reach. ``kernels``: fixed seconds of a layer's products, and the least that its other kernels
+    take.
     """
 
     memory: float = 0.66
@@ -52,45 +55,45 @@ class Calibration:
     kernels: float = 40e-6
 
 
-class _StageLinks(NamedTuple):
-    """Seconds of one micro-batch: ``whole``: through all stages, ``slowest``: of one of them."""
+class _PipelineTime(NamedTuple):
+    """Seconds of one micro-batch: ``whole`` through all stages, ``slowest`` in the slowest stage."""
 
     whole: Numbers
     slowest: Numbers
 
     def times(self, number: Numbers) -> Numbers:
-        """Of so many micro-batches, one after the other through the stages (1F1B, or forward only)."""
+        """Seconds of ``number`` micro-batches that follow each other through the stages (1F1B, or forward only)."""
         return self.whole + (number - 1) * self.slowest
 
 
 class _Ring(NamedTuple):
-    """``per_byte`` and ``fixed``: seconds of an all-gather or a reduce-scatter; an all-reduce is both."""
+    """Seconds of an all-gather or a reduce-scatter, for each byte and fixed. An all-reduce is both."""
 
     per_byte: Numbers
     fixed: Numbers
 
     def gather(self, size: Numbers) -> Numbers:
-        """``size``: bytes of the whole."""
+        """Seconds to gather ``size`` bytes."""
         return size * self.per_byte + self.fixed
 
 
 class _Rates:
     """Rates of a machine under a calibration, and what ranks of a layout send to each other."""
 
-    def __init__(self, shape: ModelShape, choices: Choices, machine: Machine, calibration: Calibration) -> None:
-        self.shape, self.choices, self.machine, self.calibration = shape, choices, machine, calibration
+    def __init__(self, shape: ModelShape, settings: CallSettings, machine: Machine, calibration: Calibration) -> None:
+        self.shape, self.settings, self.machine, self.calibration = shape, settings, machine, calibration
         device = machine.device
         self.itemsize, self.wide = device.itemsize, max(device.itemsize, 4)
         self.flops, self.bytes = device.flops * calibration.matrix, device.bandwidth * calibration.memory
         self.reads = device.bandwidth * calibration.reads
-        self.layers = np.ceil(shape.layers / choices.pp)  # of the stage with most
-        self.last_layers = shape.layers // choices.pp
-        self.slices = np.where(choices.sequence_parallel > 0, choices.tp, 1)  # of the residual stream
-        self.tp_ring, self.shard_ring = self.ring(choices.tp, 1), self.ring(choices.dp_shard, choices.tp)
-        self.replicate_ring = self.ring(choices.dp_replicate, choices.tp * choices.dp_shard)
+        self.layers = np.ceil(shape.layers / settings.pp)  # of the stage with most
+        self.last_layers = shape.layers // settings.pp
+        self.slices = np.where(settings.sequence_parallel > 0, settings.tp, 1)  # of the residual stream
+        self.tp_ring, self.shard_ring = self.ring(settings.tp, 1), self.ring(settings.dp_shard, settings.tp)
+        self.replicate_ring = self.ring(settings.dp_replicate, settings.tp * settings.dp_shard)
 
     def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
-        """Over so many ranks, one every ``apart``. Between hosts a ring crosses the network on all devices of a host that are in it."""
+        """The ring over so many ranks, one every ``apart``. Between hosts it uses the network of all its devices in a host."""
         near = np.maximum(self.machine.local_size // apart, 1)
         inside, link = ranks * apart <= self.machine.local_size, self.machine.device.link
         rate = np.where(inside, link, np.minimum(link, self.machine.network * near)) * self.calibration.link
@@ -100,72 +103,76 @@ class _Rates:
         return 2 * self.tp_ring.gather(tokens * (self.shape.hidden * self.itemsize))
 
     def hand_over(self, tokens: Numbers) -> Numbers:
-        """To the next stage."""
-        rate = np.where(self.choices.size <= self.machine.local_size, self.machine.device.link, self.machine.network)
+        """Seconds to send activations to the next stage."""
+        rate = np.where(self.settings.size <= self.machine.local_size, self.machine.device.link, self.machine.network)
         size = tokens * self.shape.hidden * self.itemsize / self.slices
-        return np.where(self.choices.pp > 1, size / (rate * self.calibration.link) + self.machine.device.latency, 0.0)
+        return np.where(self.settings.pp > 1, size / (rate * self.calibration.link) + self.machine.device.latency, 0.0)
 
     def products(self, tokens: Numbers) -> Numbers:
-        """A layer's matrix products: at least as long as their weights take to be read."""
-        shape, tp = self.shape, self.choices.tp
-        met = np.minimum(shape.layer, shape.active * np.maximum(tokens, 1))  # of experts, those that tokens go to
+        """Seconds of a layer's matrix products, at least as long as reading their weights takes."""
+        shape, tp = self.shape, self.settings.tp
+        met = np.minimum(shape.layer, shape.active * np.maximum(tokens, 1))  # only the experts that tokens go to
         read = met * self.itemsize / tp
         return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads) + self.calibration.kernels
 
     def attention(self, tokens: Numbers, seen: Numbers) -> Numbers:
-        """``seen``: tokens that one attends to, on average."""
-        return 4 * self.shape.queries * seen * tokens / self.choices.tp / self.flops
+        """Seconds of a layer's attention if a token attends to ``seen`` tokens on average."""
+        return 4 * self.shape.queries * seen * tokens / self.settings.tp / self.flops
 
     def elementwise(self, tokens: Numbers) -> Numbers:
-        shape, tp = self.shape, self.choices.tp
+        shape, tp = self.shape, self.settings.tp
         sliced = HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate
         numbers = STREAM * shape.hidden / self.slices + sliced / tp
         return np.maximum(tokens * numbers * self.itemsize / self.bytes, self.calibration.kernels)
 
     def head(self, tokens: Numbers, products: float, reads: float) -> Numbers:
-        """Of a vocabulary: so many products of all tokens with it, and ``reads`` bytes for each logit."""
+        """Seconds of ``products`` products of all tokens with the vocabulary, and of ``reads`` bytes for each logit."""
         if self.shape.outputs <= 1:
             return np.zeros(1)
-        matrix = self.shape.hidden * self.shape.outputs / self.choices.tp
+        matrix = self.shape.hidden * self.shape.outputs / self.settings.tp
         product = np.maximum(2 * matrix * tokens / self.flops, matrix * self.itemsize / self.reads)
-        return products * product + tokens * self.shape.outputs / self.choices.tp * reads / self.bytes
+        return products * product + tokens * self.shape.outputs / self.settings.tp * reads / self.bytes
 
-    def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _StageLinks:
+    def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _PipelineTime:
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
-        return _StageLinks(self.shape.layers * layer + head + (self.choices.pp - 1) * hand_over, slowest)
+        return _PipelineTime(self.shape.layers * layer + head + (self.settings.pp - 1) * hand_over, slowest)
 
-    def passes(self, work: Workload, rows: float, one: Callable[..., _StageLinks]) -> tuple[Numbers, Numbers]:
-        """Micro-batches of so many rows, and seconds of ``one`` pass, :meth:`forward` or :meth:`train`, over each of them."""
-        number, tokens = work.micro_batches(rows, self.choices)
-        own = work.computed(tokens)  # of which each is seen from all its rows
+    def passes(self, work: Workload, rows: float, one: Callable[..., _PipelineTime]) -> tuple[Numbers, Numbers]:
+        """The number of micro-batches of so many rows, and seconds of ``one``, :meth:`forward` or :meth:`train`, over all of
+        them."""
+        number, tokens = work.micro_batches(rows, self.settings)
+        own = work.computed(tokens)  # a shared prompt's token is seen from all rows
         seen = _age(work.prompt + np.array(work.responses)) * tokens / own
         return number, one(own, seen, tokens * work.response / work.length).times(number)
 
-    def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _StageLinks:
-        """A forward pass over a micro-batch of ``tokens``, of which ``drawn`` have their log-probs taken."""
+    def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
+        """Seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken."""
         layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
         layer = np.maximum(layer, self.calibration.launch)
         return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
 
-    def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _StageLinks:
-        """Forward and backward pass, with what is computed again, and the sum of gradients.
+    def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
+        """Seconds of a forward and a backward pass with recomputation, and of adding the gradients.
 
-        Of tp's sums there are two in each pass; what is computed again stops before the last one, and with sequence parallelism what
-        was gathered for the forward pass is gathered again."""
-        level, sliced = self.choices.checkpointing, self.choices.sequence_parallel
+        Each pass has two sums over tp. Recomputation stops before the last one. With sequence parallelism, what was gathered
+        for the forward pass is gathered again.
+        """
+        level, sliced = self.settings.checkpointing, self.settings.sequence_parallel
         again, full = level >= 1, level == 2
         layer = (3 + full) * self.products(tokens) + (3 + again) * (self.attention(tokens, seen) + self.elementwise(tokens))
         layer = layer + (4 + full + sliced * (1 - full / 2)) * self.tp_sum(tokens)
         layer = np.maximum(layer, (3 + again) * self.calibration.launch)
-        layer = layer + self.shape.layer / self.choices.tp * SUM_BYTES / self.bytes
+        layer = layer + self.shape.layer / self.settings.tp * SUM_BYTES / self.bytes
         return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
 
     def zero(self, passes: Numbers, compute: Numbers, trains: bool) -> Numbers:
-        """What of ZeRO's transfers in a shard group does not go on beside ``passes`` micro-batches that take ``compute`` seconds.
+        """Seconds of ZeRO's transfers that do not hide behind ``passes`` micro-batches of ``compute`` seconds.
 
-        1 and 2 gather parameters once, 3 in every pass; gradients are scattered once by 1, after every micro-batch by 2 and 3."""
-        stage = self.choices.zero
-        params = self.shape.stage_params(self.choices.pp, self.choices.tp)
+        Stages 1 and 2 gather parameters once, 3 in every pass. Stage 1 scatters gradients once, 2 and 3 after every
+        micro-batch.
+        """
+        stage = self.settings.zero
+        params = self.shape.stage_params(self.settings.pp, self.settings.tp)
         gathers = np.where(stage == 3, passes * (1 + trains), stage > 0)
         scatters = np.where(stage >= 2, passes, stage > 0) * trains
         sent = gathers * self.shard_ring.gather(params * self.itemsize) + scatters * self.shard_ring.gather(params * self.wide)
@@ -173,79 +180,77 @@ class _Rates:
         return np.maximum(sent - beside, 0)
 
     def optimizer(self) -> Numbers:
-        """An optimizer step, and before it the sum of a rank's gradients over the copies of the model."""
-        own = self.shape.stage_params(self.choices.pp, self.choices.tp) / self.choices.dp_shard
+        """Seconds of an optimizer step, and of summing gradients over the copies of the model before it."""
+        own = self.shape.stage_params(self.settings.pp, self.settings.tp) / self.settings.dp_shard
         return 2 * self.replicate_ring.gather(own * self.wide) + own * OPTIMIZER_BYTES / self.bytes
 
     def decode(self, rows: Numbers, context: Numbers, held: Numbers) -> Numbers:
-        """A step of one token of each of ``rows`` [n, k] of a replica, which have ``context`` [n, k] tokens of ``held`` bytes each.
+        """Seconds of a step that decodes one token for each of a replica's ``rows`` [n, k]. Their caches have ``context`` [n,
+        k] tokens of ``held`` bytes each.
 
-        With pp stages the rows are in as many lanes, which take turns; a lane's next step needs its last one's token."""
+        With pp stages, pp micro-batches of rows take turns: the next step of one needs the token of its last step.
+        """
         calibration = self.calibration
-        lanes = np.minimum(self.choices.pp, np.maximum(rows, 1))
-        rows = rows / lanes
+        micro_batches = np.minimum(self.settings.pp, np.maximum(rows, 1))
+        rows = rows / micro_batches
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
         layer = layer + rows * context * held / self.layers / self.reads
-        layer = np.where(self.choices.graphs > 0, layer, np.maximum(layer, calibration.launch))
+        layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, calibration.launch))
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
         stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
-        return np.maximum(lanes * stages.slowest, stages.whole)
+        return np.maximum(micro_batches * stages.slowest, stages.whole)
 
 
-def kv_bytes_per_token(shape: ModelShape, choices: Choices, itemsize: int = 2) -> np.ndarray:
-    """Of keys and values of a token on a rank of the stage with most layers, [n]. Where tp exceeds the KV heads, ranks hold copies."""
-    keys = shape.keys / np.minimum(choices.tp, shape.kv_heads)
-    return np.ceil(shape.layers / choices.pp) * 2 * keys * itemsize
+def kv_bytes_per_token(shape: ModelShape, settings: CallSettings, itemsize: int = 2) -> np.ndarray:
+    """Bytes [n] of a token's keys and values on a rank of the stage with most layers. If tp exceeds the KV heads, ranks hold
+    copies."""
+    keys = shape.keys / np.minimum(settings.tp, shape.kv_heads)
+    return np.ceil(shape.layers / settings.pp) * 2 * keys * itemsize
 
 
 def _age(lengths: np.ndarray) -> float:
-    """Tokens that a row has on average, of rows that grow to these lengths one token at a time."""
+    """Tokens of an average row while rows grow to these lengths one token at a time."""
     return float((lengths**2).mean() / lengths.mean() / 2)
 
 
 @dataclass(frozen=True)
-class Formulas:
-    """Seconds [n] of calls by these formulas, with what a call of this trainer costs by itself."""
+class FormulaTimes:
+    """Seconds [n] of calls by these formulas."""
 
     machine: Machine
     calibration: Calibration = Calibration(call=CALL_SECONDS)
 
-    def captured(self, config: GenerationConfig) -> bool:
-        """Whether steps that a CUDA graph can be made of are taken to be one."""
-        return not (self.machine.device.on_host or config.enforce_eager)
-
     def slices(self, shape: ModelShape) -> list[int]:
-        """The tp that there are times for."""
+        """The values of tp that have times."""
         return divisors(self.machine.local_size)
 
-    def infer_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
-        """Of a forward pass over all rows."""
-        rates = _Rates(shape, choices, self.machine, self.calibration)
+    def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
+        """Seconds of a forward pass over all rows."""
+        rates = _Rates(shape, settings, self.machine, self.calibration)
         number, compute = rates.passes(work, work.rows, rates.forward)
         return compute + rates.zero(number, compute, trains=False) + self.calibration.call
 
-    def train_seconds(self, shape: ModelShape, work: Workload, choices: Choices) -> np.ndarray:
-        """Of learning: ``work.mini_batches`` optimizer steps in each of its epochs."""
-        rates = _Rates(shape, choices, self.machine, self.calibration)
+    def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
+        """Seconds of training: ``work.mini_batches`` optimizer steps in each epoch."""
+        rates = _Rates(shape, settings, self.machine, self.calibration)
         number, compute = rates.passes(work, work.rows / work.mini_batches, rates.train)
         step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
         return step * work.mini_batches * work.epochs + self.calibration.call
 
-    def generate_seconds(self, shape: ModelShape, work: Workload, choices: Choices, kv_bytes: Numbers) -> np.ndarray:
-        """Of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
+    def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray:
+        """Seconds of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
 
-        Prompts are computed once for a group. So many rows are in flight as ``max_num_seqs`` and memory allow; while rows wait,
-        others take the places of those that end; then fewer and fewer are left, down to the longest. A step is costed at each of
-        these numbers.
+        Prompts are computed once for a group. ``max_num_seqs`` and memory limit the rows in flight. While rows wait, each takes
+        the place of one that ends. Then fewer and fewer are left, and a step is costed at each of these numbers.
         """
-        rates = _Rates(shape, choices, self.machine, self.calibration)
-        groups = np.maximum(np.ceil(work.rows / work.group / choices.dp), 1)
+        rates = _Rates(shape, settings, self.machine, self.calibration)
+        groups = np.maximum(np.ceil(work.rows / work.group / settings.dp), 1)
         rows, prompts = groups * work.group, groups * work.prompt
-        number, tokens = np.ceil(prompts / choices.micro_tokens), np.minimum(prompts, choices.micro_tokens)
+        number, tokens = np.ceil(prompts / settings.micro_tokens), np.minimum(prompts, settings.micro_tokens)
         prefill = rates.forward(tokens, work.prompt / 2, 0.0).times(np.maximum(number, 1))
-        flight = np.maximum(np.minimum(rows_in_flight(shape, work, choices, self.machine, kv_bytes), rows), 1)
-        lengths, held = np.array(work.responses), kv_bytes_per_token(shape, choices, self.machine.device.itemsize)
+        flight = np.maximum(np.minimum(rows_in_flight(shape, work, settings, self.machine, kv_bytes), rows), 1)
+        lengths, held = np.array(work.responses), kv_bytes_per_token(shape, settings, self.machine.device.itemsize)
         waiting = (rows - flight) * lengths.mean() / flight  # steps in which all places are taken
         total = prefill + waiting * rates.decode(flight, work.prompt + _age(lengths), held) + self.calibration.call
         for index, (begun, end) in enumerate(pairwise([0.0, *lengths])):
@@ -255,10 +260,12 @@ class Formulas:
         return total
 
 
-def rows_in_flight(shape: ModelShape, work: Workload, choices: Choices, machine: Machine, kv_bytes: Numbers) -> np.ndarray:
-    """Rows of a replica that ``max_num_seqs`` and memory allow at once, [n]: a row of the average age, with its part of a
-    group's prompt, whose last page each row has for itself."""
+def rows_in_flight(
+    shape: ModelShape, work: Workload, settings: CallSettings, machine: Machine, kv_bytes: Numbers
+) -> np.ndarray:
+    """Rows [n] of a replica that ``max_num_seqs`` and memory allow at once. A row has the average age and its part of a group's
+    prompt; the prompt's last page belongs to each row alone."""
     tail = min(work.prompt, PAGE / 2)
     tokens = (work.prompt - tail) / work.group + tail + _age(np.array(work.responses)) + PAGE / 2
-    fitting = kv_bytes / kv_bytes_per_token(shape, choices, machine.device.itemsize) / tokens
-    return np.maximum(np.floor(np.minimum(fitting, choices.max_num_seqs)), 1)
+    fitting = kv_bytes / kv_bytes_per_token(shape, settings, machine.device.itemsize) / tokens
+    return np.maximum(np.floor(np.minimum(fitting, settings.max_num_seqs)), 1)

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: devices, hosts, links. ``cluster`` of the configuration. Pure."""
+"""The machines that a plan is made for: devices, hosts and links; the section ``cluster`` of the configuration. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import nearest
 
 GIB = 1 << 30
-DRIVER_GB = 2.5  # of a GPU's memory what the driver and nccl take
+DRIVER_GB = 2.5  # GiB of a GPU that the driver and nccl take
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as its maker's data sheet has it. ``flops``: dense, bf16, per second. ``memory``: bytes, as the driver reports them.
-    Bytes/s, in one direction: ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory.
-    ``latency``: seconds of a small all-reduce of two devices (each doubling adds as much; NCCL over NVLink: 22 microseconds of eight).
-    ``itemsize``: bytes of a number in the arithmetic that ``flops`` are of. ``overlap``: share of its time in which a device can send
-    beside computing; 0 without streams. ``on_host``: it is a CPU, whose memory is the host's."""
+    """A device by its data sheet.
+
+    ``flops``: dense bf16 operations per second. ``memory``: bytes, as the driver reports them. In bytes/s and one direction:
+    ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory. ``latency``: seconds
+    of a small all-reduce of two devices; each doubling adds as much (NCCL over NVLink: 22 microseconds for eight).
+    ``itemsize``: bytes of a number that ``flops`` count. ``overlap``: share of its time in which a device can send while it
+    computes, 0 without streams. ``on_host``: it is a CPU, and its memory is the host's.
+    ``groups_experts``: one launch multiplies all experts, which a CUDA graph needs (compute capability 9 and 10).
+    """
 
     flops: float
     memory: float
@@ -29,6 +33,7 @@ class Gpu:
     itemsize: int = 2
     overlap: float = 1.0
     on_host: bool = False
+    groups_experts: bool = False
 
 
 GPUS = {
@@ -36,16 +41,16 @@ GPUS = {
     "a100_40": Gpu(312e12, 39.5 * GIB, 1.555e12, 300e9, 25e9),
     "a10": Gpu(125e12, 22.1 * GIB, 0.6e12, 25e9, 25e9),
     "l40s": Gpu(362e12, 44.5 * GIB, 0.864e12, 25e9, 25e9),
-    "h100": Gpu(989e12, 79.2 * GIB, 3.35e12, 450e9, 50e9),
-    "h200": Gpu(989e12, 139.8 * GIB, 4.8e12, 450e9, 50e9),
-    "h800": Gpu(989e12, 79.2 * GIB, 3.35e12, 200e9, 50e9),
-    "b200": Gpu(2250e12, 178.4 * GIB, 8.0e12, 900e9, 50e9),
+    "h100": Gpu(989e12, 79.2 * GIB, 3.35e12, 450e9, 50e9, groups_experts=True),
+    "h200": Gpu(989e12, 139.8 * GIB, 4.8e12, 450e9, 50e9, groups_experts=True),
+    "h800": Gpu(989e12, 79.2 * GIB, 3.35e12, 200e9, 50e9, groups_experts=True),
+    "b200": Gpu(2250e12, 178.4 * GIB, 8.0e12, 900e9, 50e9, groups_experts=True),
 }
 
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """``cluster.groups``: hosts of one kind; what is null is the cluster's.
+    """``cluster.groups``: hosts of one kind. A key that is null has the cluster's value.
 
     - nodes: hosts
     - gpus_per_node: ranks of a host
@@ -81,7 +86,7 @@ class ClusterConfig:
 
     @property
     def hosts(self) -> list[tuple[int, int, str]]:
-        """(how many, devices of each, kind) of every group."""
+        """(number of hosts, devices of each, kind) of every group."""
         groups = self.groups or [HostsConfig(self.nodes)]
         return [(group.nodes, group.gpus_per_node or self.gpus_per_node, group.gpu or self.gpu) for group in groups]
 
@@ -99,7 +104,9 @@ class ClusterConfig:
         if len(kinds) > 1 and any(map(is_file, kinds)):
             raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")
         if len({devices for _, devices, _ in self.hosts}) > 1:
-            raise ValueError(f"{where}.groups: hosts of different numbers of devices; training refuses them, too")
+            raise ValueError(
+                f"{where}.groups: hosts of different numbers of devices; training refuses them too; give all groups as many"
+            )
         check_bounds(self, where, "network_gb_s", above=0)
         check_bounds(self, where, "memory_gb", above=DRIVER_GB)
         check_bounds(self, where, "host_memory_gb", above=0)
@@ -122,8 +129,8 @@ def is_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """``size`` ranks, ``local_size`` on each host. ``device``: of the slowest kind, which all are taken for. ``memory``: bytes of each
-    rank's device. ``network``: bytes/s of a rank to other hosts. ``host_memory``: bytes of a host beside its devices."""
+    """``size`` ranks, ``local_size`` on each host. ``device``: the slowest kind; all are taken for that. ``memory``: bytes of
+    each rank's device. ``network``: bytes/s of a rank to other hosts. ``host_memory``: bytes of a host beside its devices."""
 
     size: int
     local_size: int

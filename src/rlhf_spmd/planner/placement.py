@@ -1,4 +1,4 @@
-"""Placement: which ranks each role gets. ``placement.pools`` names sets of ranks, a strategy chooses for roles that name no pool."""
+"""Which ranks each role gets: those of a pool that the configuration names, or those that a strategy chooses. Pure."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ def place_roles(
     roles: Roles,
     graph: Trace,
 ) -> dict[str, ResourcePool]:
-    """Role, or ``<role>.calls.<method>`` for a method that runs elsewhere, -> pool. ``named``: of roles and of the calls that the
-    configuration has -> the pool that it names, or None. ``graph`` traces a step, where the strategy asks for it.
+    """The pool of each role, and of each method that runs elsewhere as ``<role>.calls.<method>``.
 
-    Raises ValueError for pools that do not exist or fit, that nothing names, ratios that cannot be, and for ranks in no pool.
+    ``named``: role or call of the configuration -> the pool that it names, or None. ``graph``: traces a step if the strategy
+    needs it. Raises ValueError for a pool that does not exist, does not fit or is not used, for ratios that cannot be, and for
+    ranks in no pool.
     """
     if config.speeds and len(config.speeds) != world_size:
         raise ValueError(
@@ -130,14 +131,14 @@ def _by_strategy(
     roles: Roles,
     graph: Trace,
 ) -> dict[str, ResourcePool]:
-    """What the strategy says of ``roles``, and of calls that the configuration says nothing of."""
+    """The strategy's pools of ``roles``, and of their calls that the configuration does not place."""
     where = f"placement.strategy={config.strategy!r}"
     strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, exports="place")
     try:
         found = strategy.place(graph, cluster, roles)
     except PlacementError as error:
         raise ValueError(f"{where} {error}") from error
-    except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:  # in code of the user's own
+    except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:  # in a user's own code
         raise ValueError(f"{where} failed: {type(error).__name__}: {error}") from error
     if not isinstance(found, Assignment):
         raise ValueError(
@@ -169,12 +170,12 @@ def _by_strategy(
 
 
 def _key(name: str) -> str:
-    """Of a role or a call in the configuration, beside the ``models``."""
+    """The key of a role or a call in the section ``models``."""
     return name.replace(".", ".calls.")
 
 
 def _placeable(roles: Roles) -> list[str]:
-    """Roles, and calls that may run elsewhere than their role."""
+    """Roles, and calls that may run on other ranks than their role."""
     return [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
 
 

@@ -1,9 +1,10 @@
-"""``plan.yaml``: where and how every call of a step runs. ``plan`` writes it; ``train plan=FILE`` takes it as settings."""
+"""``plan.yaml``: where and how every call of a step runs. ``plan`` writes it, and ``train plan=FILE`` takes its settings from
+it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ import yaml
 from rlhf_spmd.config.bounds import check_bounds
 from rlhf_spmd.config.schema import ConfigError, Reader
 from rlhf_spmd.config.written import parse, resolve
+from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import check_zero_size
 from rlhf_spmd.planner.problem import RankRange
-from rlhf_spmd.planner.shape import CHECKPOINTING
 
 
 @dataclass(frozen=True)
-class PlannedCall:
-    """``ranks``: "first-last". ``home``: the role keeps its weights here, and so in this layout. What does not concern a call is as it
-    stands here. ``micro_batches``: of a mini-batch, or of all rows; ``start``, ``seconds``, ``memory_gb`` (GiB on each of its ranks):
-    predictions, which nobody reads back."""
+class PlacedCall:
+    """A call on its ranks, with its settings and predictions.
+
+    ``ranks``: "first-last", or one rank. ``home``: the role keeps its weights here, in this layout. Fields that do not concern
+    a call keep their defaults. Predictions, which are not read back: ``micro_batches`` of a mini-batch, ``start`` and
+    ``seconds``, and ``memory_gb``, GiB on each rank.
+    """
 
     ranks: str
     pp: int = 1
@@ -44,18 +48,19 @@ class PlannedCall:
     memory_gb: float = 0.0
 
     @property
-    def mesh(self) -> RankRange:
+    def rank_range(self) -> RankRange:
         first, _, last = self.ranks.partition("-")
         return RankRange(int(first), int(last or first) - int(first) + 1)
 
     def check(self, where: str) -> None:
         """Raises ValueError."""
-        if not re.fullmatch(r"\d+(-\d+)?", self.ranks) or self.mesh.count < 1:
+        if not re.fullmatch(r"\d+(-\d+)?", self.ranks) or self.rank_range.count < 1:
             raise ValueError(f"{where}.ranks={self.ranks!r} must be the first and the last rank, as 0-7, or one rank")
         check_bounds(self, where, "pp", "tp", "dp", least=1)
-        if self.pp * self.tp * self.dp != self.mesh.count:
+        if self.pp * self.tp * self.dp != self.rank_range.count:
             raise ValueError(
-                f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) is not the number of ranks in {self.ranks} ({self.mesh.count})"
+                f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) is not the number of ranks in {self.ranks} "
+                f"({self.rank_range.count})"
             )
         share, flying = self.gpu_memory_utilization, self.max_num_seqs
         if (share is not None and not 0 < share <= 1) or (flying is not None and flying < 1):
@@ -71,32 +76,32 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """``calls``: by ``role.method``. ``algorithm``: settings of that section: the token budget of micro-batches. ``told``: what else
-    the file says, for people."""
+    """A plan for ``ranks`` ranks, ``local_size`` on each host. ``calls``: by ``role.method``. ``algorithm``: settings of that
+    section, the token budget of micro-batches. ``extra``: what the file says for people only."""
 
     ranks: int
     local_size: int
     algorithm: Mapping[str, Any]
-    calls: Mapping[str, PlannedCall]
-    told: Mapping[str, Any]
+    calls: Mapping[str, PlacedCall]
+    extra: Mapping[str, Any]
 
     def to_yaml(self) -> str:
-        usual = PlannedCall("0")
+        usual = PlacedCall("0")
         always = ("ranks", "pp", "tp", "dp")
         calls = {}
         for name, call in self.calls.items():
             calls[name] = {key: x for key, x in asdict(call).items() if x != getattr(usual, key) or key in always}
         head = {"ranks": self.ranks, "local_size": self.local_size, "algorithm": dict(self.algorithm)}
-        return yaml.safe_dump({**head, **self.told, "calls": calls}, sort_keys=False)
+        return yaml.safe_dump({**head, **self.extra, "calls": calls}, sort_keys=False)
 
     def settings(self) -> dict[str, Any]:
-        """What ``train`` is to be told, as its configuration has it."""
-        pools = {_pool(call.mesh): list(call.mesh.ranks) for call in self.calls.values()}
+        """The plan as sections of the configuration of ``train``."""
+        pools = {_pool(call.rank_range): list(call.rank_range.ranks) for call in self.calls.values()}
         models: dict[str, dict[str, Any]] = {}
         homes = {name.split(".")[0]: call for name, call in self.calls.items() if call.home}
         for role, home in homes.items():
             found = models[role] = {
-                "pool": _pool(home.mesh),
+                "pool": _pool(home.rank_range),
                 "layout": _layout(home) | _sharded(home),
                 "activation_checkpointing": home.activation_checkpointing,
                 "offload": home.offload,
@@ -110,23 +115,23 @@ class PlanFile:
                         "max_num_seqs": call.max_num_seqs,
                         "gpu_memory_utilization": call.gpu_memory_utilization,
                     }
-                    if call.mesh == home.mesh and home.pp % call.pp == 0 and home.tp % call.tp == 0:
+                    if call.rank_range == home.rank_range and home.pp % call.pp == 0 and home.tp % call.tp == 0:
                         found["generation"] |= {"pp": call.pp, "tp": call.tp}
                         continue
-                if (call.mesh, call.pp, call.tp) != (home.mesh, home.pp, home.tp):
-                    found["calls"][method] = {"pool": _pool(call.mesh), "layout": _layout(call)}
+                if (call.rank_range, call.pp, call.tp) != (home.rank_range, home.pp, home.tp):
+                    found["calls"][method] = {"pool": _pool(call.rank_range), "layout": _layout(call)}
         return {"placement": {"strategy": "colocate", "pools": pools}, "models": models, "algorithm": self.algorithm}
 
 
-def _pool(mesh: RankRange) -> str:
-    return f"ranks_{mesh.first}_to_{mesh.end - 1}"
+def _pool(ranks: RankRange) -> str:
+    return f"ranks_{ranks.first}_to_{ranks.end - 1}"
 
 
-def _layout(call: PlannedCall) -> dict[str, Any]:
+def _layout(call: PlacedCall) -> dict[str, Any]:
     return {"pp": call.pp, "tp": call.tp, "dp": call.dp}
 
 
-def _sharded(home: PlannedCall) -> dict[str, Any]:
+def _sharded(home: PlacedCall) -> dict[str, Any]:
     size = {} if home.zero_size is None else {"zero_size": home.zero_size}
     return {"zero": home.zero, **size, "sequence_parallel": home.sequence_parallel}
 
@@ -138,14 +143,14 @@ def read_plan(path: str) -> PlanFile:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"plan={path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict):
-        raise ConfigError(f"plan={path} is no plan: it must have 'calls', as `rlhf-spmd plan` writes them")
+        raise ConfigError(f"plan={path} is not a plan: it must have 'calls', as `rlhf-spmd plan` writes them")
     calls = {}
     for name, given in raw["calls"].items():
         where = f"plan={path}: calls.{name}"
         if str(name).count(".") != 1 or not isinstance(given, dict) or "ranks" not in given:
             raise ConfigError(f"{where} must be a call as role.method, with its ranks")
         try:
-            calls[str(name)] = Reader(PlannedCall, {}, given, interpolated=False).read()
+            calls[str(name)] = Reader(PlacedCall, {}, given, interpolated=False).read()
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         calls[str(name)].check(where)
@@ -155,8 +160,8 @@ def read_plan(path: str) -> PlanFile:
         homes = [name for name, call in calls.items() if call.home and name.split(".")[0] == role]
         if len(homes) != 1:
             raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {len(homes)} have")
-    last = max(call.mesh.end for call in calls.values())
-    told = _without(raw, "ranks", "local_size", "algorithm", "calls")
+    last = max(call.rank_range.end for call in calls.values())
+    extra = _without(raw, "ranks", "local_size", "algorithm", "calls")
     size, algorithm = raw.get("ranks", last), raw.get("algorithm") or {}
     local_size = raw.get("local_size", size)
     is_budget = isinstance(algorithm, dict) and all(type(one) is int and one > 0 for one in algorithm.values())
@@ -164,7 +169,7 @@ def read_plan(path: str) -> PlanFile:
         raise ConfigError(
             f"plan={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
         )
-    return PlanFile(size, local_size, algorithm, calls, told)
+    return PlanFile(size, local_size, algorithm, calls, extra)
 
 
 def _without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -172,8 +177,7 @@ def _without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
-    """The configuration ``file`` with what the plan says: placement and layouts are the plan's alone, of other settings those that it
-    gives."""
+    """The configuration ``file`` with the plan's placement and layouts, and with the other settings that the plan has."""
     settings = plan.settings()
     models = dict(file.get("models") or {})
     for role, planned in settings["models"].items():
@@ -189,10 +193,10 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
             merged["generation"] = _without(merged["generation"], "pp", "tp")
         if not merged["offload"]:
             merged.pop("prefetch", None)
-        if "generate_sequences" in merged["calls"]:  # weights come whole there
+        if "generate_sequences" in merged["calls"]:  # whole weights are sent there
             merged["generation"] = _without(merged["generation"], "overlap", "engine", "buffers")
         models[role] = merged
-    for role in set(models) - set(settings["models"]):  # without a model: they go where the strategy puts them
+    for role in set(models) - set(settings["models"]):  # without a model: the strategy places them
         if isinstance(models[role], Mapping):
             models[role] = _without(models[role], "pool")
     placement = _without(file.get("placement") or {}, "pools", "ratios", "strategy", "profile") | settings["placement"]
@@ -202,14 +206,9 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
 
 
 def check_ranks(path: str | None, world_size: int) -> None:
-    """Raises ConfigError where a plan is for another number of ranks."""
+    """Raises ConfigError if the plan is for another number of ranks."""
     if path is not None and (plan := read_plan(path)).ranks != world_size:
         raise ConfigError(
             f"plan={path} is for {plan.ranks} ranks, this job has {world_size}; start as many, or plan again with cluster.nodes and "
             "cluster.gpus_per_node"
         )
-
-
-def span_of(ranks: Sequence[int]) -> str:
-    """``ranks`` of a mesh as the file has them."""
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -1,9 +1,10 @@
-"""A plan as a page: what every rank does in the simulated step, and a run that followed the plan, with the error of each call."""
+"""What a plan comes to, for people: a few lines, and a page with the simulated step beside the measured steps of a run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -12,7 +13,9 @@ from statistics import median
 from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
+from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.plan_file import PlanFile
+from rlhf_spmd.planner.planning import PlanResult
 from rlhf_spmd.telemetry.timeline_chart import ChartBox, ChartRow, TimelineChart, draw, from_trace, phase_key
 
 COLORS = 8  # that report.css has
@@ -20,12 +23,12 @@ KEY_STYLE = ".key{margin-right:1.2em}.key i{display:inline-block;width:.8em;heig
 
 
 def planned_chart(plan: PlanFile) -> TimelineChart:
-    """One row for ranks in succession that do the same."""
+    """One row for neighbouring ranks that do the same."""
     boxes: dict[int, list[ChartBox]] = {rank: [] for rank in range(plan.ranks)}
     for name, call in plan.calls.items():
         times = f"{call.seconds:.3g} s, from {call.start:.3g} s"
         title = f"{name}\n{times}\npp {call.pp} tp {call.tp} dp {call.dp}\n{call.memory_gb:.1f} GiB"
-        for rank in call.mesh.ranks:
+        for rank in call.rank_range.ranks:
             boxes[rank].append(ChartBox(phase_key(name), call.start, call.start + call.seconds, title))
     rows = []
     for its, ranks in groupby(boxes, key=lambda rank: boxes[rank]):
@@ -36,12 +39,12 @@ def planned_chart(plan: PlanFile) -> TimelineChart:
 
 
 def _computed(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of calls that ranks computed."""
+    """The events of the calls that ranks computed."""
     return (event for event in trace.get("traceEvents", ()) if event.get("ph") == "X" and event.get("cat") == "compute")
 
 
 def measured_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
-    """Call -> seconds of its slowest rank: the median over all steps but the first."""
+    """Call -> seconds of its slowest rank, the median over all steps but the first."""
     slowest: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for event in _computed(trace):
         step = (event.get("args") or {}).get("step")
@@ -55,7 +58,7 @@ def measured_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
-    """Of a run that followed ``plan``. Raises ValueError that names the file, and where the run was another one."""
+    """The trace of the run directory ``run``. Raises ValueError if it cannot be read or the run did not follow ``plan``."""
     path = Path(run) / "trace.json"
     try:
         found: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
@@ -67,20 +70,21 @@ def read_trace(plan: PlanFile, run: str) -> dict[str, Any]:
     if not any(name in ran for name in plan.calls):
         raise ValueError(f"plan.measured={run}: the run has none of the plan's calls ({', '.join(plan.calls)})")
     for name, call in plan.calls.items():
-        if name in ran and ran[name] != set(call.mesh.ranks):
+        if name in ran and ran[name] != set(call.rank_range.ranks):
             where = f"{name} ran on {len(ran[name])} ranks, not on {call.ranks}"
             raise ValueError(f"plan.measured={run}: {where}; it followed another plan")
     return found
 
 
 def compare(plan: PlanFile, measured: Mapping[str, float]) -> list[tuple[str, float, float | None, float | None]]:
-    """(call, planned seconds, measured seconds, error as a share of the measured ones) of each call."""
+    """(call, planned seconds, measured seconds, error as a share of the measured seconds) for each call."""
     found = [(name, call.seconds, measured.get(name)) for name, call in plan.calls.items()]
     return [(name, planned, seconds, planned / seconds - 1 if seconds else None) for name, planned, seconds in found]
 
 
 def page(plan: PlanFile, run: str | None, summary: Sequence[str] = ()) -> str:
-    """One self-contained HTML file. ``run``: a run directory, or none. Raises ValueError."""
+    """One self-contained HTML file. ``run``: the directory of a run that followed the plan. Raises ValueError as
+    :func:`read_trace`."""
     keys = dict.fromkeys(phase_key(name) for name in plan.calls)
     colors = {key: f"var(--c{i % COLORS})" for i, key in enumerate(keys)}
     parts = [f"<h1>Plan for {plan.ranks} ranks</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
@@ -101,3 +105,52 @@ def page(plan: PlanFile, run: str | None, summary: Sequence[str] = ()) -> str:
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{style}</style></head>'
         f"<body><main>{''.join(parts)}</main></body></html>"
     )
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a plan for ``machine`` comes to.
+
+    ``tokens``: prompts and responses of a step. ``steps``: of the run; None if its length is in epochs. ``own``: the plan of the
+    configuration's own placement and layouts, or why there is none; None if that is the plan that is judged.
+    """
+
+    planned: PlanResult
+    machine: Machine
+    tokens: float
+    steps: int | None
+    own: PlanResult | str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``hours``: of the whole run."""
+        seconds = self.planned.seconds
+        own = self.own if isinstance(self.own, str | None) else self.own.refusal or self.own.seconds
+        return {
+            "memory_gb": max(call.memory_gb for call in self.planned.file.calls.values()),
+            "room_gb": min(self.machine.memory) / GIB,
+            "tokens_per_second": self.tokens / seconds,
+            "hours": None if self.steps is None else self.steps * seconds / 3600,
+            "configuration": None if own is None else {"refusal" if isinstance(own, str) else "step_seconds": own},
+        }
+
+    def lines(self) -> list[str]:
+        found, planned = self.to_json(), self.planned
+        used, room, hours, own = (found[key] for key in ("memory_gb", "room_gb", "hours", "configuration"))
+        lines = [f"fits: {used:.1f} of {room:.1f} GiB on the fullest rank, {1 - used / room:.0%} free"]
+        if planned.refusal or planned.warning:
+            lines = [f"does not fit: {planned.refusal}" if planned.refusal else f"warning: {planned.warning}"]
+        speed = f"{planned.seconds:.3g} s a step, {found['tokens_per_second']:,.0f} tokens/s"
+        lines.append(speed if hours is None else f"{speed}, {_time(hours)} for the run")
+        if own and "refusal" in own:
+            lines.append(f"the configuration as it is cannot run so: {own['refusal']}")
+        elif own:
+            gain, than = (
+                own["step_seconds"] / planned.seconds,
+                f"the configuration as it is ({own['step_seconds']:.3g} s a step)",
+            )
+            lines.append(f"{gain:.2f} times as fast as {than}" if gain > 1.005 else f"as fast as {than}")
+        return lines
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"

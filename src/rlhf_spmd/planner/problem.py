@@ -1,15 +1,20 @@
-"""What is searched: the calls of a step, the ways to run each, and what moves between them. Numbers only: no models, no roles by name.
+"""What is searched: the calls of a step, the options of each, and when the calls of a plan run. Numbers only: no models, no
+roles by name.
 
-Terms are ReaL's (section 4): a plan gives every call a mesh of ranks and one of its options there.
+Terms are ReaL's (section 4): a plan gives every call a range of ranks and one of its options there. :func:`simulate` is ReaL's
+algorithm 1 with this trainer's queue, the order of the script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+STORAGE = (0, 1, 1, 3)  # how weights lie under ZeRO 0 to 3: whole, or in shards that are gathered at once (1) or by layers (3)
+IMPOSSIBLE = 1e6, 1e15  # seconds and bytes; finite, so that a search that walks finds its way out
 
 
 @dataclass(frozen=True, order=True)
@@ -33,20 +38,24 @@ class RankRange:
     def overlaps(self, other: RankRange) -> bool:
         return self.first < other.first + other.count and other.first < self.first + self.count
 
+    def __str__(self) -> str:
+        """As ``plan.yaml`` has it: the first and the last rank."""
+        return str(self.first) if self.count == 1 else f"{self.first}-{self.end - 1}"
 
-Layout = tuple[int, int, int, int]  # how weights lie: pp, tp, ``zero`` and ``zero_size`` of an option
-IMPOSSIBLE = 1e6, 1e15  # seconds and bytes; finite, so that a search that walks finds its way out
+
+WeightLayout = tuple[int, int, int, int]  # how weights lie: pp, tp, STORAGE of the ZeRO stage, zero_size
 
 
 @dataclass(frozen=True)
 class Option:
-    """A way to run a call on ``size`` ranks, in a layout of ``pp`` stages and ``tp`` slices.
+    """One way to run a call on ``size`` ranks.
 
-    ``held``: bytes on each of its ranks during the whole step, what the role keeps; only of a role's home. ``active``: bytes more
-    while the call runs. Weights that come from the home for the call are not in it: :meth:`Problem.move` counts them. ``choice``: what
-    it stands for. ``zero``: weights lie in rows over the ranks, gathered for a call together (1; ZeRO 1 and 2) or layer by layer (3);
-    0: they lie whole. ``zero_size``: in rows over so many neighbours; 0: over all ranks of a stage and slice. ``in_place``: on the
-    home's ranks in its layout the call takes the weights as they lie there, so ``zero`` must be the home's."""
+    ``held``: bytes that the role keeps on each of its ranks during the whole step; only at the role's home. ``active``: bytes
+    more while the call runs, without weights that come from the home: :meth:`Problem.move` counts those. ``cache``: those of
+    ``active`` that a KV cache takes. ``zero``: ZeRO stage. ``zero_size``: ranks that share one copy; 0: all replicas.
+    ``in_place``: at home the call uses the weights as they lie there, so ``zero`` must be the home's. ``settings``: what the
+    option sets, by the fields of ``PlacedCall``; the search does not read them.
+    """
 
     size: int
     pp: int
@@ -54,23 +63,25 @@ class Option:
     seconds: float
     held: float
     active: float
-    choice: Any = None
     zero: int = 0
     zero_size: int = 0
     in_place: bool = False
+    cache: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def layout(self) -> Layout:
-        return self.pp, self.tp, self.zero, self.zero_size
+    def layout(self) -> WeightLayout:
+        return self.pp, self.tp, STORAGE[self.zero], self.zero_size
 
 
 @dataclass(frozen=True)
-class Call:
-    """A node of the dataflow graph. ``after``: nodes that must have ended, as the numbers of their places, all of them smaller.
+class CallNode:
+    """A call of the dataflow graph. ``after``: the indices of calls that must have ended, all of them smaller than its own.
 
-    The first of a role's calls that trains, or of a role that none trains its first one, is the role's ``home``: the ranks and the
-    layout in which its weights stay. Others of its calls may run elsewhere. One that trains, too, has ``at_home``: it runs on the same
-    ranks by the option with the same number."""
+    Each role has one ``home``: its first call that trains, or its first call if none trains. The weights stay on the home's
+    ranks in the home's layout. ``at_home``: another call that must run there, by the option with the same index. All others may
+    run elsewhere.
+    """
 
     name: str
     role: str
@@ -80,11 +91,10 @@ class Call:
     at_home: bool = False
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Of one call: where it runs and how; ``option`` is a number among the call's."""
+class Choice(NamedTuple):
+    """A call's ranks and the index of its chosen option."""
 
-    mesh: RankRange
+    rank_range: RankRange
     option: int
 
 
@@ -93,15 +103,15 @@ Plan = tuple[Choice, ...]  # one for each call
 
 @dataclass(frozen=True)
 class Problem:
-    """``calls`` in program order: ranks walk the script, so a rank runs its calls in this order and a call starts when all its ranks
-    are free and those before it have ended.
+    """``calls`` in program order. A rank runs its calls in this order; a call starts when all its ranks are free and the calls
+    before it have ended.
 
-    ``memory``: bytes that each rank can use. ``weights``: bytes of each role's weights. ``link`` and ``network``: bytes/s of a rank
-    inside a host of ``local_size`` ranks and between hosts. ``ahead``: steps that generation runs ahead of training
-    (``max_staleness``); ``generating``: the nodes that do.
+    ``memory``: usable bytes of each rank. ``weights``: bytes of each role's weights. ``link`` and ``network``: bytes/s of a
+    rank inside a host of ``local_size`` ranks and between hosts. ``ahead``: steps that generation runs ahead of training
+    (``max_staleness``); ``generating``: the indices of the calls that do.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[CallNode, ...]
     local_size: int
     memory: tuple[float, ...]
     weights: Mapping[str, float]
@@ -116,9 +126,8 @@ class Problem:
         for node, call in enumerate(self.calls):
             home = self.calls[self.homes[call.role]]
             assert call.options and all(before < node for before in call.after), f"{call.name}: options, and calls before it"
-            assert not call.at_home or [o.size for o in call.options] == [o.size for o in home.options], (
-                f"{call.name}: as {home.name}"
-            )
+            same = [o.size for o in call.options] == [o.size for o in home.options]
+            assert not call.at_home or same, f"{call.name}: as {home.name}"
 
     @property
     def size(self) -> int:
@@ -126,14 +135,14 @@ class Problem:
 
     @cached_property
     def memory_runs(self) -> list[tuple[RankRange, float]]:
-        """Ranks in succession that have equal memory, and how much."""
+        """Ranges of ranks that have equal memory, and how much."""
         memory = self.memory
         starts = [rank for rank in range(self.size) if rank == 0 or memory[rank] != memory[rank - 1]]
         return [(RankRange(a, b - a), memory[a]) for a, b in pairwise([*starts, self.size])]
 
     @cached_property
     def options_by_size(self) -> list[dict[int, list[int]]]:
-        """Of each call: number of ranks -> the options on as many, by their numbers."""
+        """For each call: number of ranks -> the indices of its options on so many."""
         found: list[dict[int, list[int]]] = []
         for call in self.calls:
             found.append({})
@@ -148,45 +157,45 @@ class Problem:
 
     @cached_property
     def homes(self) -> dict[str, int]:
-        """Role -> the node that is its home."""
+        """Role -> the call that is its home."""
         return {call.role: node for node, call in enumerate(self.calls) if call.home}
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Role -> its home and the calls that are ``at_home``."""
-        return {
-            role: tuple(node for node, call in enumerate(self.calls) if call.role == role and (call.home or call.at_home))
-            for role in self.homes
-        }
+        found = {role: list[int]() for role in self.homes}
+        for node, call in enumerate(self.calls):
+            if call.home or call.at_home:
+                found[call.role].append(node)
+        return {role: tuple(nodes) for role, nodes in found.items()}
 
     @cached_property
     def lent(self) -> tuple[int, ...]:
-        """The nodes that may run elsewhere than their role's home."""
+        """The calls that may run elsewhere than at their role's home."""
         return tuple(node for node, call in enumerate(self.calls) if not call.home and not call.at_home)
 
-    def on_one_host(self, *meshes: RankRange) -> bool:
-        hosts = {rank // self.local_size for mesh in meshes for rank in (mesh.first, mesh.first + mesh.count - 1)}
-        return len(hosts) == 1
+    def on_one_host(self, *ranges: RankRange) -> bool:
+        return len({rank // self.local_size for ranks in ranges for rank in (ranks.first, ranks.end - 1)}) == 1
 
-    def home_layout(self, role: str, home: Choice) -> Layout:
+    def home_layout(self, role: str, home: Choice) -> WeightLayout:
         return self.calls[self.homes[role]].options[home.option].layout
 
-    def move(self, call: Call, home: Choice, choice: Choice) -> tuple[float, float]:
-        """What a call that runs by ``choice`` costs more because its role's weights rest at ``home``: seconds, and bytes on each of its
-        ranks.
+    def move(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
+        """Seconds and bytes on each of its ranks that a call needs more because its role's weights rest at ``home``.
 
-        On the same ranks in the same layout nothing moves; where generation's layout is a part of the home's, each rank keeps what it
-        has and gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights). Everywhere else a
-        whole shard comes beside what is there (ReaL, section 6). The slower of receiving and of sending, which the holders share,
-        counts. ``IMPOSSIBLE`` where the trainer cannot do it: a call with ``zero`` runs only as its home lies.
+        On the same ranks in the same layout nothing moves. Where generation's layout is a part of the home's, each rank keeps
+        what it has and gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights).
+        Everywhere else a whole shard comes beside what is there (ReaL, section 6). The slower of receiving and of sending
+        counts; the home's ranks share the sending. ``IMPOSSIBLE`` where the trainer cannot do it: a call with ``zero`` runs
+        only as its home lies.
         """
-        layout = self.home_layout(call.role, home) if home.mesh == choice.mesh else None
-        near = self.on_one_host(home.mesh, choice.mesh)
-        return self.moved(call.role, layout, home.mesh.count, call.options[choice.option], near)
+        same_ranks, near = home.rank_range == choice.rank_range, self.on_one_host(home.rank_range, choice.rank_range)
+        layout = self.home_layout(call.role, home) if same_ranks else None
+        return self.moved(call.role, layout, home.rank_range.count, call.options[choice.option], near)
 
-    def moved(self, role: str, layout: Layout | None, holders: int, option: Option, near: bool) -> tuple[float, float]:
-        """:meth:`move` as it depends on where the meshes lie: whether both are on one host, and the home's ``layout`` where they are
-        the same. Between different ones it does not matter, only the number of the home's ranks: the search relies on it."""
+    def moved(self, role: str, layout: WeightLayout | None, holders: int, option: Option, near: bool) -> tuple[float, float]:
+        """:meth:`move` by what it depends on. ``layout``: the home's, if the ranks are the same; between different ranks only
+        the number of ``holders`` matters, and the search relies on that. ``near``: all ranks are on one host."""
         if layout == option.layout:
             return 0.0, 0.0
         if option.zero or (layout and option.in_place and layout[:2] == option.layout[:2]):
@@ -200,3 +209,134 @@ class Problem:
             near = near or here <= self.local_size
         sent = shard * option.size / holders
         return max(shard, sent) / (self.link if near else self.network), shard
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the calls of a plan run, and what each rank needs.
+
+    ``spans``: start and end of each call in seconds; weights that move come first. ``seconds``: of a step. Where generation
+    runs ahead, spans are those of the steady state, and each step's are ``seconds`` later than the last one's. ``peaks``: bytes
+    on each rank. ``excess``: by which share of its memory the fullest rank exceeds it, 0 where all fit.
+    """
+
+    spans: tuple[tuple[float, float], ...]
+    seconds: float
+    peaks: tuple[float, ...]
+    excess: float
+
+    @property
+    def fits(self) -> bool:
+        return self.excess <= 1e-9  # for rounding
+
+
+def simulate(problem: Problem, plan: Plan) -> Schedule:
+    seconds, needs, held = [], [], []
+    for call, choice in zip(problem.calls, plan, strict=True):
+        option, home = call.options[choice.option], plan[problem.homes[call.role]]
+        assert option.size == choice.rank_range.count, (
+            f"{call.name}: an option of {option.size} ranks on {choice.rank_range.count}"
+        )
+        extra, moved = 0.0, 0.0
+        if call.home:
+            held.append((choice.rank_range, option.held))
+        elif call.at_home:
+            assert choice == home, f"{call.name}: runs at home"
+        else:
+            extra, moved = problem.move(call, home, choice)
+        seconds.append(option.seconds + extra)
+        needs.append((choice.rank_range, option.active + moved))
+    nodes = range(len(plan))
+    starts, period = start_times(problem, nodes, [choice.rank_range for choice in plan], seconds)
+    peaks = rank_peaks(problem.size, held, needs)
+    excess = max(peak / memory - 1 for peak, memory in zip(peaks, problem.memory, strict=True))
+    return Schedule(tuple((starts[i], starts[i] + seconds[i]) for i in nodes), period, peaks, max(excess, 0.0))
+
+
+def rank_peaks(
+    size: int, held: Sequence[tuple[RankRange, float]], needs: Sequence[tuple[RankRange, float]]
+) -> tuple[float, ...]:
+    """Bytes on each rank: all that is held on it and the largest need."""
+    cuts = sorted({0, size, *(edge for ranks, _ in (*held, *needs) for edge in (ranks.first, ranks.end))})
+    peaks: list[float] = []
+    for first, end in pairwise(cuts):
+        kept = sum(amount for ranks, amount in held if ranks.first <= first < ranks.end)
+        most = max((amount for ranks, amount in needs if ranks.first <= first < ranks.end), default=0.0)
+        peaks += [kept + most] * (end - first)
+    return tuple(peaks)
+
+
+def start_times(
+    problem: Problem, nodes: Sequence[int], ranges: Sequence[RankRange | None], seconds: Sequence[float]
+) -> tuple[list[float], float]:
+    """Starts of all calls (0 for those that are not among ``nodes``), and seconds of a step.
+
+    ``nodes`` ascend and wait only for each other. A call without ranks takes time but no ranks; then both results are lower
+    bounds.
+    """
+    if problem.ahead:
+        return _steady_state(problem, ranges, seconds)
+    starts, ends = [0.0] * len(problem.calls), [0.0] * len(problem.calls)
+    last = 0.0
+    done: list[int] = []
+    for node in nodes:
+        start, ranks, after = 0.0, ranges[node], problem.calls[node].after
+        for earlier in done:
+            if ends[earlier] > start:
+                other = ranges[earlier]
+                if earlier in after or (ranks is not None and other is not None and ranks.overlaps(other)):
+                    start = ends[earlier]
+        done.append(node)
+        starts[node], ends[node] = start, start + seconds[node]
+        last = max(last, ends[node])
+    return starts, last
+
+
+def _steady_state(problem: Problem, ranges: Sequence[RankRange | None], seconds: Sequence[float]) -> tuple[list[float], float]:
+    """:func:`start_times` of steps that overlap without end.
+
+    Seconds per step are the largest ratio of seconds to steps among the cycles of what waits for what (max-plus algebra).
+    Newton's method finds it: a cycle that is slower than the period becomes the next period.
+    """
+    edges, size = _waits(problem, ranges), len(seconds)
+    period = max(seconds)
+    while True:
+        starts, cause = [0.0] * size, [-1] * size
+        moved = -1
+        for _ in range(size + 1):
+            moved = -1
+            for before, after, steps in edges:
+                start = starts[before] + seconds[before] - steps * period
+                if start > starts[after] + 1e-12 * period:
+                    starts[after], cause[after] = start, before
+                    moved = after
+            if moved < 0:
+                return starts, period
+        for _ in range(size):  # back into a cycle that is slower, then once around it
+            moved = cause[moved]
+        cycle = [moved]
+        while cause[cycle[-1]] != moved:
+            cycle.append(cause[cycle[-1]])
+        pairs = [(cause[node], node) for node in cycle]
+        around = sum(min(steps for *ends, steps in edges if tuple(ends) == pair) for pair in pairs)
+        slower = sum(seconds[node] for node in cycle) / around
+        if slower <= period:  # by no more than rounding
+            return starts, period
+        period = slower
+
+
+def _waits(problem: Problem, ranges: Sequence[RankRange | None]) -> list[tuple[int, int, int]]:
+    """(before, after, n): ``after`` of a step waits for ``before`` of the step n earlier.
+
+    A call needs the weights of the step before; one of ``generating`` needs those of the step ``ahead`` + 1 before.
+    """
+    edges = []
+    for node, call in enumerate(problem.calls):
+        edges += [(before, node, 0) for before in sorted(call.after)]
+        lag = problem.ahead + 1 if node in problem.generating else 1
+        edges += [(train, node, lag) for train in problem.tied[call.role] if train != node]
+        for before in range(node):
+            ranks, other = ranges[node], ranges[before]
+            if ranks is not None and other is not None and ranks.overlaps(other):
+                edges += [(before, node, 0), (node, before, 1)]
+    return edges

@@ -1,1 +1,12 @@
-"""The life of a rank (F3): arguments, the agreement on input, the error board, the watch over ranks, and how a run ends."""
+"""The life of a rank, from its arguments to its exit code.
+
+Floor F2: may import config, telemetry, kernels, parallel; must not know models, roles or algorithms.
+
+- ``arguments``, ``command_line``: the command line of all programs; ``arguments`` needs no torch
+- ``launcher``: starts the ranks of one machine
+- ``agreement``: all ranks agree that their input is good and the same
+- ``program``: the process boundary: runs a program and turns any ending into an exit code
+- ``board``, ``watch``: heartbeats, and the failure that ends the job
+- ``messages``: sealed texts in the store that all ranks share
+- ``ending``: classes of endings, lines for people, the exit itself
+"""

@@ -1,6 +1,7 @@
-"""Before any process group exists, all ranks agree that each of them has read and checked its input, and has the same.
+"""Before any process group exists, all ranks agree that their input is good and the same.
 
-The agreement goes through the store that all ranks share: every rank says that it is ready, or the first that is not says why.
+They agree through the store that all ranks share: every rank reports that it is ready, or the first that is not says
+why. Each rank reads files of its own host, which may be other copies; so they compare digests.
 """
 
 from __future__ import annotations
@@ -8,42 +9,47 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from rlhf_spmd.config.interpolation import compared
+from rlhf_spmd.config.load import flatten, to_dict
+from rlhf_spmd.config.registry import split_name
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.world import Launch, connect_store, start_limit
-from rlhf_spmd.process.ending import ToldToEnd, announce, await_all, classify, end_rank, one_line, told
+from rlhf_spmd.process.ending import ToldToEnd, announce, await_all, classify, end_rank, error_text, one_line
 from rlhf_spmd.process.messages import VERDICT, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, ExitStatus, write_exit_status
 
 T = TypeVar("T")
 
-TELL_LATE_S = 300.0  # until ranks that are still checking their input are named
-PREPARE_TIMEOUT_S = 4200.0  # for them; more than one of them may wait for another process to make a file of data.cache_dir
-NO_KEY = "key/none"  # unsealed: why a rank has not got the key of the job
-Refusal = tuple[str, str, str]  # class, line, traceback (only for defects of the program)
+TELL_LATE_S = 300.0  # then ranks that are still checking their input are named
+PREPARE_TIMEOUT_S = 4200.0  # longest check of the input; a rank may wait for another process to fill data.cache_dir
+NO_KEY = "key/none"  # unsealed: why a rank lacks the key of the job
+InputRefusal = tuple[str, str, str]  # class, line, traceback (only for defects of the program)
 
 
 class EarlySignals:
-    """SIGTERM, SIGUSR1 and SIGINT before there is a run. ``number``: of the one that came while nothing could be ended, 0: none."""
+    """Holds SIGTERM, SIGUSR1 and SIGINT until there is a run. ``number``: the signal that came while it had to wait, or 0."""
 
     def __init__(self) -> None:
         self.number = 0
-        self.ends = False  # what goes on can be ended by an exception
+        self.ends = False  # True while an exception may end what is running
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> EarlySignals:
@@ -63,8 +69,8 @@ class EarlySignals:
         self.number = self.number or number
 
 
-def try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
-    """On the first rank, print what ``check`` finds, or its line of refusal, and end with the code that a run would end with."""
+def check_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
+    """Dry run: the first rank prints what ``check`` returns, or its refusal, and ends with the code of a real run."""
     if launch.rank > 0:
         raise SystemExit(0)
     try:
@@ -79,21 +85,23 @@ def try_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
 def agree_on_input(
     launch: Launch,
     prepare: Callable[[], T],
-    alike: Callable[[T], Mapping[str, str]],
+    must_match: Callable[[T], Mapping[str, str]],
     run_dir_hint: Path | None,
     signals: EarlySignals,
 ) -> tuple[T, Messages]:
-    """Runs ``prepare`` and waits until it has succeeded on every rank, and all have the same ``alike`` of it, by its name. The first
-    rank that fails prints for the job. Returns what ``prepare`` did, and the store with the key of the job.
+    """Runs ``prepare`` on every rank, and waits until all have succeeded with equal ``must_match`` values.
 
-    Costs every rank a few store messages; nobody leaves before the others know (30 s), so that each exits with the code.
+    Returns what ``prepare`` returned, and the store with the job's key. The first rank that fails prints for the job. A
+    few store messages per rank; a failing rank waits up to 30 s until the others know, so each exits with the code.
+
+    Collective over the world: every rank of it must call, in program order.
     """
     messages, refusal = _connect(launch, run_dir_hint)
     prepared: list[T] = []
     try:
         if refusal is None:
             signals.ends = True
-            if signals.number:  # it came while nothing could be ended
+            if signals.number:  # it came while no exception could be raised
                 raise ToldToEnd(f"ended by {signal.Signals(signals.number).name} before the first step")
             prepared.append(prepare())
     except (Exception, SystemExit) as error:  # the process boundary
@@ -102,7 +110,7 @@ def agree_on_input(
         signals.ends = False
     try:
         if prepared and refusal is None:
-            own = {"--nproc-per-node": str(launch.local_size), **alike(prepared[0])}
+            own = {"--nproc-per-node": str(launch.local_size), **must_match(prepared[0])}
             refusal = _differing(launch, messages, own)
             if refusal is None and launch.local_rank == 0:
                 refusal = _differing(launch, messages, versions())
@@ -122,8 +130,8 @@ def agree_on_input(
     return prepared[0], messages
 
 
-def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, Refusal | None]:
-    """The store, and why this rank has not got the key of the job. Ends the process where there is no store."""
+def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, InputRefusal | None]:
+    """Returns the store, and why this rank lacks the job's key (or None). Ends the process if there is no store."""
     try:
         store = connect_store(launch)
     except (RuntimeError, OSError, ValueError) as error:
@@ -135,15 +143,15 @@ def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, Refus
         return agree_on_key(launch, store, run_dir_hint), None
     except ValueError as error:
         refusal = _refusal(launch, error)
-        store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # nothing that it seals would be believed
+        store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # unsealed: nobody would believe its seal
         return Messages(store, b""), refusal
     except RuntimeError:
         line = f"rank {launch.rank} has waited {start_limit(launch):.0f} s for rank 0 to start"
         return Messages(store, b""), ("hang", line, "")
 
 
-def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> Refusal:
-    """Why there is a message without the job's seal: a rank that has not got the key may have said so."""
+def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> InputRefusal:
+    """Explains a message without the job's seal: a rank that lacks the key may have said why."""
     try:
         error_class, line, _ = json.loads(messages.store.get(NO_KEY)) if messages.store.check([NO_KEY]) else ("", "", 0)
     except (ValueError, TypeError):
@@ -153,8 +161,8 @@ def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> Refus
     return "error", f"rank {launch.rank} ends before the first step: {error}", ""
 
 
-def _end_without_key(launch: Launch, messages: Messages, refusal: Refusal, run_dir_hint: Path | None) -> NoReturn:
-    """Ends this rank, and by a verdict that nobody can read those that still wait for one."""
+def _end_without_key(launch: Launch, messages: Messages, refusal: InputRefusal, run_dir_hint: Path | None) -> NoReturn:
+    """Ends this rank. Posts an unreadable verdict, which also ends the ranks that still wait for one."""
     with suppress(RuntimeError):
         messages.put_first(VERDICT, "")
     if launch.local_rank == 0:
@@ -166,7 +174,7 @@ def _end_without_key(launch: Launch, messages: Messages, refusal: Refusal, run_d
 
 @cache
 def versions() -> dict[str, str]:
-    """What must be alike on all ranks whatever they run: versions of the software and the kind of device, by name."""
+    """Returns what must be equal on all ranks whatever they run: software versions and the kind of device, by name."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -178,10 +186,10 @@ def versions() -> dict[str, str]:
     }
 
 
-def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> Refusal | None:
-    """What this rank has another of than the first that came here."""
+def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> InputRefusal | None:
+    """Returns a refusal if a value differs from that of the first rank that came here."""
     here = f"rank {launch.rank} on {socket.gethostname()}"
-    there, first = json.loads(messages.put_first(f"prepare/alike/{next(iter(own))}", json.dumps([here, own])))
+    there, first = json.loads(messages.put_first(f"prepare/must_match/{next(iter(own))}", json.dumps([here, own])))
     for name in {**first, **own}:
         if first.get(name) != own.get(name):
             values = f"{one_line(str(own.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
@@ -189,7 +197,7 @@ def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> Re
     return None
 
 
-def _post_verdict(launch: Launch, messages: Messages, refusal: Refusal | None) -> None:
+def _post_verdict(launch: Launch, messages: Messages, refusal: InputRefusal | None) -> None:
     if refusal:
         record = json.dumps([*refusal[:2], launch.rank])
         if messages.put_first(VERDICT, record) == record:
@@ -198,7 +206,7 @@ def _post_verdict(launch: Launch, messages: Messages, refusal: Refusal | None) -
     ready = [f"prepare/ok/{rank}" for rank in range(launch.size)]
     messages.set(ready[launch.rank], "1")
     if messages.store.add("prepare/ok", 1) >= launch.size:
-        messages.get_all(ready)  # and not only as many
+        messages.get_all(ready)  # checks the seals, not only the count
         messages.put_first(VERDICT, "ok")
 
 
@@ -210,7 +218,7 @@ def _await_verdict(launch: Launch, messages: Messages, timeout_s: float, run_dir
             break
         except RuntimeError:
             if store.add(f"prepare/late/{is_last}", 1) > 1:
-                continue  # one of a thousand waiting ranks asks the store for each of them
+                continue  # only one of a thousand waiting ranks asks the store about each rank
             late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
             line = f"ranks {late[:8]} did not finish checking their input within {timeout_s if is_last else TELL_LATE_S:.0f} s"
             record = json.dumps(["hang", line, None])
@@ -231,28 +239,102 @@ def _await_verdict(launch: Launch, messages: Messages, timeout_s: float, run_dir
 
 
 def _record(launch: Launch, run_dir_hint: Path | None, status: ExitStatus) -> None:
-    """Exit_status.json, by rank 0, whose process is the owner of the directory, if it is this job's."""
+    """Rank 0 writes exit_status.json, unless the directory belongs to another job."""
     if launch.rank == 0 and run_dir_hint is not None:
-        with suppress(OSError):  # the refusal itself was told, and run_dir may be what is wrong
+        with suppress(OSError):  # the refusal was printed already, and run_dir may be what is wrong
             if run_lock.other_owner(run_dir_hint) is None:
                 write_exit_status(run_dir_hint, status)
 
 
 def input_exit_code(error_class: str) -> int:
-    """Bad input ends every process with 2, data too; exit_status.json tells the class."""
+    """Returns 2 for bad configuration and bad data alike; exit_status.json tells them apart."""
     return EXIT_CODES["config"] if error_class in ("config", "data") else EXIT_CODES[error_class]
 
 
-def _refusal(launch: Launch, error: BaseException) -> Refusal:
-    """The class, message and traceback of an exception that ``prepare`` raised."""
+def _refusal(launch: Launch, error: BaseException) -> InputRefusal:
+    """Returns class, message and traceback of an exception from ``prepare``."""
     error_class = classify(error)
     if error_class == "error" and isinstance(error, OSError):
-        error_class = "data"  # a file that is named in the configuration and cannot be read
+        error_class = "data"  # an unreadable file that the configuration names
     origin = f" [rank {launch.rank} on {socket.gethostname()}]" if launch.size > 1 else ""
     if error_class == "signal":
-        return error_class, f"{told(error)}{origin}", ""
+        return error_class, f"{error_text(error)}{origin}", ""
     if error_class == "lost":
-        return error_class, f"left while it checked the input: SystemExit: {told(error)}{origin}", traceback.format_exc()
+        return error_class, f"left while it checked the input: SystemExit: {error_text(error)}{origin}", traceback.format_exc()
     if error_class == "error":
-        return error_class, f"{type(error).__name__}: {told(error)}{origin}", traceback.format_exc()
-    return error_class, f"{error_class} error: {told(error)}{origin}", ""
+        return error_class, f"{type(error).__name__}: {error_text(error)}{origin}", traceback.format_exc()
+    return error_class, f"{error_class} error: {error_text(error)}{origin}", ""
+
+
+LARGEST = 16 << 20  # largest file to hash, in bytes; larger ones are data, which are compared by their rows
+READS = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json")
+OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ between hosts, but not the contents
+
+
+def run_digests(ready: Any) -> dict[str, str]:
+    """Returns what must be equal on all ranks of a checked run, by name: settings, and digests of data, weights and named
+    files.
+
+    Weights are sampled, not read whole.
+    """
+    settings = flatten(to_dict(ready.config, compared))
+    found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in OWN}
+    found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
+    found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
+    paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}
+    digests = {path: (weights_digest(path), text_digest(path)) for path in {*paths.values()}}
+    for role, path in paths.items():
+        found[f"models.{role}.path (its weights)"], found[f"models.{role}.path (its tokenizer and configuration)"] = digests[
+            path
+        ]
+    return found | file_digests(ready.config)
+
+
+def file_digests(config: Any) -> dict[str, str]:
+    """Returns digests, by key, of the files that settings name: the user's functions and templates."""
+    found = {}
+    for key, text in flatten(to_dict(config)).items():
+        if not set(OWN) & set(key.split(".")):
+            for file in _named_files(text):
+                found[f"{key} (its file)"] = f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+    return found
+
+
+def _named_files(text: str) -> Iterator[Path]:
+    """Yields the file of ``file.py:function``, of ``package.module:function`` (outside this package), or of a path."""
+    name, function = split_name(text)
+    if not (
+        function or re.search(r"/|\.[a-zA-Z]", name)
+    ):  # most settings are no path: a thousand ranks need not ask the file system
+        return
+    module = sys.modules.get(name) if (function or "." in name) and not name.startswith("rlhf_spmd.") else None
+    path = Path(str(getattr(module, "__file__", None) or name)).expanduser()
+    try:
+        if 0 < len(name) < 4096 and path.is_file() and path.stat().st_size <= LARGEST:
+            yield path
+    except (OSError, ValueError):  # a text that cannot be a path
+        return
+
+
+def text_digest(directory: Path) -> str:
+    """Returns a digest of a model's tokenizer and configuration files."""
+    digest = hashlib.sha256()
+    for file in sorted({file for name in READS for file in directory.glob(name)}):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def weights_digest(directory: Path) -> str:
+    """Returns names and sizes of a model's weight files, and a digest of samples of the first."""
+    files = sorted(directory.glob("*.safetensors"))
+    return json.dumps([*([file.name, file.stat().st_size] for file in files), *map(sample_of, files[:1])])
+
+
+def sample_of(path: Path) -> str:
+    """Returns a hash of 64 parts of a file, spread over it."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for part in range(64):
+            file.seek(part * size // 64)
+            digest.update(file.read(4096))
+    return digest.hexdigest()

@@ -1,15 +1,26 @@
-"""The options that all programs share, and what ``--help`` prints; without torch."""
+"""The options of all programs, their help, and their keys from an earlier import; without torch.
+
+A program's keys are dataclasses beside its code, and importing those takes seconds. So the command caches them in
+``~/.cache/rlhf_spmd/keys`` with a fingerprint of this package's files; any change makes the cache unknown.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
 import shutil
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rlhf_spmd.config.keys import Key
+from rlhf_spmd.telemetry.run_dir import atomic_write_json, read_json
 
-RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun has both
+RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun accepts both
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def shared_parser(name: str, description: str | None) -> Parser:
-    """Of programs with a configuration."""
+    """Returns the parser of a program with a configuration."""
     parser = Parser(name, description, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="print this and end; with a WORD: the keys that contain it")
     parser.add_argument("--config", metavar="FILE", action="append", help="YAML file")
@@ -37,13 +48,16 @@ def shared_parser(name: str, description: str | None) -> Parser:
 
 
 def read_arguments(parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides: what is unknown is one of them, to be refused as such once for all ranks. Raises ValueError."""
+    """Returns the options and the overrides. Unknown words count as overrides, which are refused once for all ranks.
+
+    Raises ValueError.
+    """
     given, unknown = parser.parse_known_intermixed_args(argv)
     return given, unknown + given.overrides
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file and the overrides of a command line. Raises ValueError."""
+    """Returns the configuration file and the overrides of a command line. Raises ValueError."""
     given, overrides = read_arguments(shared_parser("", None), arguments)
     return (given.config or [None])[0], overrides
 
@@ -59,3 +73,82 @@ def help_text(parser: Parser, keys: Iterable[Key], arguments: Sequence[str]) -> 
     if not found:
         raise ValueError(f"--help {' '.join(words)}: no key contains that; {parser.prog} --help lists all")
     return "\n".join(found)
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class ProgramKeys:
+    """The keys of a program. ``about``: its description.
+
+    ``default``: the algorithm if none is named, "" if the program has none; ``keys``: by algorithm.
+    """
+
+    about: str
+    default: str
+    keys: Mapping[str, Sequence[Key]]
+
+
+def load_keys(program: str) -> ProgramKeys | None:
+    """Returns the cached keys, or None if they are unknown for the program as it is now."""
+    file = _file(program)
+    found = read_json(file) if file else None
+    if not isinstance(found, dict) or found.get("fingerprint") != fingerprint():
+        return None
+    keys = {algorithm: [Key(*row) for row in rows] for algorithm, rows in found["keys"].items()}
+    return ProgramKeys(found["about"], found["default"], keys)
+
+
+def save_keys(program: str, known: ProgramKeys) -> None:
+    """Caches the keys, if the cache can be written."""
+    keys: dict[str, Any] = {algorithm: list(map(astuple, its)) for algorithm, its in known.keys.items()}
+    file = _file(program)
+    if file is None:
+        return
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(file, {"fingerprint": fingerprint(), "about": known.about, "default": known.default, "keys": keys})
+
+
+def fingerprint() -> str:
+    """Returns a hash of Python's version and of the paths, sizes and times of the package's files."""
+    files = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml")))
+    facts = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+    return hashlib.sha256(repr((sys.version, facts)).encode()).hexdigest()
+
+
+def _file(program: str) -> Path | None:
+    """Returns the cache file, or None for a user without a home, as in some containers."""
+    try:
+        return Path("~/.cache/rlhf_spmd/keys").expanduser() / f"{program}.json"
+    except RuntimeError:
+        return None
+
+
+class _Pipe(io.FileIO):
+    """Discards what is written after the reader has gone."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def ignore_closed_pipes() -> None:
+    """From now on closed readers of standard output and error raise nothing: ``| head`` ends no run with a traceback.
+
+    May be called again; streams that somebody else installed are left alone.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is not io.TextIOWrapper:
+            continue
+        is_buffered = isinstance(stream.buffer, io.BufferedWriter)
+        if type(stream.buffer.raw if isinstance(stream.buffer, io.BufferedWriter) else stream.buffer) is io.FileIO:
+            stream.flush()
+            pipe = _Pipe(stream.fileno(), "w", closefd=False)
+            given: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
+            given |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(pipe) if is_buffered else pipe, **given))

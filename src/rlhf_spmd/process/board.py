@@ -1,10 +1,11 @@
 """The error board: every rank's heartbeat and the one failure that ends the job, in the store that all ranks share.
 
-Each process has one :class:`Board` with a daemon thread and its own connection to the store, so the board works while the main
-thread is blocked in a collective. Every half second the thread publishes a heartbeat (where the main thread is) and looks for a
-failure; rank 0's thread reads all heartbeats (the others only rank 0's, so the cost is O(ranks)) and finds lost ranks, diverged
-scripts and standstills. The first failure posted wins: the rank that posted it prints one line and writes exit_status.json,
-then every process ends with its code. The main thread only writes fields (about a microsecond a call).
+Each process has one :class:`Board` with a daemon thread and its own connection to the store, so it works while the main
+thread is blocked in a collective. Every half second the thread publishes a heartbeat (where the main thread is) and
+looks for a failure. Rank 0's thread reads all heartbeats, the others only rank 0's, so the cost is O(ranks). It finds
+lost ranks, diverged scripts and standstills. The first failure posted wins: its rank prints one line and writes
+exit_status.json, then every process ends with its code. The main thread only writes fields, about a microsecond per
+call.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.process.ending import announce, await_all, end_process, one_line, record_status
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
-from rlhf_spmd.process.watch import HISTORY, WINDOW, Beat, Finding, Limits, Watch, place
+from rlhf_spmd.process.watch import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, place
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
-JUDGES = 8  # ranks that read the heartbeats of all after a timeout: they mostly time out together, and one store serves them
+JUDGES = 8  # ranks that may read all heartbeats after a timeout: most time out together, and one store serves them
 _CLIENT_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
 class Failure(ExitStatus):
-    """The one that ends the job. ``kill_pid`` on ``kill_host``: a silent process that its neighbours must end, 0: none."""
+    """The failure that ends the job. ``kill_pid`` on ``kill_host``: a silent process that its neighbours must kill; 0:
+    none."""
 
     kill_pid: int = 0
     kill_host: str = ""
@@ -54,20 +56,20 @@ class Failure(ExitStatus):
 
 
 class Board:
-    """One per process. ``preempted``, ``run_dir`` and ``last_checkpoint`` are plain fields that the program reads and sets."""
+    """One per process. The program reads and sets the plain fields ``preempted``, ``run_dir`` and ``last_checkpoint``."""
 
-    def __init__(self, launch: Launch, store: dist.Store, limits: Limits | None = None, key: bytes = b"") -> None:
-        """``key``: seals what the ranks say to each other; see :func:`~rlhf_spmd.process.messages.agree_on_key`."""
+    def __init__(self, launch: Launch, store: dist.Store, limits: WatchLimits | None = None, key: bytes = b"") -> None:
+        """``key`` seals the messages between ranks; see :func:`~rlhf_spmd.process.messages.agree_on_key`."""
         self.launch = launch
-        self.limits = limits or Limits()
+        self.limits = limits or WatchLimits()
         self.preempted = False
-        self.failing = False  # the main thread deals with an exception: signals change nothing
+        self.failing = False  # True while the main thread handles an exception: signals then change nothing
         self.run_dir: Path | None = None
         self.last_checkpoint: str | None = None
         self.step = 0
         self.failure: Failure | None = None
-        self._main = self._own = Messages(store, key)  # of the main thread, which may block, and of the board's
-        self._log: list[tuple[int, str, str, int]] = [(0, "", "", 0)] * HISTORY  # a ring, read by the thread without a lock
+        self._main = self._own = Messages(store, key)  # connections of the main thread, which may block, and of the board
+        self._log: list[tuple[int, str, str, int]] = [(0, "", "", 0)] * HISTORY  # ring; the thread reads it without a lock
         self._num_calls = 0
         self._chain = 0
         self._keys: dict[tuple[str, str], bytes] = {}
@@ -77,15 +79,15 @@ class Board:
         self._logged = -1
         self._suspect = False
         self._wake = threading.Event()
-        self._known = threading.Event()  # a failure is known
-        self._main_ready = threading.Event()  # the main thread has nothing more to do
+        self._known = threading.Event()  # set once a failure is known
+        self._main_ready = threading.Event()  # set once the main thread has nothing left to do
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     # ---- the main thread: fields only ------------------------------------------------------------------------------
 
     def enter_call(self, seq: int, name: str, site: str) -> None:
-        """The script enters its ``seq``-th call, on members and on other ranks alike; ``site`` is ``file.py:line``."""
+        """The script enters its ``seq``-th call, on members and other ranks alike; ``site`` is ``file.py:line``."""
         key = self._keys.get((name, site))
         if key is None:
             key = self._keys[(name, site)] = f"{name}@{site}".encode()
@@ -105,7 +107,7 @@ class Board:
         RECORDER.tick()
 
     def tick(self) -> None:
-        """Says that a long call without collectives is still going on."""
+        """Reports progress inside a long call without collectives."""
         RECORDER.tick()
 
     @property
@@ -131,24 +133,25 @@ class Board:
         self._thread.start()
 
     def finish(self) -> None:
-        """The script has ended here: wait until it has ended on every rank (a failure elsewhere ends the process instead), then say
-        in exit_status.json, and to who has started the ranks, that the job is done.
+        """Waits until the script has ended on every rank, then reports that the job is done.
 
-        Collective over the world: every rank of it must call.
+        The report goes to exit_status.json and to the launcher; a failure elsewhere ends the process instead.
+
+        Collective over the world: every rank of it must call, in program order.
         """
         self._inside, self._state = False, "ended"
         RECORDER.tick()
         store, size = self._main.store, self.launch.size
         self._main.set(f"board/ended/{self.launch.rank}", "1")
         if store.add("board/ended", 1) >= size:
-            self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # and not only as many
+            self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # checks the seals, not only the count
             self._main.set(ALL_ENDED, "1")
         store.wait([ALL_ENDED], timedelta(seconds=self.limits.stall_s))
         self._main.get(ALL_ENDED)
         self.stop()
         if self.launch.rank == 0:
             if self.run_dir is not None:
-                run_lock.prove(self.run_dir)
+                run_lock.check_still_held(self.run_dir)
                 write_exit_status(self.run_dir, ExitStatus("done", step=self.step, last_checkpoint=self.last_checkpoint))
             self._main.set(DONE, "1")
 
@@ -161,10 +164,10 @@ class Board:
     # ---- failures --------------------------------------------------------------------------------------------------
 
     def post_error(self, error_class: str, message: str, details: str = "", call: str = "") -> bool:
-        """Posts this rank's failure; the first of the job wins, prints ``details`` and one line, and writes exit_status.json.
+        """Posts this rank's failure. Returns True if it is the job's first.
 
-        ``call``: the name of the call that failed; by default the last one entered. Returns whether it was the first. Does not
-        end the process: see :meth:`leave`.
+        The first prints ``details`` and one line, and writes exit_status.json. ``call``: name of the failed call, by
+        default the last one entered. Does not end the process: see :meth:`leave`.
         """
         return self._post(self._own_failure(error_class, message, call), details)
 
@@ -173,21 +176,23 @@ class Board:
         return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
 
     def await_verdict(self, seconds: float, waited: bool = False) -> bool:
-        """For a rank that another one may have taken down: waits for the failure that explains it; whether one is known. ``waited``:
-        this rank has waited in vain; then a rank that has come no further, and is at work meanwhile, is the one to blame."""
+        """Waits for a failure of another rank that explains this one's. Returns True if one is known.
+
+        ``waited``: this rank waited in vain; then a rank that is behind it and still working is to blame.
+        """
         if self._thread is None:
             return self.failure is not None
         self._suspect = True
         self._wake.set()
         try:
             return self._await_verdict(seconds, waited)
-        except RuntimeError:  # the store is gone, or a stranger writes there: the board's thread says so
+        except RuntimeError:  # the store is gone, or a stranger writes there: the board's thread reports it
             return self._known.wait(seconds)
 
     def _await_verdict(self, seconds: float, waited: bool) -> bool:
         judges = waited and self._own.store.add("board/waited", 1) <= JUDGES
         before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
-        if self._known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it speaks
+        if self._known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it posts
             return True
         pairs = zip(before, self._beats_of([beat.rank for beat in before]), strict=True)
         at_work = [now for then, now in pairs if now.inside and now.seq <= self.call[0] and now.progress > then.progress]
@@ -199,19 +204,19 @@ class Board:
         return bool(at_work)
 
     def leave(self) -> NoReturn:
-        """Ends this process with the code of the job's failure, once every living rank knows of it."""
+        """Ends this process with the code of the job's failure, once every living rank knows it."""
         assert self.failure is not None, "leave() needs a failure: post_error first"
         self._main_ready.set()
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(timeout=3 * self.limits.grace_s)  # it ends the process
+            self._thread.join(timeout=3 * self.limits.grace_s)  # the thread ends the process
         end_process(self.failure.code)
 
     def _post(self, failure: Failure, details: str = "") -> bool:
         try:
             first = Failure.decode(self._own.put_first(FAILURE, failure.encode()))
             won = first == failure
-        except RuntimeError:  # the store is gone with its host, or a stranger writes there: every node speaks for itself
+        except RuntimeError:  # the store is gone with its host, or a stranger writes there: each node reports for itself
             first, won = failure, self.launch.local_rank == 0
         if won:
             self._announce(failure, details)
@@ -264,7 +269,7 @@ class Board:
         self._beats += 1
         rank, recent = self.launch.rank, self._recent(WINDOW)
         seq, name, site, _ = recent[-1] if recent else (0, "", "", 0)
-        beat = Beat(
+        beat = Heartbeat(
             rank=rank,
             count=self._beats,
             state=self._state,
@@ -278,7 +283,7 @@ class Board:
             host=socket.gethostname(),
             calls=tuple((entry[0], entry[3]) for entry in recent),
         )
-        if seq != self._logged:  # before the beat: who reads of a call in a beat finds its words in the log
+        if seq != self._logged:  # before the heartbeat, so that the log names every call that a heartbeat mentions
             self._own.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
             self._logged = seq
         self._own.set(f"board/beat/{rank}", beat.encode())
@@ -286,7 +291,7 @@ class Board:
             self._own.store.set("board/suspect", "1")
 
     def _recent(self, number: int) -> list[tuple[int, str, str, int]]:
-        """The last calls, at most so many."""
+        """Returns the last calls, at most ``number``."""
         num_calls = self._num_calls
         return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
 
@@ -296,12 +301,12 @@ class Board:
         suspect = self._suspect or self._own.store.check(["board/suspect"])
         return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
 
-    def _beats_of(self, ranks: Iterable[int]) -> list[Beat]:
-        """Of those that have started."""
+    def _beats_of(self, ranks: Iterable[int]) -> list[Heartbeat]:
+        """Returns the heartbeats of the ranks that have started."""
         keys = [f"board/beat/{rank}" for rank in ranks]
         if not self._own.store.check(keys):
             keys = [key for key in keys if self._own.store.check([key])]
-        return [Beat.decode(text) for text in self._own.get_all(keys)]
+        return [Heartbeat.decode(text) for text in self._own.get_all(keys)]
 
     def _call_text(self, rank: int, seq: int) -> str:
         entries = self._log if rank == self.launch.rank else json.loads(self._own.get(f"board/log/{rank}"))
@@ -309,7 +314,7 @@ class Board:
 
     def _blame(self, finding: Finding) -> Failure:
         beat, message = finding.beat, finding.message
-        if finding.silent:  # its last heartbeat may be older than its last call: where the others are tells more
+        if finding.silent:  # its last heartbeat may predate its last call: the place of the others tells more
             message += f"; rank {self.launch.rank} is in {self.where}"
         call, step = (finding.call or beat.name or None, beat.step) if beat else (None, None)
         pid, host = (beat.pid, beat.host) if beat and finding.silent else (0, "")
@@ -334,7 +339,8 @@ class Board:
         self.failure = failure
 
     def _end(self, failure: Failure) -> NoReturn:
-        """Acknowledge, give the main thread and the other ranks ``grace_s`` to know as well, then end the process."""
+        """Acknowledges the failure, gives the main thread and other ranks ``grace_s`` to know it too, then ends the
+        process."""
         self._known.set()
         deadline = time.monotonic() + self.limits.grace_s
         if failure.class_ in ("hang", "lost"):
@@ -354,7 +360,7 @@ class Board:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _kill_silent_neighbour(self, failure: Failure) -> None:
-        """A stopped process (SIGSTOP, a stuck driver) would keep torchrun waiting for 30 s: its neighbours kill it."""
+        """Kills a stopped process (SIGSTOP, a stuck driver), for which torchrun would wait 30 s."""
         if not failure.kill_pid or failure.kill_host != socket.gethostname() or failure.kill_pid == os.getpid():
             return
         try:
@@ -365,7 +371,7 @@ class Board:
             pass  # gone already
 
     def log_path(self, kind: str) -> Path | None:
-        """``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
+        """Returns ``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
         if self.run_dir is None:
             return None
         try:
@@ -376,7 +382,7 @@ class Board:
 
 
 def _own_connection(messages: Messages) -> Messages:
-    """Another connection to the same store: calls on one connection wait for each other."""
+    """Returns another connection to the same store: calls on one connection wait for each other."""
     clone: dist.Store = cast(Any, messages.store).clone()  # missing in torch's stubs
     clone.set_timeout(_CLIENT_TIMEOUT)
     return replace(messages, store=clone)

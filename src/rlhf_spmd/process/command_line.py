@@ -1,4 +1,4 @@
-"""The command line that all programs share: a configuration file, overrides, and questions that are answered without a run."""
+"""The command line of all programs: a configuration file, overrides, and questions that need no run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import torch.distributed as dist
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.parallel.world import Launch, read_launch
-from rlhf_spmd.process.arguments import help_text, read_arguments, shared_parser
+from rlhf_spmd.process.arguments import help_text, ignore_closed_pipes, read_arguments, shared_parser
 from rlhf_spmd.process.ending import announce
-from rlhf_spmd.process.launcher import start_ranks, usual_number
-from rlhf_spmd.process.output import let_readers_go
+from rlhf_spmd.process.launcher import default_num_ranks, start_ranks
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """``launch``: the place of this rank; of a dry run, which is alone, that of rank 0 in the job it is about."""
+    """The parsed command line. ``launch``: this rank's place; in a dry run, rank 0's place in the job."""
 
     config: str | None
     overrides: list[str]
@@ -39,16 +38,16 @@ def read_command_line(
     has_ranks: bool = True,
     run_dir_of: Callable[[str | None, Sequence[str]], Path | None] = lambda config, overrides: None,
 ) -> CommandLine:
-    """What a program is called with; None: this process's own arguments. Ends the process with what is only asked, or where it has
-    started the program's ranks and they have ended.
+    """Reads a program's arguments; ``argv`` None: those of this process.
 
-    ``keys``: of the configuration, given the overrides. ``read``: the checked configuration of a file and overrides. ``run_dir_of``:
-    where exit_status.json goes, of the same.
+    Ends the process if only help or the configuration is asked for. Started without torchrun, it starts the ranks,
+    waits for them and ends with their code. ``keys`` returns the configuration's keys, given the overrides. ``read``
+    returns the checked configuration of a file and overrides. ``run_dir_of`` returns where exit_status.json goes.
     """
-    let_readers_go()
+    ignore_closed_pipes()
     try:
         launch = read_launch()
-    except ValueError as error:  # each rank's own: there is nobody to agree with
+    except ValueError as error:  # each rank reports its own: there is nobody to agree with
         announce(f"config error: {error}")
         raise SystemExit(EXIT_CODES["config"]) from None
     parser = shared_parser(name, description)
@@ -67,7 +66,7 @@ def read_command_line(
         if launch.rank == 0:
             print(text.rstrip())
         raise SystemExit(0)
-    number = str(usual_number()) if given.nproc_per_node == "auto" else given.nproc_per_node
+    number = str(default_num_ranks()) if given.nproc_per_node == "auto" else given.nproc_per_node
     if number is not None:
         if not (number.isdecimal() and int(number)):
             refuse(f"--nproc-per-node={number}: must be a whole number, at least 1")
@@ -78,7 +77,7 @@ def read_command_line(
         if launch.size > 1 and not given.dry_run:
             arguments = [*overrides, *(["--config", config] if config else [])]
             try:
-                read(config, overrides)  # most mistakes, before any rank is started
+                read(config, overrides)  # finds most mistakes before any rank starts
                 command = [sys.executable, "-u", "-m", f"rlhf_spmd.{name}", *arguments]
                 code = start_ranks(command, launch.size, run_dir_of(config, overrides))
             except ValueError as error:
@@ -88,12 +87,12 @@ def read_command_line(
 
 
 def launched() -> bool:
-    """Whether this process is a rank that torchrun, or another launcher, has started."""
+    """True if torchrun or another launcher started this process as a rank."""
     return dist.is_torchelastic_launched() or read_launch().size > 1
 
 
 def refuse(why: object) -> NoReturn:
-    """End as bad input does, with one line, from the first rank."""
+    """Ends like bad input: one line, from the first rank."""
     if read_launch().rank == 0:
         announce(f"config error: {why}")
     raise SystemExit(EXIT_CODES["config"])

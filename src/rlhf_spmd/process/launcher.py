@@ -1,8 +1,9 @@
-"""The ranks of a job that is alone on one machine, started by one command in the place of torchrun.
+"""Starts the ranks of a job on one machine, in place of torchrun.
 
-They are processes of their own with torchrun's environment and a store that outlives each of them, so a run is the one that torchrun
-starts, bit for bit. The launcher names a rank that has ended before the job's end, and returns the job's own exit code, where torchrun
-writes 40 lines and returns 1. Its store listens on this machine alone, and the ranks' messages are sealed with a key that it makes.
+Each rank is a process with torchrun's environment and a store that outlives it, so a run is bit for bit the one that
+torchrun starts. The launcher names a rank that ends before the job, and returns the job's own exit code; torchrun
+writes 40 lines and returns 1. The store listens on this machine only, and the launcher makes the key that seals
+messages.
 """
 
 from __future__ import annotations
@@ -28,30 +29,32 @@ from rlhf_spmd.parallel.world import JOB_KEY, LAUNCHER, check_gpus, ranks_store
 from rlhf_spmd.process.board import Failure
 from rlhf_spmd.process.ending import announce, forget_status, record_status
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, VERDICT, ForgedMessage, Messages, given_key
-from rlhf_spmd.process.watch import Beat, group_places
+from rlhf_spmd.process.watch import Heartbeat, group_places
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, newest_checkpoint, read_exit_status
 
 HOST = "127.0.0.1"
-PATIENCE_S = 600.0  # for ranks that were told to end: a save may take as long
+PATIENCE_S = 600.0  # longest wait for ranks that were told to end: a save may take as long
 LOOK_S = 0.05
-BEAT_S = 0.7  # more than between two heartbeats of a rank
+BEAT_S = 0.7  # longer than the interval of heartbeats
 PASSED_ON: dict[int, int] = {number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-PASSED_ON[signal.SIGHUP] = signal.SIGTERM  # of a terminal that is closed, which ranks in sessions of their own are not told
+PASSED_ON[signal.SIGHUP] = signal.SIGTERM  # a closed terminal, which does not reach ranks in their own sessions
 
 
-def usual_number() -> int:
-    """Of ranks: one for each GPU. 1 without any: on CPUs each rank has the models once more in the machine's memory and takes a core
-    from whoever else is there, so more of them are for the user to ask for."""
+def default_num_ranks() -> int:
+    """Returns one rank per GPU, or 1 without GPUs.
+
+    On CPUs every rank takes a core and another copy of the models in memory, so the user has to ask for more.
+    """
     return max(torch.cuda.device_count(), 1)
 
 
 def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) -> int:
-    """Run ``command`` as ``size`` ranks and wait for all of them; the exit code of the first that failed, 0 if the job is done.
+    """Runs ``command`` as ``size`` ranks and waits for them. Returns the exit code of the first that failed, or 0.
 
-    Signals are passed on. Once a rank has failed the others get SIGTERM, as from torchrun. A rank that has ended without a word,
-    whatever its exit code, is named in one line and in ``run_dir``/exit_status.json. Ranks that were told to end are killed after
-    ``PATIENCE_S``. Raises ValueError for more ranks than there are GPUs.
+    Signals are passed on. After a failure the other ranks get SIGTERM, as from torchrun, and SIGKILL ``PATIENCE_S``
+    later. A rank that ends without a word, whatever its exit code, is named in one line and in
+    ``run_dir``/exit_status.json. Raises ValueError for more ranks than GPUs.
     """
     check_gpus(size, size - 1)
     key = secrets.token_hex(32)
@@ -61,11 +64,11 @@ def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) 
     job = _Job(Messages(ranks_store(store), given_key(key)), run_dir)
     previous = {number: signal.signal(number, lambda got, _: job.pass_on(got)) for number in PASSED_ON}
     try:
-        while len(job.ranks) < size and not job.told:
+        while len(job.ranks) < size and not job.stopped_at:
             environment = rank_environment(len(job.ranks), size, port, key)
             job.ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        if job.told:
-            job.tell(signal.SIGTERM)  # the signal may have come while a rank was being started
+        if job.stopped_at:
+            job.stop(signal.SIGTERM)  # the signal may have come while a rank was starting
         while job.look():
             time.sleep(LOOK_S)
     finally:
@@ -78,28 +81,29 @@ def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) 
 
 @dataclass
 class _Job:
-    """``run_dir``: where exit_status.json goes, if anywhere. ``failed``: exit codes of ranks other than 0, in order."""
+    """The ranks and what is known of them. ``run_dir``: where exit_status.json goes. ``failed``: non-zero exit codes, in
+    order."""
 
     messages: Messages
     run_dir: Path | None
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     failed: list[int] = field(default_factory=list)
-    told: list[float] = field(default_factory=list)  # when ranks were told to end
-    passed: str = ""  # name of the signal that the launcher has passed on first
-    failure: Failure | None = None  # that the launcher itself has found
+    stopped_at: list[float] = field(default_factory=list)  # when ranks were told to end
+    passed: str = ""  # name of the first signal that was passed on
+    failure: Failure | None = None  # found by the launcher itself
 
     def pass_on(self, number: int) -> None:
         self.passed = self.passed or signal.Signals(number).name
-        self.tell(PASSED_ON[number])
+        self.stop(PASSED_ON[number])
 
-    def tell(self, number: int) -> None:
-        self.told.append(time.monotonic())
+    def stop(self, number: int) -> None:
+        self.stopped_at.append(time.monotonic())
         for rank in self.ranks:
-            rank.send_signal(number)  # which leaves alone what has ended
+            rank.send_signal(number)  # does nothing if the rank has ended
 
     def look(self) -> bool:
-        """Whether there is anything to wait for: see which ranks have ended, and what that means for the others."""
+        """Handles ranks that have ended. Returns True while any rank is running."""
         for number, rank in enumerate(self.ranks):
             if number not in self.ended and rank.poll() is not None:
                 self.ended.add(number)
@@ -108,14 +112,14 @@ class _Job:
                     self._name(number, rank.returncode)
         if self.passed and not self.ranks:
             self._post(Failure("signal", f"ended by {self.passed} before any rank was started"))
-        if (self.failed or self.failure) and not self.told:
-            self.tell(signal.SIGTERM)
-        if self.told and time.monotonic() > self.told[0] + PATIENCE_S:
-            self.tell(signal.SIGKILL)
+        if (self.failed or self.failure) and not self.stopped_at:
+            self.stop(signal.SIGTERM)
+        if self.stopped_at and time.monotonic() > self.stopped_at[0] + PATIENCE_S:
+            self.stop(signal.SIGKILL)
         return len(self.ended) < len(self.ranks)
 
     def _is_explained(self, number: int, code: int) -> bool:
-        """Whether the job's messages say why this rank has ended."""
+        """True if the job's messages say why this rank has ended."""
         try:
             if code == 0:
                 return self.messages.find(DONE if number == 0 else ALL_ENDED) is not None
@@ -124,12 +128,12 @@ class _Job:
             return (
                 code > 0 and self.messages.find(f"board/beat/{number}") is None
             )  # refused by itself, before it was one of the job
-        except ForgedMessage:  # which the rank has said, if it has ended by itself
+        except ForgedMessage:  # the rank has reported it if it ended by itself
             return code > 0
 
     def _name(self, number: int, code: int) -> None:
-        """Tell the job, and people, that a rank has ended before its end."""
-        time.sleep(BEAT_S)  # then the others have said where they are
+        """Reports a rank that has ended before the job, to the job and to people."""
+        time.sleep(BEAT_S)  # until the others have published where they are
         beats = self._beats()
         places = group_places(list(beats.values())) or "in the start of the program"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
@@ -145,17 +149,17 @@ class _Job:
         error_class, place = "signal" if self.passed else "lost", None if saved is None else str(saved)
         self._post(Failure(error_class, f"{line}: {places}", number, call, step, place))
 
-    def _beats(self) -> dict[int, Beat]:
-        """The latest heartbeat of each rank that has sent one with the job's seal."""
-        found: dict[int, Beat] = {}
+    def _beats(self) -> dict[int, Heartbeat]:
+        """Returns the latest sealed heartbeat of each rank that has sent one."""
+        found: dict[int, Heartbeat] = {}
         for number in range(len(self.ranks)):
             with suppress(ForgedMessage):
                 text = self.messages.find(f"board/beat/{number}")
-                found |= {} if text is None else {number: Beat.decode(text)}
+                found |= {} if text is None else {number: Heartbeat.decode(text)}
         return found
 
     def _post(self, failure: Failure) -> None:
-        """If no other failure was first: then it is the job's, and the ranks' boards end them with its code."""
+        """Posts a failure if it is the first: it becomes the job's, and the ranks' boards end them with its code."""
         refusal = json.dumps([failure.class_, failure.message, failure.rank])
         with suppress(ForgedMessage):
             if self.messages.put_first(VERDICT, refusal) not in ("ok", refusal):
@@ -169,25 +173,25 @@ class _Job:
     def _record(self, status: ExitStatus) -> None:
         if self.run_dir is None:
             return
-        with suppress(OSError):  # where the directory cannot be read, rank 0 will not have come far
+        with suppress(OSError):  # if the directory cannot be read, rank 0 did not come far
             owner = run_lock.other_owner(self.run_dir)
             if owner is None or owner.pid in [rank.pid for rank in self.ranks]:
                 record_status(self.run_dir, status)
 
     def close(self) -> int:
-        """The job's exit code; exit_status.json has it where rank 0 was not there to write it."""
+        """Returns the job's exit code, and writes exit_status.json if rank 0 could not."""
         with suppress(ForgedMessage):
             verdict = self.messages.find(VERDICT) or "ok"
             if verdict != "ok" and self.run_dir is not None and read_exit_status(self.run_dir) is None:
                 error_class, message, culprit = json.loads(verdict)
                 self._record(ExitStatus(error_class, message, culprit))
-        # of a rank that was killed, what was found about it counts
+        # for a killed rank the launcher's own finding counts
         found = [self.failure.code] if self.failure else []
         return next((code for code in found + self.failed if code > 0), 128 - self.failed[0] if self.failed else 0)
 
 
 def _serve_store() -> tuple[dist.Store, int]:
-    """On a port that the system picks, of this machine's loopback: torch itself would listen on all networks."""
+    """Returns a store on a free port of this machine's loopback: torch itself would listen on all networks."""
     with socket.create_server((HOST, 0), backlog=512) as listening:
         port: int = listening.getsockname()[1]
         descriptor = os.dup(listening.fileno())
@@ -196,7 +200,7 @@ def _serve_store() -> tuple[dist.Store, int]:
 
 
 def rank_environment(rank: int, size: int, port: int, key: str) -> Mapping[str, str]:
-    """What torchrun gives a rank of one node, and the key of the job."""
+    """Returns what torchrun gives a rank of one node, and the key of the job."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, LAUNCHER: os.getpid()}
     texts = {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", JOB_KEY: key}

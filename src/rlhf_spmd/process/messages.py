@@ -1,7 +1,7 @@
 """Messages in the store that all ranks share, sealed with a key that only the job's processes have.
 
-The store asks nobody for a password. So whoever can reach its port can write into it, but not what a rank takes for a message of
-the job. Counters are not sealed: a stranger can make ranks wait or fail with them, not end well.
+The store asks for no password: whoever reaches its port can write into it, but cannot write what a rank takes for a
+message of the job. Counters are not sealed, so a stranger can make ranks wait or fail, but not end well.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch.distributed as dist
 
 from rlhf_spmd.parallel.world import JOB_KEY, Launch
 
-SEAL = 64  # characters of a seal, before the text
-VERDICT = "prepare/verdict"  # on the input: "ok", or the refusal
-FAILURE = "board/failure"  # the one that ends the job
+SEAL = 64  # characters of the seal, which precedes the text
+VERDICT = "prepare/verdict"  # about the input: "ok", or the refusal
+FAILURE = "board/failure"  # the failure that ends the job
 ALL_ENDED = "board/all_ended"  # the script has ended on every rank
-DONE = "board/done"  # rank 0 has written that the job is done
+DONE = "board/done"  # rank 0 has recorded that the job is done
 KEY_FILE = "rlhf_spmd_key_"
 
 
 class ForgedMessage(RuntimeError):
-    """In the store stands what no process of this job has written."""
+    """The store holds a message that no process of this job has written."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -39,8 +39,10 @@ class ForgedMessage(RuntimeError):
 
 @dataclass(frozen=True)
 class Messages:
-    """``store`` with sealed texts. What reads raises :class:`ForgedMessage`, and RuntimeError where the store does not answer.
-    ``key_file``: through which rank 0 gives the key to the others."""
+    """``store`` with sealed texts. Reading raises :class:`ForgedMessage`, or RuntimeError if the store does not answer.
+
+    ``key_file``: the file through which rank 0 gives the key to the others.
+    """
 
     store: dist.Store
     key: bytes
@@ -50,24 +52,24 @@ class Messages:
         self.store.set(name, self._seal(name, text) + text)
 
     def get(self, name: str) -> str:
-        """Waits until it is there."""
+        """Waits until the message is there."""
         return self._opened(name, self.store.get(name))
 
     def get_all(self, names: Sequence[str]) -> list[str]:
-        """As :meth:`get`, of several."""
+        """Like :meth:`get`, for several messages."""
         values = self.store.multi_get(list(names)) if names else []
         return [self._opened(name, value) for name, value in zip(names, values, strict=True)]
 
     def find(self, name: str) -> str | None:
-        """None where there is no such message yet."""
+        """Returns None if there is no such message yet."""
         return self.get(name) if self.store.check([name]) else None
 
     def put_first(self, name: str, text: str) -> str:
-        """Write it where there is none of this name; returns what is there then."""
+        """Writes the text unless the name is taken. Returns what is stored then."""
         return self._opened(name, self.store.compare_set(name, "", self._seal(name, text) + text))
 
     def forget_key_file(self) -> None:
-        """When all ranks have read it, or the job ends."""
+        """Removes the key file, once all ranks have read it or the job ends."""
         if self.key_file is not None:
             with suppress(OSError):
                 self.key_file.unlink(missing_ok=True)
@@ -83,21 +85,23 @@ class Messages:
 
 
 def given_key(text: str, restart: int = 0) -> bytes:
-    """The key made from the environment's text. Each restart of the ranks has a key of its own, and reads no older messages."""
+    """Returns the key from the environment's text. Each restart of the ranks has its own key, so it reads no older
+    messages."""
     return f"{restart} {text}".encode()
 
 
 def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> Messages:
-    """``store`` with the job's key, from the environment or through a file that only this user can read; the store has its name.
+    """Returns ``store`` with the job's key, from the environment or from a file that only this user can read.
 
-    The file lies in the machine's directory for such files if all ranks are on one, otherwise in ``place``, which all of them see.
-    Empty, and so no secret, without such a place. Raises ValueError where there should be a file and this rank cannot read it.
+    The store holds the file's name. The file is in the machine's temporary directory if all ranks are on one machine,
+    otherwise in ``place``, which all ranks see. Without such a place the key is empty and no secret. Raises ValueError
+    if this rank cannot read the file.
 
-    Collective over the world: every rank of it must call.
+    Collective over the world: every rank of it must call, in program order.
     """
     if given := os.environ.get(JOB_KEY):
         if launch.rank == 0:
-            store.set("key/file", "")  # for a rank whose environment lacks it
+            store.set("key/file", "")  # for a rank whose environment lacks the key
         return Messages(store, given_key(given, launch.restart_count))
     if launch.size == 1:
         return Messages(store, secrets.token_bytes(32))
@@ -116,10 +120,10 @@ def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> Messa
 
 
 def _write_key(place: Path) -> str:
-    """The name of a new file with a key; "" where none can be written, which the check of the input will say."""
+    """Returns the name of a new file with a key, or "" if none can be written; the check of the input reports that."""
     try:
         place.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=KEY_FILE, dir=place)  # which only this user can read
+        descriptor, path = tempfile.mkstemp(prefix=KEY_FILE, dir=place)  # readable by this user only
     except OSError:
         return ""
     with os.fdopen(descriptor, "w") as file:
@@ -128,7 +132,7 @@ def _write_key(place: Path) -> str:
 
 
 def _read_key(place: Path, name: str) -> bytes:
-    """A stranger may have written the name: the file must be this user's own."""
+    """Returns the key. The file must be this user's own, because a stranger may have written the name."""
     what = f"{place}/{name}, through which ranks share the key of the job,"
     if not (name.startswith(KEY_FILE) and name.replace("_", "").isalnum()):
         raise ValueError(

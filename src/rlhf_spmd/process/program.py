@@ -1,8 +1,8 @@
-"""The process boundary of every program: bad input stops all ranks with one line, any failure ends all of them with its code.
+"""The process boundary of every program: bad input stops all ranks with one line, any failure ends all with its code.
 
-``run_program(prepare, body)``: ``prepare`` loads and checks the input on each rank by itself, before any process group or model
-exists; the ranks agree (agreement.py) that all of them succeeded; then ``body`` runs. What comes out of it, whatever it is, gets a
-class, is posted on the board and turned into an exit code.
+``run_program(prepare, body)``: each rank loads and checks its input in ``prepare``, before any process group or model
+exists. The ranks agree (agreement.py) that all succeeded. Then ``body`` runs. Whatever it raises gets a class, is
+posted on the board, and becomes an exit code.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ import torch.distributed as dist
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World, choose_matmul, init_world, launcher_is_process_1, read_launch
-from rlhf_spmd.process.agreement import EarlySignals, agree_on_input, try_input
+from rlhf_spmd.process.agreement import EarlySignals, agree_on_input, check_input
 from rlhf_spmd.process.board import Board
-from rlhf_spmd.process.ending import Preempted, classify, end_process, end_rank, forget_status, lost_connection, told
-from rlhf_spmd.process.watch import Limits, place
+from rlhf_spmd.process.ending import Preempted, classify, end_process, end_rank, error_text, forget_status, lost_connection
+from rlhf_spmd.process.watch import WatchLimits, place
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, create_run_dir, writing
 
 T = TypeVar("T")
 
-SAME_PRESS_S = 1.0
+SAME_PRESS_S = 1.0  # terminal and torchrun both pass a Ctrl-C on: within this time they are one
 
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """What the process boundary must know of the prepared configuration."""
+    """What the process boundary needs to know of the prepared configuration."""
 
     run_dir: Path | None = None
-    timeout_s: float = 600.0  # the longest that one rank may keep the others waiting in a call
-    threads: int = 1  # of a rank, on CPUs
-    calls_apart: int = 1  # so many times as long where a rank waits for what another one does some steps later
-    limits: Limits = field(default_factory=Limits)
-    alike: Mapping[str, str] = field(default_factory=dict)  # what all ranks must have the same of, by its name: digests
-    when_told: str = "the run saves after the steps under way and ends"  # what a body that polls does at a first Ctrl-C
+    timeout_s: float = 600.0  # longest time that a rank may keep others waiting in a call
+    threads: int = 1  # threads of a rank, on CPUs
+    calls_apart: int = 1  # factor on timeout_s in collectives: a rank may wait for another that is steps behind
+    limits: WatchLimits = field(default_factory=WatchLimits)
+    must_match: Mapping[str, str] = field(default_factory=dict)  # values and digests that must be equal on all ranks, by name
+    when_told: str = "the run saves after the steps under way and ends"  # printed at the first Ctrl-C if the body polls
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,20 @@ def run_program(
     saves_on_signal: bool = False,
     dry_run: Callable[[T], str] | None = None,
 ) -> None:
-    """Runs a program to its end on this rank; returns only if it succeeded on all ranks, otherwise ends the process.
+    """Runs a program on this rank. Returns only if it succeeded on all ranks; otherwise it ends the process.
 
-    ``prepare`` must be local (no collective). The run directory belongs to this job until its end; ``run_dir_hint`` receives
-    exit_status.json when ``prepare`` fails, unless it belongs to another job.
-    ``saves_on_signal``: the body polls ``board.preempted``, and returns or raises :class:`Preempted`; otherwise SIGTERM raises it.
-    ``dry_run``: in place of all but ``prepare``, what it says of the prepared input is printed.
-    A single process raises SystemExit instead of ending, so that it can be called from another program.
+    ``prepare`` must be local (no collective). The run directory belongs to this job until its end. If ``prepare``
+    fails, exit_status.json goes to ``run_dir_hint``, unless that belongs to another job. ``saves_on_signal``: the body
+    polls ``board.preempted``, and returns or raises :class:`Preempted`; otherwise SIGTERM raises it. ``dry_run``: only
+    ``prepare`` runs, and what ``dry_run`` says about its result is printed. A single process raises SystemExit instead
+    of ending, so another program can call it.
     """
     die_with_torchrun()
     set_up_cuda()
     choose_matmul()
     launch = read_launch()
     if dry_run is not None:
-        try_input(launch, lambda: dry_run(prepare()))
+        check_input(launch, lambda: dry_run(prepare()))
 
     if launch.rank == 0 and run_dir_hint is not None:
         forget_status(run_dir_hint)
@@ -92,15 +92,15 @@ def run_program(
         if chosen.run_dir is not None:
             create_run_dir(chosen.run_dir)
             if launch.rank == 0:
-                run_lock.take(chosen.run_dir)
+                run_lock.acquire(chosen.run_dir)
         return prepared, chosen
 
-    with EarlySignals() as early, _exits_are_seen(lambda left: None):
-        (prepared, chosen), messages = agree_on_input(launch, checked, lambda both: both[1].alike, run_dir_hint, early)
+    with EarlySignals() as early, _os_exit_caught(lambda left: None):
+        (prepared, chosen), messages = agree_on_input(launch, checked, lambda both: both[1].must_match, run_dir_hint, early)
     board = Board(launch, messages.store, replace(chosen.limits, stall_s=chosen.timeout_s), messages.key)
     board.run_dir = chosen.run_dir
     owns_group = not dist.is_initialized()
-    ending = _exits_are_seen(lambda left: fail_beside(board, left, board.call))
+    ending = _os_exit_caught(lambda left: fail_beside(board, left, board.call))
     with _signals(board, chosen.when_told if saves_on_signal else None), ending:
         try:
             if early.number:
@@ -120,17 +120,17 @@ def run_program(
 
 
 def die_with_torchrun() -> None:
-    """The kernel ends this process when torchrun dies, even by SIGKILL: otherwise ranks live on as orphans."""
+    """Has the kernel kill this process when torchrun dies, even by SIGKILL; otherwise ranks would live on as orphans."""
     if sys.platform != "linux" or not dist.is_torchelastic_launched():
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == 1 and not (launcher_is_process_1() or _is_container_init()):
-        os._exit(EXIT_CODES["error"])  # it died before the call
+        os._exit(EXIT_CODES["error"])  # torchrun died before prctl
 
 
 def _is_container_init() -> bool:
-    """Whether torchrun itself is process 1, as in a container whose command it is."""
+    """True if torchrun itself is process 1, as the command of a container."""
     try:
         return b"torch" in Path("/proc/1/cmdline").read_bytes()
     except OSError:
@@ -141,14 +141,14 @@ def _is_container_init() -> bool:
 
 
 def _open_run_dir(board: Board) -> None:
-    """Crashes in C code leave their stack in the log."""
+    """Removes the old exit status and sends stacks of crashes in C code to the rank's log."""
     if board.run_dir is None:
         return
     if board.launch.rank == 0:
         with writing(board.run_dir / EXIT_STATUS_FILE):
             (board.run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
     else:
-        run_lock.follow(board.run_dir)
+        run_lock.note_owner(board.run_dir)
     path = board.log_path("err")
     if path is not None and board.launch.size > 1:
         with writing(path):
@@ -157,10 +157,10 @@ def _open_run_dir(board: Board) -> None:
 
 @contextmanager
 def _signals(board: Board, when_told: str | None) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 set ``board.preempted`` (and end a body that does not poll it); restored on leaving.
+    """SIGTERM and SIGUSR1 set ``board.preempted``, and end a body that does not poll it; restored on exit.
 
-    So does a first SIGINT for a body that polls; one after it ends the run at once, and SIGTERM too, which is what torchrun makes
-    of a second Ctrl-C. Within ``SAME_PRESS_S`` they are the same Ctrl-C, which the terminal and torchrun both pass on.
+    A first SIGINT does the same for a body that polls. A later one ends the run at once; so does SIGTERM, which
+    torchrun sends on a second Ctrl-C. Signals within ``SAME_PRESS_S`` count as one Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -177,7 +177,7 @@ def _signals(board: Board, when_told: str | None) -> Iterator[None]:
             raise KeyboardInterrupt
         if number == signal.SIGINT and not interrupted_at:
             interrupted_at.append(time.monotonic())
-            if board.launch.rank == 0:  # the streams may be in the middle of a line of their own
+            if board.launch.rank == 0:  # os.write: the signal may interrupt a stream in the middle of its own line
                 os.write(2, f"interrupted: {when_told}; again: it ends at once\n".encode())
 
     watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if when_told is not None else ()))
@@ -190,9 +190,12 @@ def _signals(board: Board, when_told: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _exits_are_seen(fail: Callable[[SystemExit], object]) -> Iterator[None]:
-    """The user's code cannot end this process unseen: ``os._exit`` raises SystemExit in the main thread, which ends the job with a
-    class and a line; in another thread ``fail`` is called first. Processes that were forked end as usual."""
+def _os_exit_caught(fail: Callable[[SystemExit], object]) -> Iterator[None]:
+    """The user's code cannot end this process unseen.
+
+    In the main thread ``os._exit`` raises SystemExit, which ends the job with a class and a line. In another thread
+    ``fail`` is called first. Forked processes end as usual.
+    """
     really, process = os._exit, os.getpid()
 
     def leave(status: int) -> NoReturn:
@@ -212,16 +215,18 @@ def _exits_are_seen(fail: Callable[[SystemExit], object]) -> Iterator[None]:
 
 
 def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) -> NoReturn:
-    """End the job from a thread that works for ``call`` (as :attr:`Board.call`) beside the main thread, which may be waiting for
-    what will not come."""
+    """Ends the job from a thread beside the main thread, which may wait for what will never come.
+
+    ``call``: the call that the thread works for, as :attr:`Board.call`.
+    """
     try:
         _fail(board, error, saves_on_signal=True, call=call)
-    except SystemExit as ending:  # of a process that is alone, whose main thread would not see it
+    except SystemExit as ending:  # a single process: its main thread would not see the exception
         end_process(int(str(ending.code)))
 
 
 def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
-    """Class the exception, let the job know, end this process with the code of the job's first failure."""
+    """Classifies the exception, posts it, and ends this process with the code of the job's first failure."""
     text = traceback.format_exc()
     board.failing = True
     path = board.log_path("err")
@@ -231,13 +236,13 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     error_class = classify(error)
     if error_class == "config" and board.step:
         error_class = "error"  # the input was checked before the first step: this is a defect, and its traceback is shown
-    # The error may be the consequence of another rank's, or of a script that the ranks do not agree on: where the board finds
-    # that, it names the cause. A broken connection or a message for another call nearly always is one.
+    # The cause may be another rank's error, or a script that differs between ranks; the board then names it. A broken
+    # connection nearly always has such a cause.
     patience_s = 6 * board.limits.beat_s
     if error_class == "hang" or (error_class == "error" and lost_connection(error)):
         error_class, patience_s = "hang", board.limits.verdict_s
     elif error_class == "preempted":
-        # torchrun also sends SIGTERM to the survivors of a rank that was killed: the cause is that rank then
+        # torchrun also sends SIGTERM to the survivors of a killed rank: then that rank is the cause
         patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
     waited = error_class == "hang" and "timed out" in str(error).lower()
     if board.failure is None and not (patience_s and board.await_verdict(patience_s, waited)):
@@ -251,7 +256,7 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
 def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:
     seq, name, site = call
     where = place(name, seq, site, board.step)
-    said = told(error)
+    said = error_text(error)
     if error_class == "preempted":
         line = f"preempted at step {board.step}: {said or 'saved and ended'}"
     elif isinstance(error, KeyboardInterrupt):

@@ -1,7 +1,8 @@
-"""Judging the ranks' heartbeats: who is lost, who took another branch, whether everybody stands still. No clock, no store.
+"""Judges the ranks' heartbeats: who is lost, who took another branch, whether everything stands still. No clock, no store.
 
-The board (board.py) collects one :class:`Beat` per rank and asks :class:`Watch` every half second. A rank's silence is measured
-by the watcher's own clock, as the time in which the rank's beat count did not change, so clocks of nodes may differ.
+The board (board.py) collects one :class:`Heartbeat` per rank and asks :class:`Watch` every half second. A rank is
+silent while its heartbeat count does not change. The watcher measures that by its own clock, so clocks of nodes may
+differ.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-WINDOW = 64  # calls that a beat carries; a rank remembers HISTORY of its own: rank 0 compares them with ranks that lag behind
+WINDOW = 64  # calls in a heartbeat; each rank keeps HISTORY of its own, which rank 0 compares with ranks that lag
 HISTORY = 4096
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Seconds. ``stall_s`` is the longest time in which no rank enters or leaves a call or starts a collective."""
+class WatchLimits:
+    """Limits in seconds. ``stall_s``: longest time in which no rank enters or leaves a call or starts a collective."""
 
     beat_s: float = 0.5
-    lost_s: float = 20.0  # silence of a rank; a C call that holds Python's lock (reading a large file) is silent too
-    suspect_s: float = 6.0  # silence of a rank once another rank has lost a connection
+    lost_s: float = 20.0  # silence of a lost rank; a C call that holds Python's lock (reading a large file) is silent too
+    suspect_s: float = 6.0  # the same once a rank has lost a connection
     stall_s: float = 600.0
-    grace_s: float = 3.0  # for the main thread to end by itself once a failure is known
-    verdict_s: float = 15.0  # how long a rank with a broken connection waits for the real cause
+    grace_s: float = 3.0  # time for the main thread to end by itself once a failure is known
+    verdict_s: float = 15.0  # wait of a rank with a broken connection for the real cause
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What one rank says about itself. ``calls``: (sequence number, chained hash of all calls up to it), ascending."""
+class Heartbeat:
+    """What one rank reports. ``calls``: (sequence number, chained hash of all calls up to it), ascending."""
 
     rank: int
     count: int
@@ -47,8 +48,8 @@ class Beat:
         return json.dumps([getattr(self, f.name) for f in fields(self)], separators=(",", ":"))
 
     @staticmethod
-    def decode(data: str) -> Beat:
-        return Beat(*json.loads(data))
+    def decode(data: str) -> Heartbeat:
+        return Heartbeat(*json.loads(data))
 
     @property
     def where(self) -> str:
@@ -56,7 +57,7 @@ class Beat:
 
 
 def place(name: str, seq: int, site: str, step: int | None) -> str:
-    """``actor.update_actor (call 17, ppo.py:31, step 3)``"""
+    """Returns ``actor.update_actor (call 17, ppo.py:31, step 3)``."""
     if not name:
         return "the start of the program" if not step else f"the script (step {step})"
     parts = [f"call {seq}", site, f"step {step}" if step is not None else ""]
@@ -65,22 +66,22 @@ def place(name: str, seq: int, site: str, step: int | None) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the watch found: the rank to blame, its last beat where known, and the line to print."""
+    """What the watch found: the rank to blame, its last heartbeat if known, and the line to print."""
 
     rank: int
     message: str
-    beat: Beat | None = None
-    silent: bool = False  # the rank does not answer: a neighbour on its host ends it
-    call: str = ""  # the call to blame, where the rank has gone on since
+    beat: Heartbeat | None = None
+    silent: bool = False  # the rank does not answer: a neighbour on its host kills it
+    call: str = ""  # the call to blame, if the rank has gone on since
 
 
 @dataclass
 class Watch:
-    """Watches ``ranks`` (their beats) against this rank's own calls (``self_rank``, normally 0)."""
+    """Compares the heartbeats of ``ranks`` with this rank's own calls (``self_rank``, normally 0)."""
 
     self_rank: int
     ranks: Sequence[int]
-    limits: Limits
+    limits: WatchLimits
     _counts: dict[int, int] = field(default_factory=dict)
     _silence: dict[int, float] = field(default_factory=dict)
     _compared: dict[int, int] = field(default_factory=dict)  # rank -> last sequence number found equal
@@ -92,14 +93,16 @@ class Watch:
     def judge(
         self,
         now: float,
-        beats: dict[int, Beat],
+        beats: dict[int, Heartbeat],
         own_calls: Iterable[tuple[int, int]],
         suspect: bool,
         call_text: Callable[[int, int], str],
     ) -> Finding | None:
-        """One look at all beats (``now`` in seconds of a monotonic clock). ``own_calls``: this rank's last ones, as a beat's;
-        ``call_text(rank, seq)`` words a call of a rank."""
-        # a watcher that was itself held up must not count that time as the others' silence
+        """Looks at all heartbeats once; ``now`` is in seconds of a monotonic clock. Returns a finding, or None.
+
+        ``own_calls``: this rank's last calls, as in a heartbeat. ``call_text(rank, seq)`` names a call of a rank.
+        """
+        # time in which the watcher itself was held up must not count as silence of others
         elapsed = min(now - self._last, 4 * self.limits.beat_s) if self._last is not None else 0.0
         self._last = now
         return (
@@ -109,7 +112,9 @@ class Watch:
             or self._stalled(elapsed, beats)
         )
 
-    def _diverged(self, beats: dict[int, Beat], own: dict[int, int], call_text: Callable[[int, int], str]) -> Finding | None:
+    def _diverged(
+        self, beats: dict[int, Heartbeat], own: dict[int, int], call_text: Callable[[int, int], str]
+    ) -> Finding | None:
         newest = max(own, default=0)
         first: tuple[int, int] | None = None
         for rank in self.ranks:
@@ -139,7 +144,7 @@ class Watch:
         )
         return Finding(rank, message, beats[rank], call=entered.partition(" (")[0])
 
-    def _ended_early(self, beats: dict[int, Beat]) -> Finding | None:
+    def _ended_early(self, beats: dict[int, Heartbeat]) -> Finding | None:
         ended = [b for b in beats.values() if b.state == "ended"]
         if not ended:
             return None
@@ -153,11 +158,11 @@ class Watch:
         )
         return Finding(shortest.rank, message, shortest)
 
-    def _lost(self, elapsed: float, beats: dict[int, Beat], suspect: bool) -> Finding | None:
+    def _lost(self, elapsed: float, beats: dict[int, Heartbeat], suspect: bool) -> Finding | None:
         for rank in self.ranks:
             beat = beats.get(rank)
             count = beat.count if beat else -1
-            if rank in self._counts and count <= self._counts[rank]:  # not even an old beat said again is a sign of life
+            if rank in self._counts and count <= self._counts[rank]:  # an old heartbeat written again is no sign of life
                 self._silence[rank] += elapsed
             else:
                 self._counts[rank], self._silence[rank] = count, 0.0
@@ -179,13 +184,13 @@ class Watch:
         message = f"rank {rank} stopped answering {verb} {inside}: nothing heard from it for {self._silence[rank]:.0f} s"
         return Finding(rank, message, beat, silent=True)
 
-    def _stalled(self, elapsed: float, beats: dict[int, Beat]) -> Finding | None:
+    def _stalled(self, elapsed: float, beats: dict[int, Heartbeat]) -> Finding | None:
         if len(beats) < len(self.ranks) or len(self.ranks) < 2:
             return None
         progress = sum(b.progress for b in beats.values())
         self._still = self._still + elapsed if progress == self._progress else 0.0
         self._progress = progress
-        first = all(b.seq == 0 for b in beats.values())  # before the first call models are loaded: no calls to count
+        first = all(b.seq == 0 for b in beats.values())  # before the first call, models are loading: no calls to count
         if self._still < self.limits.stall_s * (3 if first else 1):
             return None
         culprit = min(beats.values(), key=lambda b: (b.seq, not b.inside, b.rank))
@@ -193,8 +198,9 @@ class Watch:
         return Finding(culprit.rank, message, culprit)
 
 
-def group_places(beats: Sequence[Beat]) -> str:
-    """``ranks 0, 1, 2 in actor.update_actor (call 17, ppo.py:31, step 3); rank 3 after critic.compute_values (...)``"""
+def group_places(beats: Sequence[Heartbeat]) -> str:
+    """Returns ``ranks 0, 1, 2 in actor.update_actor (call 17, ppo.py:31, step 3); rank 3 after critic.compute_values
+    (...)``."""
     places: dict[str, list[int]] = {}
     for beat in sorted(beats, key=lambda b: b.rank):
         verb = "ended after" if beat.state == "ended" else "in" if beat.inside or not beat.name else "after"

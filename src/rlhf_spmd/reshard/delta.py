@@ -1,8 +1,8 @@
-"""Weights sent again to ranks that still hold what was sent last: only the elements whose bits have changed. Pure.
+"""Weights sent again to ranks that still hold the last ones: only elements whose bits have changed are sent. Pure.
 
-A message's elements travel all together, or as those that have changed with a list (int32) or a mask (a bit each) of where they are,
-whichever is smaller, which both ends know from the number that has changed: the first step of a transfer carries these numbers. Bits
-are compared, not values, so that the receiver has what the sender has: -0.0 after 0.0, and any nan.
+A message has all elements, or only the changed ones with their positions, as a list (int32) or a mask (one bit per element): whichever
+is smallest. Both ends know which from the number of changed elements, which the first step of a transfer sends. Bits are compared, not
+values, so the receiver has exactly what the sender has: -0.0 after 0.0, and any nan.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.reshard.messages import Message, Step
-from rlhf_spmd.reshard.plan import Part
+from rlhf_spmd.reshard.messages import Message, TransferStep
+from rlhf_spmd.reshard.plan import ParamSlice
 
-HEADER = 0  # the step of the numbers
-SPREAD_BITS = 0x0102040810204080  # times eight bytes of 0 or 1, read as one number: byte i is bit i of the highest byte
+HEADER = 0  # the step that sends the counts
+SPREAD_BITS = 0x0102040810204080  # multiplied by eight bytes of 0 or 1 as one number: byte i becomes bit i of the highest byte
 
-Parts = tuple[Part, ...]
+ParamSlices = tuple[ParamSlice, ...]
 
 
 class Delta:
-    """Transfers by one plan, again and again, from the same sources into the same targets, whose storage stays in between.
+    """Repeated transfers by one plan from the same sources into the same targets, whose storage stays in between.
 
-    ``sent``: of each message what its receivers hold, flat; that costs a sender the bytes that it sends in a full transfer, once for
-    all receivers of equal parts. Empty before the first transfer, which carries everything, on all ranks alike.
+    ``sent``: for each message what its receivers hold, flat. That costs a sender as many bytes as a full transfer sends, once for all
+    receivers of equal parts. It is empty before the first transfer, which sends everything, on all ranks alike.
     """
 
     def __init__(self) -> None:
         self.begun = False
-        self.sent: dict[Parts, Tensor] = {}
+        self.sent: dict[ParamSlices, Tensor] = {}
 
-    def begin(self, steps: Sequence[Step], sources: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Note what the first transfer carries. The sources have the values that it sends."""
+    def begin(self, steps: Sequence[TransferStep], sources: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Note what the first transfer sends; the sources have these values."""
         self.begun = True
         for message in (message for step in steps for message in step.messages if message.sends):
             if message.parts not in self.sent:
@@ -41,16 +41,15 @@ class Delta:
 
 
 class Changes:
-    """One later transfer: steps in place of ``steps`` (of a message each way at most), with what they carry in ``sources`` and
-    ``targets``.
+    """One later transfer: replaces ``steps`` (each with at most one message per direction); ``sources`` and ``targets`` have its data.
 
-    ``limit``: bytes that steps hold at a time. ``opens`` and ``closes`` are those of a ``Transfer``.
+    ``limit``: bytes that steps hold at a time. ``opens`` and ``closes`` are those of a :class:`Transfer`.
     """
 
     def __init__(
         self,
         delta: Delta,
-        steps: Sequence[Step],
+        steps: Sequence[TransferStep],
         sources: Mapping[str, Tensor],
         targets: Mapping[str, Tensor],
         dtype: torch.dtype,
@@ -65,12 +64,12 @@ class Changes:
             for message, (_, peer) in zip(step.messages, step.transfers, strict=True):
                 self._pairs.setdefault((message.sends, peer), []).append(number)
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> TransferStep:
         if number == HEADER:
             messages = [Message(sends, _whole(f"#{peer}", len(at)), None) for (sends, peer), at in self._pairs.items()]
             transfers = [(i, peer) for i, (_, peer) in enumerate(self._pairs)]
-            # nothing else starts before it has ended: the sizes of the others are not known
-            return Step(messages, transfers, held=self._limit + 1)
+            # nothing else starts before it has ended: until then the other sizes are unknown
+            return TransferStep(messages, transfers, held=self._limit + 1)
         step = self.steps[number - 1]
         if not step.messages:
             return step
@@ -79,10 +78,10 @@ class Changes:
             if size := self._size(number, message):
                 transfers.append((len(messages), peer))
                 messages.append(Message(message.sends, _whole(f"#step {number}", size), None))
-        return Step(messages, transfers, held=sum(message.numel for message in messages))
+        return TransferStep(messages, transfers, held=sum(message.numel for message in messages))
 
     def opens(self, number: int) -> None:
-        """Make what a step sends, and room for what it receives."""
+        """Encode what a step sends, and allocate what it receives."""
         if number == HEADER:
             device = next((tensor.device for tensor in (*self.sources.values(), *self.targets.values())), None)
             for (sends, peer), at in self._pairs.items():
@@ -100,12 +99,12 @@ class Changes:
             elif size:
                 device = self.targets[message.parts[0].parameter].device
                 self.targets[f"#step {number}"] = torch.empty(size, dtype=torch.uint8, device=device)
-        if number == len(self.steps):  # equal parts may go to several: only now are all messages made
+        if number == len(self.steps):  # equal parts may go to several members: only now all messages are encoded
             for parts, before in self._delta.sent.items():
                 before.copy_(self._now(parts))
 
     def closes(self, number: int) -> None:
-        """Put what a step received into place."""
+        """Decode what a step received into the targets."""
         if number == HEADER:
             for (sends, peer), at in self._pairs.items():
                 if not sends:
@@ -122,7 +121,7 @@ class Changes:
             for part, one in zip(message.parts, values.split([part.numel for part in message.parts]), strict=True):
                 self.targets[part.parameter].detach()[part.slices].copy_(one.view(part.size))
 
-    def _now(self, parts: Parts) -> Tensor:
+    def _now(self, parts: ParamSlices) -> Tensor:
         return flat(self.sources, parts).to(self._dtype)
 
     def _count(self, numbers: Sequence[int]) -> Tensor:
@@ -133,29 +132,29 @@ class Changes:
         self._counts |= zip([(number, sends) for number in numbers], counts.tolist(), strict=True)
 
     def _size(self, number: int, message: Message) -> int:
-        """Bytes; 0 too before the header has come, where it is only asked whether there is room beside it."""
+        """Bytes of an encoded message. 0 before the header has come; then only the room beside it is asked for."""
         changed = self._counts.get((number, message.sends), 0)
         return encoded_bytes(message.numel, changed, self._dtype.itemsize)[1]
 
 
-def _whole(name: str, size: int) -> Parts:
-    return (Part(name, (0,), (size,)),)
+def _whole(name: str, size: int) -> ParamSlices:
+    return (ParamSlice(name, (0,), (size,)),)
 
 
-def flat(tensors: Mapping[str, Tensor], parts: Parts) -> Tensor:
-    """The elements of some parts, one after the other; a view where they lie so."""
+def flat(tensors: Mapping[str, Tensor], parts: ParamSlices) -> Tensor:
+    """The elements of some parts, one after the other; a view if they are contiguous."""
     found = [tensors[part.parameter].detach()[part.slices].reshape(-1) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Bool like ``a``: which elements have other bits in ``b``, of the same dtype."""
+    """Which elements of ``a`` have other bits in ``b``, bool. Both have the same dtype."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.view(bits) != b.view(bits)
 
 
 def encoded_bytes(numel: int, changed: int, itemsize: int) -> tuple[str, int]:
-    """The smallest form of ``numel`` elements of which some have changed: "all", "list" or "mask", and its bytes."""
+    """The smallest encoding ("all", "list" or "mask") of ``numel`` elements, of which ``changed`` have changed; and its bytes."""
     sizes = {"list": 4 * changed, "mask": -(-numel // 8)}
     form = min(sizes, key=lambda name: sizes[name])
     size = sizes[form] + itemsize * changed
@@ -163,9 +162,9 @@ def encoded_bytes(numel: int, changed: int, itemsize: int) -> tuple[str, int]:
 
 
 def encode(now: Tensor, before: Tensor, changed: int) -> Tensor:
-    """``now`` for who has ``before``, both flat, uint8 [encoded_bytes]: the values, then where they are.
+    """Encode ``now`` for a receiver that has ``before``, both flat: uint8 [encoded_bytes], values first, then positions.
 
-    The host waits for nothing here; it has waited for its own counts, once in a transfer.
+    The host does not wait here. It has waited for its own counts, once per transfer.
     """
     form, _ = encoded_bytes(len(now), changed, now.element_size())
     if form == "all":
@@ -177,13 +176,13 @@ def encode(now: Tensor, before: Tensor, changed: int) -> Tensor:
 
 
 def apply_encoded(values: Tensor, payload: Tensor, changed: int) -> None:
-    """Bring ``values``, flat, up to date in place by what :func:`encode` made of them."""
+    """Update ``values``, flat, in place by the result of :func:`encode`."""
     form, _ = encoded_bytes(len(values), changed, values.element_size())
     if form == "all":
         values.copy_(payload.view(values.dtype))
         return
     size = changed * values.element_size()
-    found, where = payload[:size].view(values.dtype), payload[size:].clone()  # a copy begins where an int32 may
+    found, where = payload[:size].view(values.dtype), payload[size:].clone()  # a copy, because it is aligned for int32
     if form == "list":
         values[where.view(torch.int32).long()] = found
     else:
@@ -198,6 +197,6 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, number: int) -> Tensor:
-    """The other way: bool [number]."""
+    """The inverse of :func:`pack_bits`: bool [number]."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> places) & 1).view(-1)[:number].bool()

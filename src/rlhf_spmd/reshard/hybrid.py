@@ -1,15 +1,14 @@
-"""One model's weights between its training and its generation layout, as a method's plan says.
+"""One model's weights, moving between its training and its generation layout by a method's plan.
 
-To generation, bucket by bucket: allocate what the bucket makes, gather, then give up the training storage whose values are in
-the generation storage now. A training parameter that is one slice of a generation parameter becomes a view of it. Others give up
-their storage until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to nothing and back), and
-parameters that lie scattered in the generation shard. So where ranks were
-regrouped in place (``zero_redundancy``) no value is held twice.
+To generation, bucket by bucket: allocate what the bucket makes, gather, then free the training storage whose values are in the
+generation storage now. A training parameter that is one slice of a generation parameter becomes a view of it. Others lose their storage
+until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to zero and back), and parameters that are scattered
+over the generation shard. So if ranks were regrouped in place (``zero_redundancy``), no value is held twice.
 
-The peak is the generation shard plus one bucket. A bucket starts only if all buffers under way, with the training parameters that
-they will replace, stay within the size of the largest bucket; one bucket is under way in any case. With several training stages in
-one of generation a bucket holds a layer of each. While a transition lasts the training parameters must not be written, and those
-without a view not be read.
+The peak is the generation shard plus one bucket. A bucket starts only if all buffers in flight, with the training parameters that they
+will replace, stay within the size of the largest bucket; one bucket is in flight in any case. If one generation stage has several
+training stages, a bucket has a layer of each. During a transition the training parameters must not be written, and those without a view
+must not be read.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.zero import is_sharded, local_part
-from rlhf_spmd.reshard.messages import Endpoints, Step, plan_bucket, plan_steps
+from rlhf_spmd.reshard.messages import TransferContext, TransferStep, plan_bucket, plan_steps
 from rlhf_spmd.reshard.methods import ONE_HOST, Method
 from rlhf_spmd.reshard.plan import HostOf, ShardsAt, held_by, single_slice
 from rlhf_spmd.reshard.storages import Storages, held_bytes, materialise
@@ -40,19 +39,20 @@ LABEL = "reshard"
 
 
 class HybridWeights:
-    """A role's weights in two layouts on one rank, with one copy of the values: what stays the same from transition to transition.
+    """A role's weights in two layouts on one rank, with one copy of the values. Has what all transitions share.
 
-    train_shards: training parameters by name, of any rank. train_parameters: returns the current ones of this rank
-    under the same names: plain ``nn.Parameter`` or FSDP2's DTensor, sharded (not gathered).
-    generation: the generation module, built on "meta" or any device; its parameters are replaced by empty ones on the
-    training device, which :meth:`to_generation` fills. generation_shards: its parameters, of any rank.
-    group: ``method.gather_ranks`` of pool index ``index`` under ``layout``. host_of: pool index -> its host.
-    buffers: "free": generation storage exists while generating. "keep": it stays allocated, at fixed addresses, during training
-    (captured CUDA graphs stay valid). "offload": as free, and training shards that would be held beside the generation shard
-    wait in host memory, pinned where the device is a GPU.
-    passing: training parameters that stand there for one transition, and have no storage after it: sums of weights and adapters.
-    ``transition``: the last one, with what it cost.
-    ``bucket_bytes``: what the largest bucket makes. Construction does not communicate. Raises ValueError where layouts do not fit.
+    - ``train_shards``: the training parameters of any rank. ``train_parameters``: returns the current ones of this rank under the same
+      names, plain ``nn.Parameter`` or FSDP2's DTensor, sharded (not gathered).
+    - ``generation``: the generation module, on "meta" or any device. Its parameters are replaced by empty ones on the training device,
+      which :meth:`to_generation` fills. ``generation_shards``: the parameters of any rank.
+    - ``group``: ``method.gather_ranks`` of pool index ``index`` under ``layout``. ``host_of``: pool index -> its host.
+    - ``buffers``: "free": generation storage exists only during generation. "keep": it stays allocated during training at fixed
+      addresses, so captured CUDA graphs stay valid. "offload": as "free", and training shards that would stay beside the generation
+      shard are moved to host memory, pinned if the device is a GPU.
+    - ``passing``: training parameters that exist for one transition only and have no storage after it: sums of weights and adapters.
+
+    ``transition``: the last one, with its cost. ``bucket_bytes``: the size of the largest bucket. Construction does not communicate.
+    Raises ValueError if layouts do not fit.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HybridWeights:
         self.parameters, self.module, self.index = train_parameters, generation, index
         self.members = method.gather_ranks(layout, index)
         self.shards: Mapping[str, ParamShard] = held_by(layout.train, train_shards, index)
-        self.storages: dict[str, Storages] = {}  # of training parameters that are no views while generating
+        self.storages: dict[str, Storages] = {}  # of training parameters that are not views during generation
         train = self.local()
         self.device = next(iter(train.values())).device
         self.generation = materialise(generation, self.device)
@@ -89,24 +89,25 @@ class HybridWeights:
 
         limit = max(max_bucket_bytes // self.dtype.itemsize, 1)
         self.plan = method.plan(layout, index, train_shards, generation_shards, limit, host_of)
-        self.views = {name: single_slice(home, self.shards[name].shape) for name, home in self.plan.homes.items()}
+        self.views = {name: single_slice(place, self.shards[name].shape) for name, place in self.plan.places.items()}
         self.shared = self._find_shared()
         self.finished = self.plan.finished(self.shards)
         self.made = {name: shard.shape for name, shard in self.plan.made.items()}
         sizes = [sum(math.prod(self.made[target]) for target in bucket) for bucket in self.plan.buckets]
-        if not self.plan.buckets:  # every rank's, since all cut alike
+        if not self.plan.buckets:  # those of all ranks, since all cut alike
             places = [generation_shards(pp, tp) for pp in range(layout.pp) for tp in range(layout.tp)]
             sizes = [min(limit, math.prod(shard.shape)) for shards in places for shard in shards.values()]
         self.bucket_bytes = max(sizes, default=0) * self.dtype.itemsize
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, TransferStep] = {}
 
     # -- what becomes of the weights
 
     def to_generation(self, wait: bool = True, version: int = 0) -> None:
-        """Fill the generation parameters from the training parameters, which are the weights of that ``version``.
+        """Fill the generation parameters from the training parameters, which are the weights of ``version``.
 
-        With ``wait`` false it may return when the first bucket is under way: each part of the generation module then waits for
-        its own parameters in its first forward pass, while the next bucket comes, and :meth:`finish` takes what is left.
+        With ``wait`` false it may return while the first bucket is in flight. Each part of the generation module then waits for its own
+        parameters in its first forward pass, while the next bucket comes, and :meth:`finish` waits for the rest.
+
         Collective over the gather group: every rank of it must call, in program order.
         """
         assert not self.in_generation, "the weights are already in the generation layout"
@@ -114,14 +115,14 @@ class HybridWeights:
         self.transition.begin(wait or bool(self.plan.cuts))
 
     def finish(self) -> None:
-        """Wait for the buckets that are still to come. Collective over the gather group: every rank of it must call."""
+        """Wait for the remaining buckets. Collective over the gather group: every rank of it must call, in program order."""
         assert self.transition is not None, "no transition has begun"
         self.transition.advance(len(self.plan.buckets))
 
     def to_training(self) -> None:
         """Give the training parameters their own storage again, and free the generation parameters.
 
-        Communicates only what :meth:`finish` has to.
+        Communicates only what :meth:`finish` must.
         """
         assert self.in_generation and self.transition is not None, "the weights are already in the training layout"
         self.finish()
@@ -129,7 +130,7 @@ class HybridWeights:
 
     @property
     def version(self) -> int | None:
-        """Of the weights in the generation parameters; None: they hold none."""
+        """The version of the weights in the generation parameters; None if they hold none."""
         return self.transition.version if self.transition is not None and (self.keep or not self.transition.over) else None
 
     @property
@@ -138,8 +139,10 @@ class HybridWeights:
 
     @property
     def pending_bytes(self) -> int:
-        """By how much the device's memory will grow until the last bucket has come: what is still to be allocated for generation, less
-        the training storage that will be given up, and a bucket's buffers."""
+        """How much the device's memory will grow until the last bucket has come.
+
+        That is the generation storage still to allocate, minus the training storage that will be freed, plus a bucket's buffers.
+        """
         assert self.transition is not None, "no transition has begun"
         making = sum(math.prod(self.shapes[name]) for name, here in self.generation.items() if not here.numel())
         leaving = sum(local.nbytes for name, local in self.transition.train.items() if self.leaves(name))
@@ -157,8 +160,8 @@ class HybridWeights:
             assert found == expected, f"training parameter {name}: shape {found}, shard {expected}"
         return local
 
-    def step(self, bucket: int) -> Step:
-        """How a bucket travels, in every transition."""
+    def step(self, bucket: int) -> TransferStep:
+        """The step that moves a bucket, in every transition."""
         if bucket not in self._steps:
             tensors = self.plan.tensors(bucket)
             moves, copies = list(self.plan.transfer.moves(tensors)), list(self.plan.transfer.copies(tensors))
@@ -168,21 +171,21 @@ class HybridWeights:
         return self._steps[bucket]
 
     @cached_property
-    def steps(self) -> list[Step]:
-        """The steps where each rank needs its own part and there are no buckets."""
+    def steps(self) -> list[TransferStep]:
+        """The steps if there are no buckets, because each rank needs its own part."""
         return plan_steps(self.plan.transfer, self._ends(self.bucket_bytes // 2 // self.dtype.itemsize))
 
-    def _ends(self, limit: int) -> Endpoints:
+    def _ends(self, limit: int) -> TransferContext:
         converted = any(dtype != self.dtype for dtype in self._dtypes.values())
         sources = {name: shard.shape for name, shard in self.shards.items()}
-        return Endpoints(self.index, self.members, sources, self.made, converted, max(limit, 1))
+        return TransferContext(self.index, self.members, sources, self.made, converted, max(limit, 1))
 
     def replaced(self, name: str) -> bool:
-        """Whether a training parameter's values are in the generation parameters meanwhile. With another dtype it is no copy."""
-        return name in self.plan.homes and self._dtypes[name] == self.dtype
+        """True if the generation parameters hold a training parameter's values meanwhile. With another dtype they do not."""
+        return name in self.plan.places and self._dtypes[name] == self.dtype
 
     def leaves(self, name: str) -> bool:
-        """Whether a training parameter gives up its storage on the device."""
+        """True if a training parameter gives up its storage on the device."""
         return self.offload or self.replaced(name) or name in self.passing
 
     def allocate(self, target: str) -> Tensor:
@@ -192,7 +195,7 @@ class HybridWeights:
         return parameter.data
 
     def free(self, targets: Iterable[str]) -> int:
-        """Returns the bytes of what is freed."""
+        """Free generation parameters; returns the bytes."""
         freed = 0
         for target in () if self.keep else targets:
             freed += self.generation[target].nbytes
@@ -200,8 +203,8 @@ class HybridWeights:
         return freed
 
     def _find_shared(self) -> dict[str, str] | None:
-        """Generation parameter -> the training parameter that it is, if that holds for all of them: nothing has to move."""
-        if self.group.size > 1 or not self.plan.homes or not all(map(self.replaced, self.shards)):
+        """Generation parameter -> the training parameter that equals it, if that holds for all: then nothing has to move."""
+        if self.group.size > 1 or not self.plan.places or not all(map(self.replaced, self.shards)):
             return None
         views = [(view[0], name) for name, view in self.views.items() if view is not None]
         shared = {target: name for target, name in views if self.shapes[target] == self.shards[name].shape}
@@ -209,18 +212,17 @@ class HybridWeights:
 
 
 class Transition:
-    """From training to generation and back: what is under way, where the training parameters are, and what it cost.
+    """One way from training to generation and back: what is in flight, where the training parameters are, and the cost.
 
-    ``bytes_received``, ``bytes_sent``; ``peak_bytes``: the most that live storages held (parameters of both modules, buffers, whole
-    tensors), there and back. It exceeds the method's formula by ``bucket_bytes`` at most. ``train``: training parameters that
-    buckets to come need.
+    ``peak_bytes``: the most bytes of live storages (parameters of both modules, buffers, whole tensors) in both directions. It exceeds
+    the method's formula by at most ``bucket_bytes``. ``train``: the training parameters that later buckets need.
     """
 
     def __init__(self, weights: HybridWeights, version: int) -> None:
         self._weights, self.version, self.over = weights, version, False
         self.bytes_received = self.bytes_sent = self.peak_bytes = 0
         self.train: dict[str, Tensor] = weights.local()
-        self._made: dict[str, Tensor] = {}  # what buckets make: generation parameters, or whole tensors
+        self._made: dict[str, Tensor] = {}  # what buckets make: generation parameters or whole tensors
         self._before = RECORDER.received[LABEL], RECORDER.sent[LABEL]
         self._away: set[str] = set()  # training parameters without storage of their own
         self._transfer: Transfer | None = None
@@ -251,7 +253,7 @@ class Transition:
             self._take_all_at_once()
 
     def advance(self, upto: int) -> None:
-        """Put the first ``upto`` buckets into place, the following ones under way."""
+        """Wait for the first ``upto`` buckets; later ones are in flight."""
         if self._transfer is not None:
             self._transfer.advance(upto)
 
@@ -261,23 +263,23 @@ class Transition:
         self.over, weights = True, self._weights
         if weights.shared is not None:
             weights.free(target for target, source in weights.shared.items() if source in weights.passing)
-            return  # of the others there is one set, which both modules use
-        homes = {name: {piece.target.parameter for piece in pieces} for name, pieces in weights.plan.homes.items()}
-        uses = Counter(target for targets in homes.values() for target in targets)
+            return  # both modules share one set of the others
+        places = {name: {piece.target.parameter for piece in pieces} for name, pieces in weights.plan.places.items()}
+        uses = Counter(target for targets in places.values() for target in targets)
         held = self._note_peak(self._held_bytes()) - weights.free(target for target in weights.shapes if not uses[target])
         parameters = weights.parameters()
         for name in chain.from_iterable(weights.finished):
             if name in self._away:
                 held += self._restore(name, parameters[name])
                 self._note_peak(held)
-            targets = homes.get(name, set())
+            targets = places.get(name, set())
             uses.subtract(targets)
             held -= weights.free(target for target in targets if not uses[target])
 
     # -- bucket by bucket
 
     def _open(self, bucket: int) -> None:
-        """Memory for what a bucket makes."""
+        """Allocate what a bucket makes."""
         weights = self._weights
         for target in weights.plan.buckets[bucket]:
             if weights.plan.cuts:
@@ -286,7 +288,7 @@ class Transition:
                 self._made[target] = weights.allocate(target)
 
     def _close(self, bucket: int) -> None:
-        """A bucket is in place: give up what nobody needs."""
+        """After a bucket has come: free what nobody needs."""
         weights, transfer = self._weights, self._transfer
         self._note_peak(transfer.peak_bytes if transfer else 0)
         is_last = bucket == len(weights.plan.buckets) - 1
@@ -300,7 +302,7 @@ class Transition:
                 self._hooks.pop().remove()
 
     def _wait_in_modules(self) -> None:
-        """Let each layer's first forward pass wait for its bucket, the module's for its first parameter, the rest's for all."""
+        """Let the first forward pass of each layer wait for its bucket, of the module for its first parameter, of the rest for all."""
         module, shapes = self._weights.module, self._weights.shapes
         made = {target: i for i, bucket in enumerate(self._weights.plan.buckets) for target in bucket}
         lists = {name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
@@ -316,7 +318,7 @@ class Transition:
             self._hooks.append(part.register_forward_pre_hook(lambda *_, upto=upto: self.advance(upto + 1)))
 
     def _cut(self) -> None:
-        """Generation parameters out of the whole tensors, each of which is let go after its last use."""
+        """Cut the generation parameters out of the whole tensors, and free each after its last use."""
         weights, cuts = self._weights, self._weights.plan.cuts
         uses = Counter(piece.source.parameter for piece in cuts)
         for source, target in ((piece.source, piece.target) for piece in cuts):
@@ -328,7 +330,7 @@ class Transition:
                 del self._made[source.parameter]
 
     def _take_all_at_once(self) -> None:
-        """What each rank lacks, where ranks need different parts: the training shards stay beside."""
+        """Get what this rank lacks, if ranks need different parts. The training shards stay beside."""
         weights, steps = self._weights, self._weights.steps
         made = {target: weights.allocate(target) for target in weights.shapes}
         size = weights.bucket_bytes // weights.dtype.itemsize
@@ -339,7 +341,7 @@ class Transition:
         self._give_up(list(self.train))
 
     def _give_up(self, names: Iterable[str]) -> None:
-        """These training parameters' values are in the generation parameters or not needed: drop their storage, or keep it."""
+        """Free training parameters whose values are in the generation parameters or not needed, if they may be freed."""
         weights, parameters = self._weights, self._weights.parameters()
         for name in names:
             local, view = self.train.pop(name), weights.views.get(name)
@@ -359,7 +361,7 @@ class Transition:
                 storage.offload()
 
     def _restore(self, name: str, parameter: Tensor) -> int:
-        """Returns the bytes of the storage that the parameter has got."""
+        """Give a training parameter its storage back; returns its bytes."""
         self._away.remove(name)
         weights, storage = self._weights, self._weights.storages.get(name)
         if not weights.replaced(name):
@@ -371,7 +373,7 @@ class Transition:
         else:
             storage.allocate()
             values = local_part(parameter)
-        for piece in weights.plan.homes[name]:
+        for piece in weights.plan.places[name]:
             source, target = piece.source, piece.target
             values[source.slices].copy_(weights.generation[target.parameter].data[target.slices])
         if storage is None:
@@ -381,7 +383,7 @@ class Transition:
     # -- what it costs
 
     def _held_bytes(self) -> int:
-        """Bytes of all live storages that hold parameter values on the device. Notes what has been sent and received so far."""
+        """Bytes of all live storages with parameter values on the device. Also notes what was sent and received so far."""
         self.bytes_received = RECORDER.received[LABEL] - self._before[0]
         self.bytes_sent = RECORDER.sent[LABEL] - self._before[1]
         training = map(local_part, self._weights.parameters().values())

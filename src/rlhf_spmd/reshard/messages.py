@@ -1,7 +1,7 @@
-"""From pieces to messages: what of a plan travels together, in memory or through a buffer, in which order. Pure.
+"""From copies to messages: what a plan sends together, directly or through a buffer, in which order. Pure.
 
-A piece that is worth it is a message of its own, and needs no buffer where it lies in one piece in memory; small ones are packed.
-Where the members of a group all need the same and give equal parts, one all-gather takes the place of the messages.
+A large copy is a message of its own, and needs no buffer if it is contiguous in memory. Small ones are packed. If all members of a
+group need the same and give equal parts, one all-gather replaces the messages.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from rlhf_spmd.reshard.plan import Part, Piece, Plan
+from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
-ALONE = 1 << 14  # elements from which a piece of a gather, which all others take, is worth a message of its own
-ALONE_BETWEEN_TWO = 1 << 16  # and one that a single rank takes: a message costs more than a copy of so many
+ALONE = 1 << 14  # elements from which a copy that all others receive is a message of its own
+ALONE_BETWEEN_TWO = 1 << 16  # the same for a copy that one rank receives: below, packing costs less than a message
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -22,18 +22,18 @@ Shapes = Mapping[str, Sequence[int]]
 @dataclass(frozen=True)
 class Message:
     """``parts`` of this rank's source parameters that go to members of the group, or of its target parameters that come from one.
-    What goes to several is packed once.
 
-    ``offset``: where in its step's buffer; None: the one part travels from or to its place in memory.
+    Parts that go to several members are packed once. ``offset``: the position in the step's buffer; None: the single part is sent from,
+    or received into, its own memory.
     """
 
     sends: bool
-    parts: tuple[Part, ...]
+    parts: tuple[ParamSlice, ...]
     offset: int | None
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of the parts."""
+        """Elements of each part."""
         return [part.numel for part in self.parts]
 
     @cached_property
@@ -42,15 +42,18 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Messages that start together, and pieces that stay on the rank. ``transfers``: (number of a message, member of the group), those
-    between two members in the same order at both ends. ``buffer``: elements. ``gathers``: one all-gather moves the buffer, or without
-    one the whole target parameter ``into``; else the messages are one exchange. ``held``: elements that stay allocated while it is
-    under way and are not needed afterwards."""
+class TransferStep:
+    """Messages that start together, and copies inside the rank.
+
+    - ``transfers``: (index of a message, member of the group). Two members list what goes between them in the same order.
+    - ``buffer``: its elements. ``gathers``: one all-gather moves the buffer, or the whole target parameter ``into`` if there is none.
+      Otherwise the messages are one exchange.
+    - ``held``: elements that stay allocated while the step is in flight and are not needed afterwards.
+    """
 
     messages: Sequence[Message] = ()
     transfers: Sequence[tuple[int, int]] = ()
-    copies: Sequence[Piece] = ()
+    copies: Sequence[SliceCopy] = ()
     buffer: int = 0
     gathers: bool = False
     into: str = ""
@@ -58,15 +61,19 @@ class Step:
 
     @cached_property
     def exchanged(self) -> int:
-        """Elements of the messages of an exchange, from wherever they travel."""
+        """Elements of all messages of an exchange, packed or not."""
         return 0 if self.gathers else sum(message.numel for message in self.messages)
 
 
 @dataclass(frozen=True)
-class Endpoints:
-    """What a rank must know of itself and of its group. ``rank``: as plans call it; ``members``: the group, in its order, by the same
-    names. ``sources``, ``targets``: shapes of its parameters, which are contiguous. ``converted``: what is sent has another dtype than
-    what travels. ``limit``: elements that a step's buffer and a message at most have."""
+class TransferContext:
+    """What a rank knows of itself and its group when it turns a plan into messages.
+
+    - ``rank``: its name in plans. ``members``: the group in its order, by the same names.
+    - ``sources``, ``targets``: shapes of its parameters, which are contiguous.
+    - ``converted``: the sources have another dtype than the messages.
+    - ``limit``: the most elements of a step's buffer, and of a message.
+    """
 
     rank: int
     members: Sequence[int]
@@ -76,33 +83,38 @@ class Endpoints:
     limit: int
 
 
-def plan_steps(plan: Plan, ends: Endpoints) -> list[Step]:
-    """Exchanges in one order on all ranks: by the distance of giver and taker, each counted on its own side (pools that lie apart
-    have as many distances as the larger one has ranks), then by the number of the message between the two. So a rank sends one message
-    in each and receives one, and the first exchange that is not done is always started by all that have a part in it: no order of
-    arrival and no limit can lock ranks into waiting, nor does it where transfers of one group follow each other (NCCL). What stays on
-    the rank comes first: it is copied when all that there is room for is on its way."""
+def plan_steps(plan: Plan, ends: TransferContext) -> list[TransferStep]:
+    """The steps of a plan: exchanges in one order on all ranks.
+
+    The order is by the distance of giver and taker, each counted on its own side (pools that lie apart have as many distances as the
+    larger one has ranks), then by the number of the message between the two. So in each exchange a rank sends one message and receives
+    one. All ranks of the first unfinished exchange have always started it. Therefore no order of arrival and no limit can deadlock,
+    even if transfers of one group run one after the other (NCCL). Copies inside the rank come first: they run when as many messages as
+    fit are in flight.
+    """
     alone = max(ends.limit // 64, ALONE_BETWEEN_TWO)
     pairs = _in_order(plan.moves(), (plan.givers, plan.takers), ends, alone)
     steps = [_exchange(list(some), (), ends) for _, some in groupby(pairs, key=lambda pair: pair[0][:2])]
     copies = list(plan.copies())
-    return [*[Step(copies=copies)] * bool(copies), *steps]
+    return [*[TransferStep(copies=copies)] * bool(copies), *steps]
 
 
-def plan_bucket(moves: Sequence[Piece], copies: Sequence[Piece], ends: Endpoints, on_gpu: bool) -> Step:
-    """All messages of parameters that every member of the group makes; on GPUs one all-gather if all give equal parts."""
+def plan_bucket(moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], ends: TransferContext, on_gpu: bool) -> TransferStep:
+    """One step for parameters that every member of the group makes; on GPUs one all-gather if all members give equal parts."""
     if on_gpu and moves and (step := _all_gather(moves, copies, ends)):
         return step
     pairs = _in_order(moves, (ends.members, ends.members), ends, min(ALONE, ends.limit // 64))
     return _exchange(pairs, copies, ends)
 
 
-def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Endpoints) -> Step | None:
-    """None where members' parts differ in size, some but not all hold a part, or a buffer has no room. Every member sees all parts of
-    the bucket, as it needs them all, so that all members decide alike."""
+def _all_gather(moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], ends: TransferContext) -> TransferStep | None:
+    """The all-gather; None if members' parts differ in size, if some but not all members hold a part, or if a buffer has no room.
+
+    Every member needs, and so sees, all parts of the bucket. So all members decide alike.
+    """
     if any(1 < piece.holders < len(ends.members) for piece in (*moves, *copies)):
         return None
-    given: dict[int, list[Piece]] = {member: [] for member in ends.members}
+    given: dict[int, list[SliceCopy]] = {member: [] for member in ends.members}
     taker = next((piece.taker for piece in moves if piece.giver == ends.rank), None)
     for piece in moves:
         if piece.taker in (ends.rank, taker):
@@ -117,15 +129,15 @@ def _all_gather(moves: Sequence[Piece], copies: Sequence[Piece], ends: Endpoints
         return None
     sides = [(member == ends.rank, pieces) for member, pieces in zip(ends.members, parts, strict=True)]
     messages = [Message(sends, _ends_of(pieces, sends), None if into else i * size) for i, (sends, pieces) in enumerate(sides)]
-    return Step(messages, copies=copies, buffer=buffer, gathers=True, into=into)
+    return TransferStep(messages, copies=copies, buffer=buffer, gathers=True, into=into)
 
 
-def _ends_of(pieces: Iterable[Piece], sends: bool) -> tuple[Part, ...]:
+def _ends_of(pieces: Iterable[SliceCopy], sends: bool) -> tuple[ParamSlice, ...]:
     return tuple(piece.source if sends else piece.target for piece in pieces)
 
 
-def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:
-    """The parameter that the members' parts make up one below the other, or nothing."""
+def _stacked(parts: Sequence[Sequence[SliceCopy]], targets: Shapes) -> str:
+    """The parameter that the members' parts form, one below the other; "" if they form none."""
     if any(len(pieces) != 1 for pieces in parts):
         return ""
     target, row = parts[0][0].target.parameter, 0
@@ -137,15 +149,18 @@ def _stacked(parts: Sequence[Sequence[Piece]], targets: Shapes) -> str:
     return target if row == targets[target][0] else ""
 
 
-Pair = tuple[tuple[int, int, int], bool, int, tuple[Part, ...]]  # place in the global order, whether it sends, peer, parts
+Pair = tuple[
+    tuple[int, int, int], bool, int, tuple[ParamSlice, ...]
+]  # position in the global order, whether it sends, peer, parts
 
 
-def _in_order(moves: Iterable[Piece], sides: tuple[Sequence[int], Sequence[int]], ends: Endpoints, alone: int) -> list[Pair]:
-    """The messages between this rank and each other one. ``sides``: the ranks that give and that take, whether this one knows of it
-    or not."""
+def _in_order(
+    moves: Iterable[SliceCopy], sides: tuple[Sequence[int], Sequence[int]], ends: TransferContext, alone: int
+) -> list[Pair]:
+    """The messages between this rank and each other rank. ``sides``: all ranks that give, and all that take."""
     among, to = ({rank: i for i, rank in enumerate(side)} for side in sides)
     place, rounds = {rank: i for i, rank in enumerate(ends.members)}, max(map(len, sides))
-    pieces_of: dict[tuple[int, int], list[Piece]] = {}
+    pieces_of: dict[tuple[int, int], list[SliceCopy]] = {}
     for piece in moves:
         pieces_of.setdefault((piece.giver, piece.taker), []).append(piece)
     pairs = list[Pair]()
@@ -156,9 +171,9 @@ def _in_order(moves: Iterable[Piece], sides: tuple[Sequence[int], Sequence[int]]
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def _exchange(pairs: Sequence[Pair], copies: Sequence[Piece], ends: Endpoints) -> Step:
-    """One step of these messages; equal parts that go to several are one."""
-    numbers: dict[tuple[bool, tuple[Part, ...]], int] = {}
+def _exchange(pairs: Sequence[Pair], copies: Sequence[SliceCopy], ends: TransferContext) -> TransferStep:
+    """One step of these messages. Equal parts that go to several members are one message."""
+    numbers: dict[tuple[bool, tuple[ParamSlice, ...]], int] = {}
     messages, transfers, used = list[Message](), list[tuple[int, int]](), 0
     for _, sends, peer, parts in pairs:
         number = numbers.setdefault((sends, parts), len(messages))
@@ -167,13 +182,16 @@ def _exchange(pairs: Sequence[Pair], copies: Sequence[Piece], ends: Endpoints) -
             messages.append(Message(sends, parts, None if in_memory else used))
             used += 0 if in_memory else messages[-1].numel
         transfers.append((number, peer))
-    return Step(messages, transfers, copies, used)
+    return TransferStep(messages, transfers, copies, used)
 
 
-def cut_messages(pieces: Iterable[Piece], limit: int, alone: int) -> Iterator[list[Piece]]:
-    """Runs of pieces of at most half of ``limit`` elements. Those of ``alone`` elements or more go by themselves, cut to ``limit``
-    along their rows as far as a row is smaller. With a part of ``limit`` as ``alone`` the number of messages is bounded too."""
-    run: list[Piece] = []
+def cut_messages(pieces: Iterable[SliceCopy], limit: int, alone: int) -> Iterator[list[SliceCopy]]:
+    """Runs of copies with at most half of ``limit`` elements.
+
+    A copy of ``alone`` elements or more goes by itself, cut by rows to ``limit`` elements where a row is smaller. If ``alone`` is a
+    fraction of ``limit``, the number of messages is bounded too.
+    """
+    run: list[SliceCopy] = []
     used = 0
     for piece in joined(pieces):
         numel, rows = piece.source.numel, piece.source.size[0]
@@ -191,10 +209,12 @@ def cut_messages(pieces: Iterable[Piece], limit: int, alone: int) -> Iterator[li
         yield run
 
 
-def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces of one giver and taker, those whose rows follow each other at both ends as one: q, k and v of a rank, although they are
-    three global tensors."""
-    last: Piece | None = None
+def joined(pieces: Iterable[SliceCopy]) -> Iterator[SliceCopy]:
+    """The copies of one giver and taker; those whose rows follow each other at both ends are joined.
+
+    So q, k and v of a rank, three global tensors, become one copy.
+    """
+    last: SliceCopy | None = None
     for piece in pieces:
         if last is not None and _follows(last.source, piece.source) and _follows(last.target, piece.target):
             size = last.source.size[0] + piece.source.size[0], *piece.source.size[1:]
@@ -207,13 +227,13 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield last
 
 
-def _follows(a: Part, b: Part) -> bool:
+def _follows(a: ParamSlice, b: ParamSlice) -> bool:
     below = b.start == (a.start[0] + a.size[0], *a.start[1:])
     return below and a.parameter == b.parameter and a.size[1:] == b.size[1:]
 
 
-def _in_memory(sends: bool, parts: Sequence[Part], ends: Endpoints) -> bool:
-    """Whether a message lies in one piece in this rank's memory, as it travels."""
+def _in_memory(sends: bool, parts: Sequence[ParamSlice], ends: TransferContext) -> bool:
+    """True if a message is contiguous in this rank's memory, in the dtype in which it is sent."""
     if len(parts) > 1 or (sends and ends.converted):
         return False
     size, shape = parts[0].size, tuple((ends.sources if sends else ends.targets)[parts[0].parameter])

@@ -1,11 +1,10 @@
-"""How a rank gets its generation shard from training shards: each method is a choice of sides for the planner. Pure.
+"""How a rank gets its generation shard from training shards. Each method is a choice of sides for the planner. Pure.
 
-``zero_redundancy`` (HybridFlow): generation ranks are regrouped so that a training shard is part of its rank's generation shard;
-the ranks of a micro-DP group exchange what they lack (in one all-gather where their parts are equal), and the training shard lives
-on inside the generation shard. Where the layouts do not allow it
-(ZeRO-3 to any layout) each rank receives exactly what it lacks and keeps its training shard beside.
-``full_gather`` (DeepSpeed-Chat): every rank gathers the whole model from all ranks, then cuts its generation shard out of it.
-``naive_groups`` (HybridFlow-V): the same inside the training replica. These two are there to be measured against.
+``zero_redundancy`` (HybridFlow): generation ranks are regrouped so that a training shard is part of its rank's generation shard. The
+ranks of a micro-DP group exchange what they lack, in one all-gather if their parts are equal, and the training shard stays inside the
+generation shard. If the layouts do not allow it (ZeRO-3 to any layout), each rank receives exactly what it lacks and keeps its training
+shard beside it. ``full_gather`` (DeepSpeed-Chat): every rank gathers the whole model from all ranks and cuts out its generation shard.
+``naive_groups`` (HybridFlow-V): the same inside the training replica. These two are for comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +16,18 @@ from dataclasses import dataclass, field
 from rlhf_spmd.parallel.boxes import ParamShard, whole_shard
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.reshard.plan import Holding, HostOf, Piece, Plan, Shards, ShardsAt, by_tensor, held_by, holdings, plan_transfer
+from rlhf_spmd.reshard.plan import (
+    Holding,
+    HostOf,
+    Plan,
+    Shards,
+    ShardsAt,
+    SliceCopy,
+    by_tensor,
+    held_by,
+    holdings,
+    plan_transfer,
+)
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 ONE_HOST: HostOf = lambda index: 0  # noqa: E731
@@ -27,25 +37,28 @@ ONE_HOST: HostOf = lambda index: 0  # noqa: E731
 class TransitionPlan:
     """Everything that one rank does to get from training to generation.
 
-    transfer: what it gives, takes and keeps, ranks being pool indices. made: the parameters that come of it. buckets: their names,
-    those of a bucket together; empty: all at once, each rank its own. homes: training parameter -> its pieces as they lie in the
-    generation shard, which then holds them; empty: the training shard stays beside it. cuts: ``made`` are whole tensors, out of
-    which these pieces make the generation parameters.
+    - ``transfer``: what it gives, takes and keeps; ranks are pool indices.
+    - ``made``: the parameters that it makes. ``buckets``: their names, bucket by bucket; empty: all at once, each rank its own.
+    - ``places``: training parameter -> where its parts lie in the generation shard, which then holds them. Empty: the training shard
+      stays beside the generation shard.
+    - ``cuts``: given if ``made`` are whole tensors: the copies from them into the generation parameters.
     """
 
     transfer: Plan
     made: Shards
     buckets: Sequence[Sequence[str]] = ()
-    homes: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
-    cuts: Sequence[Piece] = ()
+    places: Mapping[str, Sequence[SliceCopy]] = field(default_factory=dict)
+    cuts: Sequence[SliceCopy] = ()
 
     def tensors(self, bucket: int) -> list[str]:
         """The global tensors of a bucket's parameters."""
         return list(dict.fromkeys(box.name for target in self.buckets[bucket] for box in self.made[target].boxes))
 
     def finished(self, train: Iterable[str]) -> list[list[str]]:
-        """For each bucket the training parameters that no later one needs and whose values the generation storage then has. What a
-        rank gives to others of a bucket it keeps too."""
+        """For each bucket: the training parameters that no later bucket needs. The generation storage has their values then.
+
+        A rank also keeps the parts of a bucket that it gives to others.
+        """
         if not self.buckets:
             return [list(train)]
         made = {target: i for i, bucket in enumerate(self.buckets) for target in bucket}
@@ -57,11 +70,15 @@ class TransitionPlan:
 
 @dataclass(frozen=True)
 class Method:
-    """``consecutive``: generation ranks form a grid of their own. ``everyone``: all ranks of the pool give, each its share of what
-    several hold; else the ranks of a training replica or of a regrouping. ``whole``: the whole model is gathered, then cut.
+    """A way to get the generation shard.
 
-    Under ZeRO the ranks of a shard group exchange, with all of their stages and slices where the grid is another one. Between
-    copies of the model nothing moves then, but with ``everyone`` and ``whole``, which is there to be measured against.
+    - ``consecutive``: generation ranks form a grid of their own, without regrouping.
+    - ``everyone``: all ranks of the pool give, each its share of what several hold. Otherwise the ranks of a training replica, or of a
+      regrouping, give.
+    - ``whole``: gather the whole model, then cut.
+
+    Under ZeRO the ranks of a shard group exchange, with all their stages and slices if the grid differs. Nothing moves between copies
+    of the model then, except with both ``everyone`` and ``whole``.
     """
 
     consecutive: bool = True
@@ -69,7 +86,7 @@ class Method:
     whole: bool = False
 
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
-        """The ranks that exchange weights with a rank, as pool indices."""
+        """The ranks that exchange weights with rank ``index``, as pool indices."""
         train = layout.train
         if self.everyone and (self.whole or train.dp_shard == 1):
             return list(range(train.size))
@@ -80,8 +97,11 @@ class Method:
     def plan(
         self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
     ) -> TransitionPlan:
-        """``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: elements. ``host_of``: pool index ->
-        its host, which is asked before others are. Pure. Raises ValueError where the layouts do not fit."""
+        """Plan the transition of one rank. Pure. Raises ValueError if the layouts do not fit.
+
+        ``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: the most elements of one. ``host_of``:
+        pool index -> its host; a rank takes from its own host first.
+        """
         ranks, mine = self.gather_ranks(layout, index), held_by(layout, wanted, index)
         source = holdings(layout.train, train, ranks, ranks)
         if self.consecutive and not self.whole:
@@ -98,13 +118,13 @@ class Method:
         if self.whole:
             cuts = plan_transfer([Holding((index,), made)], [Holding((index,), mine)], host_of, index).copies()
             return TransitionPlan(transfer, made, together, cuts=list(cuts))
-        homes: dict[str, list[Piece]] = {name: [] for name in held_by(layout.train, train, index)}
+        places: dict[str, list[SliceCopy]] = {name: [] for name in held_by(layout.train, train, index)}
         for piece in transfer.copies():
-            homes[piece.source.parameter].append(piece)
+            places[piece.source.parameter].append(piece)
         for name, shard in held_by(layout.train, train, index).items():
-            if sum(piece.source.numel for piece in homes[name]) != sum(box.numel for box in shard.boxes):
+            if sum(piece.source.numel for piece in places[name]) != sum(box.numel for box in shard.boxes):
                 raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
-        return TransitionPlan(transfer, made, together, homes)
+        return TransitionPlan(transfer, made, together, places)
 
 
 METHODS: dict[str, Method] = {
@@ -115,7 +135,7 @@ METHODS: dict[str, Method] = {
 
 
 def choose_method(name: str, layout: GenerationLayout) -> Method:
-    """The method of a setting for a layout: ``zero_redundancy`` gathers in place where the layout was regrouped for it."""
+    """The method with this name, for a layout. ``zero_redundancy`` gathers in place only if the layout was regrouped for it."""
     method = METHODS[name]
     return Method(everyone=True) if layout.consecutive and not method.consecutive else method
 
@@ -123,8 +143,8 @@ def choose_method(name: str, layout: GenerationLayout) -> Method:
 def plan_buckets(source: Sequence[Holding], made: Shards, limit: int) -> list[list[str]]:
     """The parameters that a gather makes, in buckets; the same on every rank.
 
-    A bucket is whole units: parameters that come from equally named training parameters, such as one layer's of each stage, so
-    that the members give equal amounts. It makes no more than ``limit`` elements nor than half the largest unit, unless it is one.
+    A bucket consists of whole units: parameters that come from equally named training parameters, such as one layer of each stage, so
+    the members give equal amounts. It has at most ``limit`` elements and at most half of the largest unit, unless it is one unit.
     """
     index, units = by_tensor(source), dict[str, list[str]]()
     for target, shard in made.items():
@@ -136,8 +156,10 @@ def plan_buckets(source: Sequence[Holding], made: Shards, limit: int) -> list[li
 
 
 def _shares(holding: Holding) -> list[Holding]:
-    """Ranks with the same shards answer for some rows of each parameter. Those that are replicated beyond these ranks stay whole:
-    most ranks need not receive them at all."""
+    """Let each of several ranks with the same shards give some rows of each parameter.
+
+    Parameters that more ranks hold stay whole: most ranks do not need to receive them.
+    """
     sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
     for name, shard in holding.shards.items():
         sides[not shard.whole_on_tp][name] = shard

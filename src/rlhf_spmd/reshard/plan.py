@@ -1,12 +1,12 @@
 """Who gives which part of which parameter to whom, from any ranks and layout to any other (ReaL, section 6). Pure.
 
-A side is a list of holdings: ranks and the shards that they hold. The common refinement of both sides' boxes cuts each tensor
-into cells that every rank holds whole or not at all. A rank that needs a cell takes it from the cheapest source: itself, then its
-own host, then another host; ranks that need the same cell take turns over equal sources, and what is left over of a round moves
-on from tensor to tensor. So nothing is received twice, and each rank derives its own part of the plan alone.
+A side is a list of holdings: ranks and the shards that they hold. The common refinement of both sides' boxes cuts each tensor into
+cells that a rank holds entirely or not at all. A rank that needs a cell takes it from the cheapest source: itself, then its own host,
+then another host. Ranks that need the same cell take turns over equal sources, and the turn continues from tensor to tensor. So nothing
+is received twice, and each rank derives its own part of the plan alone.
 
-Tensors that are held alike (those of equal layers) are cut once, a rank looks only at cells that it holds or needs, and the pieces
-of single tensors are made when somebody goes through them.
+Tensors that are held alike (those of equal layers) are cut once, a rank looks only at cells that it holds or needs, and copies of
+single tensors are made when somebody iterates over them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Index = tuple[int, ...]  # one number per tensor dim
 
 @dataclass(frozen=True)
 class Holding:
-    """``ranks`` that hold these parameters: ``parts`` neighbours hold one copy, each its rows of every one (ZeRO: ``zero_rows``).
+    """``ranks`` that hold these parameters.
 
-    ``parts`` divides the number of ranks; 1: each rank holds all rows. ``whole``: the ranks hold all of them, and each answers for
-    its rows. On one side a rank holds no element of a tensor twice.
+    ``parts``: so many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``); 1: each rank
+    holds all rows. It divides the number of ranks. ``whole``: each rank holds all rows, but gives only its own. On one side a rank
+    holds no element of a tensor twice.
     """
 
     ranks: tuple[int, ...]
@@ -48,9 +49,9 @@ class Holding:
 def holdings(
     layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int], group: Iterable[int] | None = None
 ) -> list[Holding]:
-    """What each rank of a pool holds of a model in a layout; ``group``: of these pool indices, ``ranks`` in the same order.
+    """What each of ``ranks`` holds of a model in a layout. ``group``: their pool indices, by default 0, 1, ...
 
-    The ranks of a shard group follow each other in ``group``, and all of them are in it or none.
+    The ranks of a shard group follow each other in ``group``, which has all of them or none.
     """
     at: dict[tuple[int, int], list[int]] = {}
     for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
@@ -60,13 +61,12 @@ def holdings(
 
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
-    """The shards of one rank (pool index), ZeRO's rows cut out."""
-    pp, dp, tp = layout.coordinate(index)
-    parts = layout.dp_shard
+    """The shards of one rank (pool index), after ZeRO has cut out its rows."""
+    (pp, dp, tp), parts = layout.coordinate(index), layout.dp_shard
     return zero_shards(shards(pp, tp), dp % parts, parts) if parts > 1 else shards(pp, tp)
 
 
-class Part(NamedTuple):
+class ParamSlice(NamedTuple):
     """``parameter[start : start + size]`` of one rank; ``start`` and ``size`` have one entry per tensor dim."""
 
     parameter: str
@@ -81,30 +81,32 @@ class Part(NamedTuple):
     def slices(self) -> tuple[slice, ...]:
         return _slices(self.start, self.size)
 
-    def rows(self, first: int, number: int) -> Part:
-        """At most ``number`` of its rows, from row ``first`` on."""
+    def rows(self, first: int, number: int) -> ParamSlice:
+        """At most ``number`` rows of it, from row ``first`` on."""
         number = min(number, self.size[0] - first)
-        return Part(self.parameter, (self.start[0] + first, *self.start[1:]), (number, *self.size[1:]))
+        return ParamSlice(self.parameter, (self.start[0] + first, *self.start[1:]), (number, *self.size[1:]))
 
 
-@lru_cache(maxsize=1 << 12)  # a transfer asks for them each time; equal layers' parts have the same
+@lru_cache(maxsize=1 << 12)  # every transfer asks for them; parts of equal layers have the same
 def _slices(start: Index, size: Index) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
 
 
-class Piece(NamedTuple):
-    """``source`` of rank ``giver`` becomes ``target``, of the same size, of rank ``taker``. ``holders``: ranks that could give it."""
+class SliceCopy(NamedTuple):
+    """Copy ``source`` of rank ``giver`` to ``target`` of rank ``taker``, of the same size. ``holders``: how many ranks have it."""
 
     giver: int
     taker: int
-    source: Part
-    target: Part
+    source: ParamSlice
+    target: ParamSlice
     holders: int = 1
 
 
 class _Run(NamedTuple):
-    """A piece of each of some tensors that lie alike, those of these ``numbers`` among them; it lies in one box of each side, from
-    ``starts`` on."""
+    """The same copy in each of some tensors that are held alike: those with these ``numbers``.
+
+    It lies in one box of each side, from ``starts`` on.
+    """
 
     giver: int
     taker: int
@@ -116,7 +118,7 @@ class _Run(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """Tensors that lie alike, and the pieces that stay on their rank and that move."""
+    """Tensors that are held alike, with the copies inside a rank (``kept``) and between ranks (``moved``)."""
 
     tensors: list[_Tensor]
     kept: list[_Run]
@@ -125,34 +127,37 @@ class _Alike(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank gives, takes and keeps, or what all ranks do. ``order``: global tensors as the target side lists them; both ends
-    of a pair go through its pieces in this order. ``givers``, ``takers``: the ranks of the two sides, ascending."""
+    """What one rank gives, takes and keeps, or what all ranks do.
+
+    ``order``: global tensors in the target side's order, in which both ends of a pair go through their copies. ``givers``, ``takers``:
+    the ranks of the two sides, ascending.
+    """
 
     order: Mapping[str, tuple[_Alike, int]]
     every: Sequence[_Alike]
     givers: Sequence[int] = ()
     takers: Sequence[int] = ()
 
-    def moves(self, tensors: Iterable[str] | None = None) -> Iterator[Piece]:
-        """What leaves its rank, of all or of some tensors."""
+    def moves(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
+        """Copies between ranks, of all tensors or of these."""
         return self._pieces(tensors, lambda alike: alike.moved)
 
-    def copies(self, tensors: Iterable[str] | None = None) -> Iterator[Piece]:
-        """What stays on its rank."""
+    def copies(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
+        """Copies inside a rank, of all tensors or of these."""
         return self._pieces(tensors, lambda alike: alike.kept)
 
-    def _pieces(self, tensors: Iterable[str] | None, runs: Callable[[_Alike], list[_Run]]) -> Iterator[Piece]:
+    def _pieces(self, tensors: Iterable[str] | None, runs: Callable[[_Alike], list[_Run]]) -> Iterator[SliceCopy]:
         for name in self.order if tensors is None else tensors:
             alike, number = self.order[name]
             sides = alike.tensors[number].sides
             for giver, taker, boxes, starts, size, numbers, holders in runs(alike):
                 if number in numbers:
-                    source, target = (Part(sides[i][boxes[i]].parameter, starts[i], size) for i in (0, 1))
-                    yield Piece(giver, taker, source, target, holders)
+                    source, target = (ParamSlice(sides[i][boxes[i]].parameter, starts[i], size) for i in (0, 1))
+                    yield SliceCopy(giver, taker, source, target, holders)
 
     @property
     def traffic(self) -> Counter[tuple[int, int]]:
-        """Elements per (giver, taker) that are not the same rank."""
+        """(giver, taker) -> elements, for different ranks."""
         total: Counter[tuple[int, int]] = Counter()
         for run in (run for alike in self.every for run in alike.moved):
             total[run.giver, run.taker] += len(run.numbers) * prod(run.size)
@@ -163,9 +168,9 @@ class Plan:
 
 
 def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None) -> Plan:
-    """One rank's part in filling the target side from the source side, or all ranks'. ``host_of``: rank -> the host it is on.
+    """The part of ``rank`` (None: of all ranks) in filling the target side from the source side. ``host_of``: rank -> its host.
 
-    Every rank must pass the same holdings in the same order. Raises ValueError where the source lacks what this rank needs.
+    Every rank must pass the same holdings in the same order. Raises ValueError if the source lacks what the rank needs.
     """
     sides, choose, turn, every = (source, target), _chooser(host_of), 0, []
     mine = [{i for i, holding in enumerate(side) if rank in (None, *holding.ranks)} for side in sides]
@@ -186,7 +191,7 @@ def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of:
 
 
 def missing_elements(held: Shards, wanted: Shards) -> int:
-    """Elements of ``wanted`` that lie outside ``held``: what a rank has to receive at least."""
+    """Elements of ``wanted`` outside ``held``: the least that a rank has to receive."""
     index = by_tensor([Holding((0,), held)])
     return sum(
         box.numel - sum(common[0].numel for other in index.get(box.name, []) if (common := intersect(box, other.box)))
@@ -196,7 +201,7 @@ def missing_elements(held: Shards, wanted: Shards) -> int:
 
 
 class Held(NamedTuple):
-    """One box of a tensor in one holding: the parameter it lies in, and that parameter's rows (0 where they are not split)."""
+    """One box of a tensor in one holding: the parameter that has it, and that parameter's rows (0: not split)."""
 
     holding: int
     parameter: str
@@ -205,7 +210,7 @@ class Held(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same for tensors that lie alike."""
+        """Equal for tensors that are held alike."""
         return self.holding, self.rows, self.box[1:]
 
 
@@ -221,7 +226,7 @@ def by_tensor(side: Sequence[Holding]) -> dict[str, list[Held]]:
 
 
 class _Region(NamedTuple):
-    """A box as ``ranks`` hold it, rows split; ``number`` of the box it is of."""
+    """The rows of a box that ``ranks`` hold. ``number``: of that box."""
 
     number: int
     ranks: tuple[int, ...]
@@ -231,7 +236,7 @@ class _Region(NamedTuple):
 def _regions(
     side: Sequence[Holding], boxes: Sequence[Held], within: Box | None = None, rank: int | None = None
 ) -> Iterator[_Region]:
-    """The regions of some boxes of one tensor: of split ones only those with rows in ``within``, only those of ``rank``."""
+    """The regions of some boxes of one tensor. Of split boxes only regions with rows in ``within``; only those of ``rank``."""
     for number, (holding, _, rows, box) in enumerate(boxes):
         ranks, parts, whole = side[holding].ranks, side[holding].parts, side[holding].whole
         if rank is not None and rank not in ranks:
@@ -252,7 +257,7 @@ def _regions(
 
 @dataclass
 class _Tensor:
-    """A global tensor: its place in the target side's order, and the boxes of both sides."""
+    """A global tensor: its position in the target side's order, and its boxes on both sides."""
 
     name: str
     position: int
@@ -260,7 +265,7 @@ class _Tensor:
 
 
 def _alike(source: Sequence[Holding], target: Sequence[Holding]) -> list[list[_Tensor]]:
-    """The target's tensors, those that lie alike on both sides together, in order of first appearance."""
+    """The target's tensors in order of first appearance, grouped by being held alike on both sides."""
     sources, groups = by_tensor(source), dict[tuple[object, ...], list[_Tensor]]()
     for position, (name, held) in enumerate(by_tensor(target).items()):
         tensor = _Tensor(name, position, (sources.get(name, []), held))
@@ -287,10 +292,10 @@ def _chooser(host_of: HostOf) -> Callable[[frozenset[int], frozenset[int]], Choi
 
 @dataclass
 class _Cell:
-    """A part of a tensor that ranks hold whole or not at all.
+    """A part of a tensor that a rank holds entirely or not at all.
 
-    ``regions``: of each side, by number, those that it is in. ``sources``, ``targets``: the ranks that hold it. ``turn``, ``turns``:
-    its number among the cells of its source region, and how many those are.
+    ``regions``: for each side, the regions that contain it, by number. ``sources``, ``targets``: the ranks that hold it. ``turn``,
+    ``turns``: its number among the cells of its source region, and their count.
     """
 
     at: Index
@@ -303,7 +308,7 @@ class _Cell:
     turns: int = 1
 
     def end(self, side: int, rank: int) -> tuple[int, Index]:
-        """The number of the box in which a rank holds the cell, and where the cell begins in the rank's parameter."""
+        """The number of the box in which a rank holds the cell, and the cell's start in the rank's parameter."""
         regions = self.regions[side].values()
         number, _, box = next(region for region in regions if len(regions) == 1 or rank in region.ranks)
         return number, tuple([at + a - b for at, a, b in zip(box.local, self.start, box.start, strict=True)])
@@ -311,12 +316,11 @@ class _Cell:
     def pairs(
         self, choose: Callable[[frozenset[int], frozenset[int]], Choices], turn: int, count: int, rank: int | None
     ) -> Iterator[tuple[int, int, slice]]:
-        """(source, target, in which of ``count`` tensors, the first of which is the ``turn``-th): those that ``rank`` is in, or all.
+        """(giver, taker, which of ``count`` tensors): the pairs with ``rank`` in them, or all pairs.
 
-        Takers go round the givers, one after the other. Where they do not go round evenly, the next cell's round begins ``step``
-        givers later, so that none gives more than the others; a tensor's cells are ``turns`` rounds. After ``period`` tensors the
-        same giver is the first again: tensors that far apart have equal pairs and stay one run. Where takers go round evenly
-        ``step`` is 0, and all tensors have the same pairs.
+        The first tensor is the ``turn``-th of all. Takers are dealt to givers in rounds. If the last round is incomplete, the next cell
+        starts ``step`` givers later, so no giver gives more than others. A tensor has ``turns`` such cells. After ``period``
+        tensors the same giver is first again: tensors that far apart form one run. Without incomplete rounds ``step`` is 0.
         """
         for kept in self.sources & self.targets:
             if rank in (kept, None):
@@ -339,7 +343,7 @@ class _Cell:
 
 
 def _cut(tensor: _Tensor, sides: tuple[Sequence[Holding], Sequence[Holding]], rank: int | None) -> list[_Cell]:
-    """The cells of a tensor that the target side needs, or only those that ``rank`` holds on one side or the other."""
+    """The cells of a tensor that the target side needs; with ``rank``, only those that it holds on either side."""
     every = [edges for side, boxes in zip(sides, tensor.sides, strict=True) for edges in _edges(side, boxes)]
     cuts = [sorted(set().union(*edges)) for edges in zip(*every, strict=True)]
     index = [{edge: i for i, edge in enumerate(edges)} for edges in cuts]
@@ -377,7 +381,7 @@ def _cut(tensor: _Tensor, sides: tuple[Sequence[Holding], Sequence[Holding]], ra
 
 
 def _edges(side: Sequence[Holding], boxes: Sequence[Held]) -> Iterator[list[set[int]]]:
-    """Of each box where it begins, ends, and passes from rank to rank, along each dim."""
+    """For each box, the positions along each dim where it starts, ends, or changes from rank to rank."""
     for holding, _, rows, box in boxes:
         edges = [{a, a + n} for a, n in zip(box.start, box.size, strict=True)]
         if rows:
@@ -386,8 +390,8 @@ def _edges(side: Sequence[Holding], boxes: Sequence[Held]) -> Iterator[list[set[
         yield edges
 
 
-def single_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[str, tuple[slice, ...]] | None:
-    """The slice of a generation parameter that is the whole training parameter in the same order, if there is one."""
+def single_slice(pieces: Sequence[SliceCopy], shape: Sequence[int]) -> tuple[str, tuple[slice, ...]] | None:
+    """The slice of a generation parameter that equals the whole training parameter; None if there is no such slice."""
     targets = {piece.target.parameter for piece in pieces}
     offsets = {tuple(b - a for a, b in zip(p.source.start, p.target.start, strict=True)) for p in pieces}
     if len(targets) != 1 or len(offsets) != 1:

@@ -1,4 +1,4 @@
-"""Memory of weights that are elsewhere for a while: given up, in host memory, or back."""
+"""Memory of tensors that is given up for a while: freed, or copied to host memory and back."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rlhf_spmd.kernels.pinned import host_zeros
 
 
 class Storages:
-    """The storages of some tensors, which can be given up for a while: whoever holds the tensors finds them again later.
+    """The storages of some tensors, which can be given up for a while. Whoever holds the tensors finds them again later.
 
-    Values are lost (:meth:`free`, :meth:`allocate`) or rest in host memory, pinned where the tensors are on a GPU
-    (:meth:`offload`, :meth:`reload`). While a storage is given up the tensors must not be touched.
+    Values are lost (:meth:`free`, :meth:`allocate`) or are in host memory (:meth:`offload`, :meth:`reload`), pinned if the tensors are
+    on a GPU. While a storage is given up the tensors must not be touched.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._storages: list[torch.UntypedStorage] = []
         self._sizes: list[int] = []
         self._host: list[Tensor] = []
-        self._coming: torch.cuda.Event | bool = False  # since :meth:`prefetch`
+        self._coming: torch.cuda.Event | bool = False  # set by :meth:`prefetch`
         self.include(tensors)
 
     def include(self, tensors: Iterable[Tensor]) -> None:
-        """More tensors, with storages of their own."""
+        """Add tensors that share no storage with those before."""
         more = _distinct(tensors)
         self._storages += more
         self._sizes += [storage.nbytes() for storage in more]
 
     @property
     def nbytes(self) -> int:
-        """What they hold on their device."""
+        """Bytes that the storages hold on their device."""
         return sum(storage.nbytes() for storage in self._storages)
 
     def free(self) -> None:
@@ -42,13 +42,19 @@ class Storages:
             storage.resize_(0)
 
     def allocate(self) -> None:
-        """Storage again, zeros in it: FSDP pads shards, and what it pads with is summed."""
+        """Give the tensors storage again, filled with zeros: FSDP pads shards, and the padding is summed."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
             _bytes(storage).zero_()
 
-    def offload(self, changed: Iterable[Tensor] | None = None) -> None:
-        """Copy to host memory, which is kept for the next time, and give up the storages. ``changed``: of others the copy is good."""
+    def offload(self, tensors: Iterable[Tensor] | None = None, changed: Iterable[Tensor] | None = None) -> None:
+        """Copy values to host memory and give up the storages. The host memory is kept for the next time.
+
+        ``tensors``: the same tensors, if some have other storages of the same sizes by now. ``changed``: copy only these; for the
+        others the last copy is still good.
+        """
+        if tensors is not None:
+            self._storages = _distinct(tensors)
         if not self._host:
             device = next((storage.device for storage in self._storages), torch.device("cpu"))
             self._host = host_zeros([((size,), torch.uint8) for size in self._sizes], device)
@@ -61,14 +67,11 @@ class Storages:
             wait()
         self.free()
 
-    def rest(self, tensors: Iterable[Tensor], changed: Iterable[Tensor] = ()) -> None:
-        """Give up the storages of the same tensors, some of which may have got others of the same sizes. See :meth:`offload`."""
-        self._storages = _distinct(tensors)
-        self.offload(changed)
+    def release(self) -> None:
+        """After :meth:`reload`: stop holding the storages, so that one which a tensor exchanges for another is freed.
 
-    def let_go(self) -> None:
-        """After :meth:`reload`: hold none of the storages, so that those which tensors exchange for others meanwhile end. Until
-        :meth:`rest` nothing else is asked."""
+        Call :meth:`offload` with the tensors before anything else.
+        """
         self._storages = []
 
     def reload(self) -> None:
@@ -79,7 +82,7 @@ class Storages:
         self._coming = False
 
     def prefetch(self) -> None:
-        """Begin what :meth:`reload` ends: on a GPU the copy runs beside this rank's computation."""
+        """Start a :meth:`reload`. On a GPU the copy runs beside this rank's computation."""
         if self._coming:
             return
         self._coming = True
@@ -89,19 +92,19 @@ class Storages:
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
         stream = side_stream()
-        stream.wait_stream(torch.cuda.current_stream())  # which may be using that memory for something else
+        stream.wait_stream(torch.cuda.current_stream())  # it may still use that memory for something else
         with torch.cuda.stream(stream):
             self._copy_back()
         self._coming = stream.record_event()
 
     def _copy_back(self) -> None:
         for host, storage, size in zip(self._host, self._storages, self._sizes, strict=True):
-            if storage.nbytes() != size:  # on a GPU the same size would be allocated again, on the stream of the copy
+            if storage.nbytes() != size:  # on a GPU an equal size would be allocated anew, on the copy's stream
                 storage.resize_(size)
             _bytes(storage).copy_(host, non_blocking=True)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Where the values of one of the tensors lie after :meth:`offload`: writing there changes what :meth:`reload` brings."""
+        """The host copy of one of the tensors after :meth:`offload`. Writing there changes what :meth:`reload` brings back."""
         (host,) = (h for h, s in zip(self._host, self._storages, strict=True) if s._cdata == tensor.untyped_storage()._cdata)
         return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -115,13 +118,13 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages that these tensors live in, each counted once."""
+    """Bytes of the storages of these tensors, each counted once."""
     storages = map(Tensor.untyped_storage, tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def materialise(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    """Replace a module's parameters by empty ones without storage on ``device``; returns them by name. Ties stay ties."""
+    """Replace a module's parameters by empty ones on ``device``, without storage. Returns them by name. Tied ones stay tied."""
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():

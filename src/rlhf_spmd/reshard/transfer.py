@@ -1,4 +1,4 @@
-"""Weights on their way: the steps of a plan started and awaited in their order, as many at a time as memory allows."""
+"""Execution of a plan: its steps are started and awaited in order, as many at a time as memory allows."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.reshard.delta import Changes, Delta
-from rlhf_spmd.reshard.messages import Endpoints, Message, Step, plan_steps
-from rlhf_spmd.reshard.plan import Part, Piece, Plan
+from rlhf_spmd.reshard.messages import Message, TransferContext, TransferStep, plan_steps
+from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
-LABEL = "loan"  # weights on loan, which may move beside a transition
-IN_FLIGHT = 1 << 27  # elements of messages at a time, each of which may hold up a kernel or a socket
+LABEL = "weight_sync"
+IN_FLIGHT = 1 << 27  # elements of messages at a time; each message may block a kernel or a socket
 
 Tensors = Mapping[str, Tensor]
 
 
 class _Flight(NamedTuple):
-    """A step that has been started. ``travels``: what its messages are read from or written to meanwhile."""
+    """A step that has been started. ``travels``: the memory that its messages read or write meanwhile."""
 
-    step: Step
+    step: TransferStep
     works: Sequence[Work]
     buffer: Tensor | None
     travels: list[Tensor]
 
 
 class BackgroundTask(threading.Thread):
-    """``work`` in a thread beside the main one. ``on_error`` is told of a failure at once, there; :meth:`wait` raises it."""
+    """Runs ``work`` in a thread of its own. A failure calls ``on_error`` there at once; :meth:`wait` raises it."""
 
     def __init__(self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None) -> None:
         super().__init__(target=work, name=name, daemon=True)
@@ -58,20 +58,22 @@ class BackgroundTask(threading.Thread):
 
 
 class Transfer:
-    """Steps that carry ``sources`` into ``targets``. Until :meth:`wait` the sources must not change, nor the targets be read.
+    """Copies ``sources`` into ``targets`` in steps. Until :meth:`wait` the sources must not change, and the targets not be read.
 
-    ``number`` steps, each made by ``step(i)`` when it is started, in the same order on all ranks. ``dtype``: what travels, the
-    targets'. ``limit``: elements of buffers, and of what steps hold besides, at a time, but one step goes in any case.
-    ``opens(i)`` comes before step i starts, ``closes(i)`` when it has ended; ``measure()``: bytes held beside the buffers then.
-    ``beside``: on a GPU a stream of its own, so that waiting for a peer does not hold up this rank's computation: ``stream``, or the
-    one where all such transfers of this rank follow each other.
-    ``peak_bytes``: the most that buffers held so far, with what ``measure`` says.
+    - ``number`` steps, each made by ``step(i)`` when it starts, in the same order on all ranks.
+    - ``dtype``: of the messages and the targets.
+    - ``limit``: the most elements of buffers, and of what steps hold besides, at a time. One step runs in any case.
+    - ``opens(i)`` runs before step i starts, ``closes(i)`` when it has ended. ``measure()``: bytes held beside the buffers then.
+    - ``beside``: on a GPU, run on another stream, so that waiting for a peer does not delay this rank's computation: ``stream``, or the
+      side stream that all such transfers of this rank share.
+
+    ``peak_bytes``: the most bytes that buffers have held so far, plus what ``measure`` returned.
     """
 
     def __init__(
         self,
         number: int,
-        step: Callable[[int], Step],
+        step: Callable[[int], TransferStep],
         sources: Tensors,
         targets: Tensors,
         group: Group,
@@ -91,7 +93,7 @@ class Transfer:
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
         self._stream = (stream or side_stream()) if beside and capabilities(self._device).streams else None
         self._flights: deque[_Flight] = deque()
-        self._held = self._exchanged = self._buffer_bytes = 0  # of the steps under way; the first two are elements
+        self._held = self._exchanged = self._buffer_bytes = 0  # of the steps in flight; the first two are elements
         self.landed = self.peak_bytes = 0
         self._thread: BackgroundTask | None = None
         self._arrived: torch.cuda.Event | None = None
@@ -101,20 +103,20 @@ class Transfer:
             self._start_some()
 
     def wait(self) -> None:
-        """Returns when everything of this rank has been sent and received."""
+        """Wait until this rank has sent and received everything."""
         if self._thread is not None:
             self._thread.wait()
             self._thread = None
         self.advance(self._number)
-        if self._arrived is not None:  # not the stream: later transfers may be waiting there
+        if self._arrived is not None:  # wait for the event, not the stream: later transfers may be waiting there
             torch.cuda.current_stream().wait_event(self._arrived)
         elif self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def proceed(self, on_error: Callable[[BaseException], object] | None = None) -> None:
-        """Go on while this rank does something else, in which the sources stay as they are; :meth:`wait` ends it.
+        """Go on in the background while this rank does something else that does not change the sources; :meth:`wait` ends it.
 
-        ``on_error`` is told of a failure at once, in another thread; :meth:`wait` raises it.
+        A failure calls ``on_error`` at once, in another thread; :meth:`wait` raises it.
         """
         if self._stream is not None:
             self.advance(self._number)  # only the stream waits
@@ -124,7 +126,7 @@ class Transfer:
 
     @torch.no_grad()
     def advance(self, upto: int) -> None:
-        """Until the first ``upto`` steps have ended; those that follow are under way as far as there is room."""
+        """Wait until the first ``upto`` steps have ended. Later steps are in flight as far as there is room."""
         with self._on_stream():
             while self.landed < upto:
                 self._land(self._flights[0])
@@ -153,8 +155,8 @@ class Transfer:
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _start(self, step: Step) -> _Flight:
-        if step.into:  # an all-gather in place reads this rank's part there
+    def _start(self, step: TransferStep) -> _Flight:
+        if step.into:  # an all-gather in place reads this rank's part from there
             self._copy(step.copies)
             whole = self._targets[step.into].view(-1)
             return _Flight(step, [self._group.start_all_gather(whole, self._label)], None, [])
@@ -177,9 +179,9 @@ class Transfer:
         return _Flight(step, works, buffer, travels)
 
     def _land(self, flight: _Flight) -> None:
-        """Wait for a step and put what came into its buffer into place."""
+        """Wait for a step, then copy what its buffer has received to its targets."""
         wait_all(flight.works)
-        if not flight.works:  # what stays on the rank holds up no message
+        if not flight.works:  # copies inside the rank delay no message
             self._copy(flight.step.copies)
         if flight.buffer is not None:
             for message, memory in zip(flight.step.messages, flight.travels, strict=True):
@@ -188,21 +190,21 @@ class Transfer:
                         place.copy_(values)
 
     def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
-        """What a message travels from or to: a part of its step's buffer, or the place itself."""
+        """The memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
         if message.offset is None:
             return self._place(message.sends, message.parts[0]).view(-1)
         assert buffer is not None, "a packed message has a buffer"
         return buffer[message.offset : message.offset + message.numel]
 
     def _packed(self, message: Message, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The places of a message's parts, and their values in a flat tensor."""
+        """For each part of a message: its memory in the parameter, and its values in a flat tensor."""
         for part, values in zip(message.parts, flat.split_with_sizes(message.sizes), strict=True):
             yield self._place(message.sends, part), values.view(part.size)
 
-    def _place(self, sends: bool, part: Part) -> Tensor:
+    def _place(self, sends: bool, part: ParamSlice) -> Tensor:
         return (self._sources if sends else self._targets)[part.parameter][part.slices]
 
-    def _copy(self, pieces: Sequence[Piece]) -> None:
+    def _copy(self, pieces: Sequence[SliceCopy]) -> None:
         for piece in pieces:
             self._place(False, piece.target).copy_(self._place(True, piece.source))
 
@@ -215,18 +217,19 @@ def transfer_steps(
     members: Sequence[int],
     dtype: torch.dtype,
     message_bytes: int = 32 << 20,
-) -> list[Step]:
-    """The part of ``rank`` in a plan of global ranks: from ``sources`` (its parameters on the source side) into ``targets`` of
-    ``dtype``; {} where it has none. For all transfers of tensors of these shapes and dtypes: making it takes a second where a
-    thousand ranks have parts in it. All ``members``, the ranks of both sides, must make theirs with the same ``message_bytes``.
+) -> list[TransferStep]:
+    """The steps of ``rank`` in a plan of global ranks, for all transfers of tensors of these shapes and dtypes.
+
+    ``sources``: its parameters on the source side; ``targets``: those on the target side, of ``dtype``; {} if it has none. Making the
+    steps takes a second if a thousand ranks take part. All ``members``, the ranks of both sides, must pass the same ``message_bytes``.
     """
     here, there = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
     converted = any(tensor.dtype != dtype for tensor in sources.values())
-    return plan_steps(plan, Endpoints(rank, members, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
+    return plan_steps(plan, TransferContext(rank, members, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
 
 
 def start_transfer(
-    steps: Sequence[Step],
+    steps: Sequence[TransferStep],
     sources: Tensors,
     targets: Tensors,
     group: Group,
@@ -235,11 +238,12 @@ def start_transfer(
     delta: Delta | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Transfer:
-    """Start this rank's part, as :func:`transfer_steps` made it of the same ``sources``, ``targets`` and ``dtype``.
+    """Start this rank's part of a transfer. :func:`transfer_steps` made ``steps`` from the same tensors and ``dtype``.
 
-    Collective over ``group``, which holds all ranks of both sides: every rank of it must call with its part of one plan, and transfers
-    of one group in program order. ``buffer_bytes``: the most that buffers hold. ``delta``: what earlier transfers of this plan have
-    sent; then only what has changed since travels, and the targets must hold what came last.
+    ``buffer_bytes``: the most that buffers hold. ``delta``: what earlier transfers of this plan have sent. Then only elements that have
+    changed since are sent, and the targets must hold the values of the last transfer.
+
+    Collective over ``group``, the ranks of both sides: every rank of it must call, in program order.
     """
     assert all(target.dtype == dtype for target in targets.values()), f"targets are not all {dtype}"
     if delta is not None and delta.begun:

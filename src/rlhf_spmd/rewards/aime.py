@@ -11,7 +11,7 @@ from rlhf_spmd.rewards.math import final_answer, is_right, right_answers
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for an answer that is none, and where no row's is a whole number."""
+    """Raises ValueError for an invalid answer, and if no row's answer is a whole number."""
     answers.check_rows(where, rows, places, _whole_numbers)
 
 
@@ -24,5 +24,5 @@ def _whole_numbers(ground_truth: object) -> list[str]:
 
 
 def score(response: str, ground_truth: object) -> float:
-    """1.0 if the final answer is that number (``025`` is 25), else 0.0. Raises ValueError where the row's answer is none."""
+    """Returns 1.0 if the final answer is the row's number (``025`` is 25), else 0.0. Raises ValueError for another answer."""
     return float(is_right(final_answer(response), _whole_numbers(ground_truth)))

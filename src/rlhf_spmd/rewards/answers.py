@@ -1,4 +1,4 @@
-"""The right answers of a row, and text in plain characters: what all rewards that compare with an answer share."""
+"""The right answers of a row, and text in plain characters; shared by all rewards that compare with an answer."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _character(one: str) -> str:
 
 
 def plain(text: str) -> str:
-    """``text`` with ASCII for other ways to write a minus, a slash, quotes, spaces, digits and full-width characters."""
+    """Returns ``text`` with ASCII forms of minus, slash, quotes, spaces, digits and full-width characters."""
     return text if text.isascii() else "".join(map(_character, _GROUPED.sub("", text)))
 
 
 def alternatives(answer: object) -> list[str]:
-    """The texts of which each is the right answer: one, or of a list each entry. A text that is a list of texts is such a list.
+    """Returns the texts of which each is a right answer: one, or each entry of a list, which may be written as text.
 
-    A float that is a whole number has two: ``72`` and ``72.0``. Raises ValueError for anything else, a dict for example.
+    A whole float has two: ``72`` and ``72.0``. Raises ValueError for anything else, such as a dict.
     """
     value = answer.tolist() if hasattr(answer, "tolist") else answer  # of numpy
     entries = [entry for entry in value if entry is not None] if isinstance(value, list | tuple) else [value]
@@ -64,7 +64,7 @@ def _kind(value: object) -> str:
 
 
 def _listed(text: str) -> list[Any]:
-    """The entries of a list in JSON's or Python's form: of texts, or of one number. Empty for another text."""
+    """Returns the entries of a list in JSON's or Python's form: of texts, or of one number. Empty for another text."""
     if not re.match(r"\s*\[\s*(?:[\"']|-?[\d.]+\s*\]\s*\Z)", text):
         return []
     for read in (json.loads, ast.literal_eval):
@@ -78,7 +78,7 @@ def _listed(text: str) -> list[Any]:
 
 
 def _texts(entry: object) -> list[str]:
-    """How a single answer is written; nothing for what is none."""
+    """Returns how a single answer may be written; empty for an invalid one."""
     if isinstance(entry, bool):
         return [str(entry), str(entry).lower()]
     if isinstance(entry, float):
@@ -90,7 +90,8 @@ def _texts(entry: object) -> list[str]:
 def check_rows(
     where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str], read: Callable[[Any], Any] = alternatives
 ) -> None:
-    """Raises ValueError, one line, for an answer that is none (:func:`alternatives`), and where ``read`` can read no row's answer."""
+    """Raises ValueError, one line, for an answer that :func:`alternatives` refuses, or if ``read`` can read no row's
+    answer."""
     errors = list[str]()
     answered = [(place, answer) for place, answer in zip(places, map(right_answer, rows), strict=True) if answer is not None]
     for place, answer in answered:

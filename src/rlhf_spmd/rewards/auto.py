@@ -1,4 +1,4 @@
-"""The reward that a row's ``data_source`` asks for; the names are those that verl's data preparation writes."""
+"""Chooses the reward by the row's ``data_source``; the names are those of verl's data preparation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def _reward(data_source: object) -> Callable[..., Any] | None:
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for a ``data_source`` that is not known, one whose rows have no answers, and answers that its reward does not
-    take."""
+    """Raises ValueError for an unknown ``data_source``, one without answers, and answers that its reward refuses."""
     of_source: dict[str, list[int]] = {}
     for at, (row, place) in enumerate(zip(rows, places, strict=True)):
         source = row.get("data_source")
@@ -52,7 +51,7 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
 
 
 def score(response: str, row: dict[str, Any], data_source: str, ground_truth: object = None) -> Any:
-    """What the reward of ``data_source`` returns."""
+    """Returns what the reward of ``data_source`` returns."""
     function = _reward(data_source)
     if function is None:
         raise ValueError(f"no reward for the data_source {data_source!r}")

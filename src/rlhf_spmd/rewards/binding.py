@@ -1,14 +1,14 @@
-"""A reward function's arguments, bound by their names: this project's signature, verl's and TRL's.
+"""Binds a reward function's arguments by their names: this project's signature, verl's and TRL's.
 
 | arguments | of | value |
 |---|---|---|
 | ``prompt``, ``response``, ``row`` | this project | texts, and the row's columns |
 | ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info`` | verl | the response; the answer; ``extra_info`` or ``{}`` |
 | ``prompts``, ``completions``, ``completion_ids`` | TRL | lists over rows; any of them makes the function a batched one |
-| any other | all | its value in ``kwargs``, else the row's column of that name; of a batched function the list of them |
+| any other | all | its value in ``kwargs``, else the row's column of that name; for a batched function the list of them |
 
-``**kwargs`` takes all the others. An argument with a default keeps it where there is no value. A class is made once in each
-process, with ``kwargs``, and its ``__call__`` is the function. An ``async def`` function is awaited for many rows together.
+``**kwargs`` takes all the others. An argument with a default keeps it if there is no value. A class is made once per
+process with ``kwargs``; its ``__call__`` is the function. An ``async def`` function is awaited for many rows together.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 from rlhf_spmd.config.schema import nearest
 
-Row = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
+RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
 
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
-OF_THE_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
-OVERRUN = object()  # in place of what an awaited function returned: it did not return in time
+FROM_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
+OVERRUN = object()  # stands for the result of an awaited function that did not return in time
 ALLOWED = (
     "prompt, response, row; or verl's data_source, solution_str, ground_truth, extra_info; or TRL's prompts, completions, "
     "completion_ids; and columns of the row"
@@ -35,9 +35,12 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class BoundReward:
-    """``label``: the function's configuration key and name, for messages. ``required`` and ``optional``: arguments without and
-    with a default that are not in ``kwargs``. ``takes_all``: there is a ``**kwargs``. ``kwargs``: arguments from the configuration.
-    ``is_class``: ``function`` is still to be made. ``is_async``: its results are awaited, in ``loop``."""
+    """A reward function and its arguments.
+
+    ``label``: configuration key and name, for messages. ``required`` and ``optional``: arguments without and with a
+    default that are not in ``kwargs``. ``takes_all``: it has ``**kwargs``. ``kwargs``: arguments from the
+    configuration. ``is_class``: ``function`` must still be instantiated. ``is_async``: results are awaited in ``loop``.
+    """
 
     label: str
     function: Callable[..., Any]
@@ -51,21 +54,22 @@ class BoundReward:
 
     @property
     def batched(self) -> bool:
-        """Whether a call takes lists over many rows and returns a list."""
+        """True if a call takes lists over many rows and returns a list."""
         return not BATCHED.isdisjoint(self.required + self.optional)
 
     @property
     def is_own(self) -> bool:
-        """Whether the function is the user's, and none of the built-in ones."""
+        """True for the user's function, False for a built-in one."""
         return not getattr(self.function, "__module__", "").startswith("rlhf_spmd.rewards.")
 
     @property
     def takes_ids(self) -> bool:
-        """Whether rows must have ``completion_ids``, the response's tokens."""
+        """True if rows must have ``completion_ids``, the response's tokens."""
         return "completion_ids" in self.required + self.optional
 
     def ready(self) -> BoundReward:
-        """As it is called: a class made. Raises ValueError, one line, if its constructor raises."""
+        """Returns the reward ready to be called, a class instantiated. Raises ValueError, one line, if its constructor
+        raises."""
         function, kwargs = self.function, self.kwargs
         if self.is_class:
             try:
@@ -75,11 +79,12 @@ class BoundReward:
                 raise self.refusal(f"it cannot be made: {type(error).__name__}: {error}") from error
         return replace(self, function=function, kwargs=kwargs, loop=asyncio.Runner() if self.is_async else None)
 
-    def call(self, rows: Sequence[Row], timeout_s: float) -> list[Any]:
-        """What the function returns for each row; one row for a function that is neither batched nor async. Of an async one that is
-        not batched, what it raised or ``OVERRUN`` in place of a row's result; each of its rows has ``timeout_s``.
+    def call(self, rows: Sequence[RewardRow], timeout_s: float) -> list[Any]:
+        """Returns the function's result for each row. A function that is neither batched nor async takes one row.
 
-        Raises ValueError for a row without a required argument, and for a list of another length; and what the function raises.
+        For an async function that is not batched, each row has ``timeout_s``, and its result may be the exception or
+        ``OVERRUN``. Raises ValueError for a row without a required argument, and for a list of another length; also
+        what the function raises.
         """
         each = [_values(*row) for row in rows]
         if not self.batched:
@@ -106,7 +111,7 @@ class BoundReward:
         async def one(values: Mapping[str, Any]) -> Any:
             try:
                 return await self.function(**self._keywords(values))
-            except SystemExit as error:  # it would end the loop, and with it the other rows
+            except SystemExit as error:  # it would end the loop, and the other rows with it
                 raise RuntimeError(f"the function ended by SystemExit: {error}") from error
 
         tasks = [asyncio.ensure_future(one(values)) for values in each]
@@ -114,7 +119,7 @@ class BoundReward:
         for task in late:
             task.cancel()
         if late:
-            await asyncio.wait(late)  # one that does not let itself be cancelled ends with the process
+            await asyncio.wait(late)  # a task that refuses cancellation ends with the process
         cancelled = RuntimeError("the function was cancelled from within")
         return [
             OVERRUN if task in late else cancelled if task.cancelled() else task.exception() or task.result() for task in tasks
@@ -141,15 +146,16 @@ class BoundReward:
             raise self.refusal(f"no row has {', '.join(sorted(missing))}{hint}; the columns are {', '.join(sorted(columns))}")
 
     def refusal(self, why: str) -> ValueError:
-        """The error for a function that cannot be called; names it, its arguments and what is allowed."""
+        """Returns the error for a function that cannot be called; it names the function, its arguments and what is
+        allowed."""
         return ValueError(f"{self.label} takes ({', '.join(self.required + self.optional)}): {why}. Arguments may be {ALLOWED}")
 
 
 def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, Any] | None = None) -> BoundReward:
-    """``kwargs``: arguments that the configuration gives; of a class they are its constructor's.
+    """Binds ``function``; ``kwargs`` are arguments from the configuration, for a class those of its constructor.
 
-    Raises ValueError, one line, for a function with arguments that cannot be given by name, one that returns no result (a generator,
-    a class without ``__call__``), and ``kwargs`` that it does not take.
+    Raises ValueError, one line, for arguments that cannot be given by name, for a function that returns no result (a
+    generator, a class without ``__call__``), and for ``kwargs`` that it does not take.
     """
     kwargs = kwargs or {}
     is_class = inspect.isclass(function)
@@ -183,29 +189,29 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
     if not named and not bound.takes_all:
         raise bound.refusal("it takes nothing by name")
     for name in given:
-        if name in OF_THE_ROW or not (bound.takes_all or name in (p.name for p in named)):
-            free = [p.name for p in named if p.name not in OF_THE_ROW]
+        if name in FROM_ROW or not (bound.takes_all or name in (p.name for p in named)):
+            free = [p.name for p in named if p.name not in FROM_ROW]
             hint = nearest(name, free) or ";"
             raise bound.refusal(f"kwargs.{name} is none of its settings{hint} those are {', '.join(free) or 'none'}")
     return bound
 
 
 def right_answer(row: Mapping[str, Any]) -> Any:
-    """What verl calls ``ground_truth``; None where the row has none."""
+    """Returns the row's answer (verl's ``ground_truth``), or None."""
     nested = row.get("reward_model")
     truths = row.get("ground_truth"), row.get("answer"), nested.get("ground_truth") if isinstance(nested, Mapping) else None
     return next((value for value in truths if value is not None), None)
 
 
 def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Every name that a row has a value for. Where the data have no answer, ``answer`` is none of them."""
+    """Returns every name that the row has a value for. Missing answers are left out."""
     columns = {**row, "ground_truth": right_answer(row), "extra_info": row.get("extra_info") or {}}
     values = {key: value for key, value in columns.items() if value is not None or key not in ("answer", "ground_truth")}
     return values | {"prompt": prompt, "response": response, "solution_str": response, "row": row}
 
 
 def chat_messages(row: Mapping[str, Any]) -> list[Any] | None:
-    """The row's prompt as chat messages, None for a text. ``messages`` that end in an answer are another column of the data."""
+    """Returns the row's prompt as chat messages, None for text. ``messages`` that end in an answer are some other column."""
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return messages if isinstance(last, Mapping) and last.get("role") != "assistant" else None

@@ -1,4 +1,4 @@
-"""Python programs, judged by running tests on them (``sandbox`` says what holds a program back).
+"""Judges Python programs by running tests on them (``sandbox`` says what restrains a program).
 
 | a row has | as | the program |
 |---|---|---|
@@ -6,8 +6,9 @@
 | ``test_list``, and perhaps ``test_setup_code``, ``test_imports`` | MBPP (arXiv 2108.07732) | defines what the assertions call |
 | an answer (JSON) with ``inputs``, ``outputs``, perhaps ``fn_name`` | verl's code data | reads standard input; or has ``fn_name`` |
 
-verl's inputs and outputs: for standard input texts, or lists of lines; of a function each a text with a JSON value per line (an
-argument; the result), or a list of arguments and the result. A result may stand in a list of its own (APPS, arXiv 2105.09938).
+verl's inputs and outputs for standard input are texts, or lists of lines. For a function each is a text with one JSON
+value per line (an argument; the result), or a list of arguments and the result. A result may be wrapped in a list
+(APPS, arXiv 2105.09938).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.rewards.binding import right_answer
-from rlhf_spmd.rewards.sandbox import Limits, Outcome, run
+from rlhf_spmd.rewards.sandbox import Outcome, SandboxLimits, run
 
 _FENCE = re.compile(r"^[ \t]*(`{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
-WALL = 10.0  # seconds by the clock of a run, for each of CPU
-# What a judge of function calls has imported for the program, as the sites that the tasks come from have.
+WALL = 10.0  # seconds of wall time allowed per CPU second of a run
+# imported for a program that is called as a function, as on the sites that the tasks come from
 _IMPORTED = "".join(
     f"import {name}\nfrom {name} import *\n"
     for name in ("collections", "heapq", "bisect", "math", "itertools", "functools", "string", "typing", "builtins")
@@ -39,9 +40,12 @@ def same(output, expected, wrapped):
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a row asks: ``before``, the program and ``after`` run as one, then ``tests``, after ``set_up``; or for each of ``cases``
-    (standard input, output) the program. ``names``: what the tests call."""
+class CodeTask:
+    """What a row asks.
+
+    With tests: ``before``, the program and ``after`` run as one, then ``set_up``, then ``tests``. Otherwise the program
+    runs for each of ``cases`` (standard input, output). ``names``: what the tests call.
+    """
 
     before: str = ""
     after: str = ""
@@ -59,7 +63,7 @@ def check(where: str, partial: bool = False, **limits: float) -> None:
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError where no row has tests that can be read."""
+    """Raises ValueError if no row has readable tests."""
     error: ValueError | None = None
     for row in rows:
         try:
@@ -75,20 +79,20 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
 
 
 def extract(response: str) -> str:
-    """The last fenced block that says Python, else the last that names no language; the response where nothing is fenced."""
+    """Returns the last fenced Python block, else the last without a language; without fences the whole response."""
     blocks = [(language.lower(), block) for _, language, block in _FENCE.findall(response)]
     python, plain = ([block for language, block in blocks if language in kind] for kind in (_PYTHON, ("",)))
     return (python or plain or [""])[-1] if blocks else response
 
 
-def read_task(row: Mapping[str, Any], ground_truth: object) -> Task:
-    """Raises ValueError for a row without tests, and for tests that cannot be read."""
+def read_task(row: Mapping[str, Any], ground_truth: object) -> CodeTask:
+    """Returns what the row asks. Raises ValueError if its tests are missing or unreadable."""
     if row.get("test") and row.get("entry_point"):
-        task = Task(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",), names=(str(row["entry_point"]),))
+        task = CodeTask(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",), names=(str(row["entry_point"]),))
     elif row.get("test_list"):
         before = "\n".join(row.get("test_imports") or ())
         # the set-up uses the program's classes
-        task = Task(before, row.get("test_setup_code") or "", tuple(row["test_list"]), set_up=before)
+        task = CodeTask(before, row.get("test_setup_code") or "", tuple(row["test_list"]), set_up=before)
     else:
         task = _read_cases(ground_truth)
     for test in (*task.tests, task.set_up):
@@ -99,22 +103,22 @@ def read_task(row: Mapping[str, Any], ground_truth: object) -> Task:
     return task
 
 
-def _read_cases(ground_truth: object) -> Task:
-    """Of verl's code data."""
+def _read_cases(ground_truth: object) -> CodeTask:
+    """Reads verl's code data."""
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{" else ground_truth
     if not isinstance(cases, Mapping) or not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs") or ()):
         raise ValueError("the row has no tests: test and entry_point, test_list, or an answer with inputs and outputs")
     pairs, name = list(zip(cases["inputs"], cases["outputs"], strict=True)), cases.get("fn_name")
     if not name:
-        return Task(cases=tuple((_lines(given), _lines(out)) for given, out in pairs))
+        return CodeTask(cases=tuple((_lines(given), _lines(out)) for given, out in pairs))
     calls = [_call(given, out) for given, out in pairs]
     wrapped = all(isinstance(out, list) and len(out) == 1 for _, out in calls)
     tests = tuple(f"assert same({name}(*{given!r}), {out!r}, {wrapped})\n" for given, out in calls)
-    return Task(_IMPORTED, tests=tests, names=(str(name),), set_up=_SAME)
+    return CodeTask(_IMPORTED, tests=tests, names=(str(name),), set_up=_SAME)
 
 
 def _lines(text: object) -> str:
-    """Standard input or output. Raises ValueError for what is neither text nor lines."""
+    """Returns standard input or output as text. Raises ValueError for anything but text or lines."""
     if isinstance(text, list) and all(isinstance(line, str | int | float) for line in text):
         return "\n".join(map(str, text))
     if isinstance(text, str | int | float):
@@ -123,7 +127,7 @@ def _lines(text: object) -> str:
 
 
 def _call(given: object, out: Any) -> tuple[list[Any], Any]:
-    """The arguments and the result. JSON has made texts of the whole numbers that were keys."""
+    """Returns the arguments and the result. Keys that JSON turned from integers to text become integers again."""
     try:
         arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
         out = json.loads(out) if isinstance(given, str) and isinstance(out, str) else out
@@ -141,7 +145,7 @@ def _call(given: object, out: Any) -> tuple[list[Any], Any]:
     ], out
 
 
-def _program(response: str, row: Mapping[str, Any], task: Task) -> list[str]:
+def _program(response: str, row: Mapping[str, Any], task: CodeTask) -> list[str]:
     code, name, prompt = extract(response), row.get("entry_point"), row.get("prompt") or ""
     if not name:
         return [task.before, code, task.after]
@@ -154,7 +158,7 @@ def _program(response: str, row: Mapping[str, Any], task: Task) -> list[str]:
 
 
 def _same(output: str, expected: str) -> bool:
-    """White space at the ends of lines and of the text aside."""
+    """Compares outputs without white space at the ends of lines and text."""
     one, other = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
     return one == other
 
@@ -169,13 +173,14 @@ def score(
     processes: int = 16,
     file_mb: int = 16,
 ) -> dict[str, float]:
-    """``score``: 1.0 if all tests pass, else 0.0; with ``partial`` the share that passes. ``passed``: that share. ``isolated``: 1.0
-    where the program had namespaces of its own. Raises ValueError for a row without tests.
+    """Returns ``score``: 1.0 if all tests pass, else 0.0; with ``partial`` the share that passes.
 
-    ``time_s``: CPU seconds of one run. By the clock all runs together must end within ``reward.timeout_s``, each within
-    ``WALL`` * ``time_s``, or the call has failed: that may be the machine's doing. See :class:`sandbox.Limits`.
+    Also returns ``passed`` (that share) and ``isolated`` (1.0 if the program had its own namespaces). ``time_s``: CPU
+    seconds of one run. A run may last ``WALL`` * ``time_s`` by the clock, and all runs together ``reward.timeout_s``;
+    beyond that the call fails, because the machine may be at fault. See :class:`sandbox.SandboxLimits`. Raises
+    ValueError for a row without tests.
     """
-    task, limits = read_task(row, ground_truth), Limits(time_s, WALL * time_s, memory_mb, processes, file_mb)
+    task, limits = read_task(row, ground_truth), SandboxLimits(time_s, WALL * time_s, memory_mb, processes, file_mb)
     program, outcomes, passed = _program(response, row, task), list[Outcome](), 0
     if task.tests:
         outcomes.append(run(program, task.tests, limits=limits, names=task.names, before=task.set_up))

@@ -1,11 +1,12 @@
-"""The program that ``sandbox`` starts: a judge, which runs a row's tests, and the program that they judge, a process of its own.
+"""The program that ``sandbox`` starts: a judge that runs a row's tests, and the judged program in its own process.
 
-The judge never runs the program, and the program's process never holds a test: it is forked before they are read. A test runs in the
-judge, where a name of the program stands for it: a call goes to the program by value, and what comes back is compared here. So a
-program can give wrong answers, but say nothing about whether they are right.
+The judge never runs the program, and the program's process never sees a test: it is forked before tests are read. Tests
+run in the judge, where proxies stand for the program's names. A call is sent to the program by value, and the result is
+compared in the judge. So a program can give wrong answers, but cannot claim that they are right.
 
-Protocol, lines of JSON. To the program: ``[how, what, arguments, keywords]``; back: ``[error or null, result, arguments]``, the last
-for functions that change what they are given. An object that is no plain value stays with the program, and has a number here.
+Protocol, lines of JSON. To the program: ``[how, what, arguments, keywords]``. Back: ``[error or null, result,
+arguments]``; the last for functions that change their arguments. An object that is no plain value stays with the
+program and has a number in the judge.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from typing import Any, BinaryIO
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 DECODERS = {**SEQUENCES, "dict": dict, "complex": lambda parts: complex(*parts), "bytes": bytes, "type": TYPES.__getitem__}
-WRITES = 0x1FF2  # Landlock's rights to write, remove and make files
+WRITES = 0x1FF2  # Landlock rights to write, remove and make files
 TRUNCATE = 1 << 14
 SYSTEM_CALLS = {"x86_64": (0xC000003E, 41, 53), "aarch64": (0xC00000B7, 198, 199)}  # audit's number; socket, socketpair
-IO_URING_SETUP = 425  # which can make a socket too
+IO_URING_SETUP = 425  # io_uring can make sockets too
 NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000  # user, network, processes, IPC, mounts
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Remote:
-    """In the judge: an object of the program, by its number. Equal to nothing but itself."""
+    """Judge side: an object of the program, by its number. Equal only to itself."""
 
     def __init__(self, program: Program, number: int) -> None:
         self.__dict__.update(_program=program, _number=number)
@@ -64,7 +65,7 @@ class Remote:
 
 
 def encode(value: Any, keep: Any) -> Any:
-    """As JSON. ``keep(object)``: the number of one that is no plain value."""
+    """Returns the value as JSON. ``keep(object)`` returns a number for an object that is no plain value."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
@@ -88,7 +89,7 @@ def encode(value: Any, keep: Any) -> Any:
 
 
 def decode(value: Any, find: Any) -> Any:
-    """What :func:`encode` was given. ``find(number)``: the object."""
+    """Inverse of :func:`encode`. ``find(number)`` returns the object."""
     if isinstance(value, list):
         return [decode(entry, find) for entry in value]
     if not isinstance(value, dict):
@@ -98,13 +99,13 @@ def decode(value: Any, find: Any) -> Any:
 
 
 class Program:
-    """In the judge: the way to the program."""
+    """Judge side: the connection to the program."""
 
     def __init__(self, calls: BinaryIO, answers: BinaryIO) -> None:
         self.calls, self.answers = calls, answers
 
     def ask(self, how: str, what: object, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
-        """What the program answers. Raises what it says it raised, and EOFError if it has ended."""
+        """Returns the program's answer. Raises the exception that it reports, and EOFError if it has ended."""
         sent = [how, what, encode(list(arguments), self._number), encode(keywords or {}, self._number)]
         self.calls.write(json.dumps(sent).encode() + b"\n")
         line = self.answers.readline()
@@ -132,8 +133,10 @@ class Program:
 
 
 class Scope(dict[str, Any]):
-    """Names in tests: Python's own, modules of its library where a test takes something from them, else the program's. ``theirs``:
-    always the program's."""
+    """Names in tests: Python's own, standard modules whose attributes a test uses, else the program's.
+
+    ``theirs``: names that are always the program's.
+    """
 
     def __init__(self, program: Program, tests: list[str], theirs: list[str]) -> None:
         super().__init__(__name__="tests")
@@ -143,7 +146,7 @@ class Scope(dict[str, Any]):
             loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
             bases = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
             self.modules |= bases & sys.stdlib_module_names
-            if all(hasattr(builtins, name) for name in loaded - self.modules):  # the program's has the name of one of them
+            if all(hasattr(builtins, name) for name in loaded - self.modules):  # the program's function shadows a built-in
                 self.theirs |= {
                     node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                 }
@@ -158,11 +161,11 @@ class Scope(dict[str, Any]):
 
 
 def judge(program: Program, given: dict[str, Any], verdict: int) -> None:
-    """Run each test once; the number of one that passes goes to ``verdict``."""
+    """Runs each test once and writes the number of each that passes to ``verdict``."""
     scope = Scope(program, given["tests"], given["names"])
     for number, test in enumerate([given["before"], *given["tests"]]):
         try:
-            program.ask("wait", 0)  # until its own lines have run: one that has ended passes nothing
+            program.ask("wait", 0)  # until its own lines have run: a program that has ended passes nothing
             exec(compile(test, "test.py", "exec"), scope)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}"[:500], file=sys.stderr)
@@ -171,7 +174,7 @@ def judge(program: Program, given: dict[str, Any], verdict: int) -> None:
 
 
 def serve(scope: dict[str, Any], calls: BinaryIO, answers: BinaryIO) -> None:
-    """In the program's process: answer what the judge asks."""
+    """Program side: answers what the judge asks."""
     objects: list[Any] = []
 
     def keep(value: object) -> int:
@@ -204,7 +207,7 @@ def serve(scope: dict[str, Any], calls: BinaryIO, answers: BinaryIO) -> None:
 
 
 def isolate() -> bool:
-    """Namespaces of its own for what this process starts, and all mounts read-only but its directory. False where that is refused."""
+    """Enters new namespaces; all mounts become read-only except this directory. Returns False if that is refused."""
     if _libc.unshare(NAMESPACES):
         return False
     here = os.getcwd().encode()
@@ -238,7 +241,7 @@ def limit(limits: dict[str, Any], isolated: bool) -> None:
 
 
 def guard() -> None:
-    """Landlock: writes below this directory only. A process with a guard of its own cannot look into one without it."""
+    """Landlock: allows writes below this directory only. A process with its own guard cannot inspect one without."""
     version = _libc.syscall(444, None, ctypes.c_size_t(0), 1)
     rights = WRITES | (TRUNCATE if version >= 3 else 0)
     ruleset = _libc.syscall(444, ctypes.byref(ctypes.c_uint64(rights)), ctypes.c_size_t(8), 0)
@@ -253,8 +256,10 @@ def guard() -> None:
 
 
 def close_sockets() -> bool:
-    """No socket for this process and all that it starts, but pairs of streams, whose ends reach only each other. False where seccomp is
-    refused. Needs no new rights, see :func:`limit`."""
+    """Forbids sockets to this process and all it starts, except stream pairs, whose ends reach only each other.
+
+    Returns False if seccomp is refused. Needs no new rights, see :func:`limit`.
+    """
     if os.uname().machine not in SYSTEM_CALLS:
         return False
     architecture, socket, socketpair = SYSTEM_CALLS[os.uname().machine]
@@ -279,7 +284,7 @@ def close_sockets() -> bool:
 
 
 def main(payload: int, tests: int, verdict: int) -> None:
-    """``payload``, ``tests`` and ``verdict``: open files. The exit code is the program's."""
+    """``payload``, ``tests`` and ``verdict`` are open files. The exit code is the program's."""
     with os.fdopen(payload) as file:
         job = json.load(file)
     _libc.prctl(1, 9, 0, 0, 0)  # end with the parent
@@ -293,7 +298,7 @@ def main(payload: int, tests: int, verdict: int) -> None:
     child = os.fork()
     if child == 0:
         os.close(went)
-        os.read(go, 1)  # it may end the judge, but not before that has said that it began
+        os.read(go, 1)  # the program may end the judge, but only after the judge has reported its start
         for file_number in (tests, verdict, asks, hears, go):
             os.close(file_number)
         _libc.prctl(1, 9, 0, 0, 0)

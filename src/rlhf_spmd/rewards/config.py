@@ -1,44 +1,129 @@
-"""Settings of the rewards (``reward.*``, ``rewards.<name>.*``)."""
+"""Settings of the rewards (``reward.*``, ``rewards.<name>.*``), and of a model that judges responses (``reward.judge``)."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.bounds import SECONDS, check_bounds
+from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
-from rlhf_spmd.rewards.judge import JudgeConfig
+from rlhf_spmd.rewards.format import check as check_pattern
+
+FIELDS = ("prompt", "response", "answer")
+LARGEST = 1e38  # score; finite in float32 too
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A model generates a verdict on each response, as LLM-as-a-judge does (Zheng et al., arXiv:2306.05685, single-answer
+    grading); the number in it is the row's score.
+
+    - template: the question: text with `{prompt}`, `{response}`, `{answer}` (recognised by a brace), or a file with it
+    - pattern: regular expression of the number in a verdict; of the last match the first group counts, or all without a
+      group. By default a number; of `8/10` and `8 out of 10` the first
+    - range: `[lowest, highest]` become 0 and 1, and a number outside is no verdict; null: the number as it is
+    - max_response_length: tokens of a verdict
+    - temperature: temperature of verdicts; 0: greedy
+    """
+
+    template: str = ""
+    pattern: str = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
+    range: list[float] | None = None
+    max_response_length: int = 256
+    temperature: float = 0.0
+
+    def check(self, where: str) -> None:
+        """Raises ValueError that names the key and the value; reads the template's file."""
+        check_bounds(self, where, "max_response_length", least=1)
+        check_bounds(self, where, "temperature", least=0)
+        check_pattern(where, self.pattern)
+        limits = self.range
+        if limits is not None and not (len(limits) == 2 and -LARGEST <= limits[0] < limits[1] <= LARGEST):
+            raise ValueError(f"{where}.range={limits} must be [lowest, highest], two finite numbers in this order, or null")
+        try:
+            names = self.fields
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{where}.template={self.template!r} is neither a text with {{response}} nor a file that can be read: {error}"
+            ) from error
+        for name in names:
+            if name not in FIELDS:
+                hint = nearest(name, FIELDS) or ";"
+                raise ValueError(f"{where}.template: unknown field {{{name}}}{hint} known are {', '.join(FIELDS)}")
+        if "response" not in names:
+            raise ValueError(f"{where}.template has no field {{response}}, so the judge would not see what it judges")
+
+    @cached_property
+    def text(self) -> str:
+        return self.template if "{" in self.template else Path(self.template).expanduser().read_text(encoding="utf-8")
+
+    @property
+    def fields(self) -> list[str]:
+        return re.findall(r"\{(\w+)\}", self.text)
+
+    def render(self, values: Mapping[str, str]) -> str:
+        """Returns the question about a row; braces in ``values`` (prompt, response, answer) are text."""
+        return re.sub(r"\{(\w+)\}", lambda match: values[match[1]], self.text)
+
+    def score(self, verdict: str, cut: bool = False) -> float:
+        """Returns the score. Raises ValueError with the reason if the verdict cannot be read.
+
+        ``cut``: the verdict was cut at ``max_response_length``, so its last number may be incomplete, or by the default
+        pattern not the last.
+        """
+        matches = list(re.finditer(self.pattern, verdict, re.DOTALL))
+        group = min(1, re.compile(self.pattern).groups)
+        found = matches[-1].group(group) if matches else None
+        if cut and found and (self.pattern == JudgeConfig.pattern or not verdict[matches[-1].end(group) :].lstrip(".,")):
+            raise ValueError(
+                f"max_response_length={self.max_response_length} cut the verdict before its number was sure: {verdict[-200:]!r}"
+            )
+        try:
+            number = float(found or "")
+        except ValueError:
+            number = float("nan")
+        lowest, highest = self.range or (-LARGEST, LARGEST)
+        if not lowest <= number <= highest:
+            wanted = f"no number from {lowest:g} to {highest:g}" if self.range else "no number"
+            raise ValueError(f"{wanted} in the verdict {verdict[-200:]!r}")
+        return (number - lowest) / (highest - lowest) if self.range else number
+
 
 FLOAT32_MAX = 3.4028234e38
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """A row's reward is ``weight`` * (score of ``function``) + ``model_weight`` * (score of the reward model), where present.
+    """A row's reward is ``weight`` * (score of ``function``) + ``model_weight`` * (score of the reward model), if present.
 
     - function: a built-in name, `package.module:function` or `file.py:function`; its arguments are bound by name
-    - kwargs: arguments of the function that are no columns; a class's are its constructor's (verl's `reward_kwargs`)
+    - kwargs: arguments of the function that are no columns; for a class those of its constructor (verl's
+      `reward_kwargs`)
     - by_group: call a function that takes lists once for the responses to each prompt
     - model: directory of a reward model, the same as `models.reward.path`
-    - retokenize: the reward model reads text through its own tokenizer: `auto`, if its vocabulary is not the actor's; `true`;
-      `false`, the same token ids
-    - apply_chat_template: of such a model, as `data.apply_chat_template`; `auto` is `true` where that is. Of a judge: `auto` is
-      `true` where its tokenizer has a template
-    - chat_template: of such a model or a judge, in place of its tokenizer's: a file or the Jinja text
+    - retokenize: the reward model reads text through its own tokenizer: `auto`: if its vocabulary differs from the
+      actor's; `true`; `false`: the same token ids
+    - apply_chat_template: for such a model, like `data.apply_chat_template`; `auto` is `true` if that is. For a judge
+      `auto` is `true` if its tokenizer has a template
+    - chat_template: for such a model or a judge, in place of its tokenizer's: a file or the Jinja text
     - judge: the model generates a verdict on each response, and the number in it is the score: see [a
       judge](data_and_rewards.md#a-judge)
-    - data_sources: list: only rows whose `data_source` is in it are scored; see [several
+    - data_sources: score only rows whose `data_source` is in this list; see [several
       rewards](data_and_rewards.md#several-rewards) for the others; null: all rows
-    - weight: of the function's score
-    - model_weight: of the reward model's or the judge's score (`models.reward.path`)
+    - weight: weight of the function's score
+    - model_weight: weight of the reward model's or the judge's score (`models.reward.path`)
     - timeout_s: limit of one call; below `run.timeout_s`
-    - default: score of a row whose call failed; null: none, and the row is left out of what is learnt and measured
+    - default: score of a row whose call failed; null: no score, and the row is left out of learning and metrics
     - num_workers: processes per rank that scores
-    - max_failure_rate: share of a step's calls that may fail (time-outs included) before the run ends with class `reward`; 1:
-      all may fail once, not in the first step and not in two steps that follow each other
+    - max_failure_rate: share of a step's calls that may fail (time-outs included) before the run ends with class
+      `reward`; 1: all may fail, but not in the first step nor in two steps in a row
     - max_memory_gb: private memory of each such process, GiB; beyond it a call fails with MemoryError
     - max_file_gb: size of each file that such a process writes, GiB
     """
@@ -62,7 +147,7 @@ class RewardConfig:
     max_file_gb: float = 4.0
 
     def check(self, where: str = "reward") -> None:
-        """Raises ValueError naming the key and the value; imports the function's module to see that it is there."""
+        """Raises ValueError that names the key and the value; imports the function's module to see that it exists."""
         check_bounds(self, where, "weight", "model_weight", "default", least=-FLOAT32_MAX, most=FLOAT32_MAX)
         check_bounds(self, where, "timeout_s", **SECONDS)
         check_bounds(self, where, "max_memory_gb", "max_file_gb", above=0)
@@ -86,22 +171,22 @@ class RewardConfig:
         self._hook(bound, "check", f"{where}.kwargs", **self.kwargs)
 
     def _hook(self, bound: BoundReward, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call what the module of a built-in reward has to say under ``name``, if it has. Raises what that raises."""
+        """Calls function ``name`` of a built-in reward's module, if there is one. Raises what it raises."""
         if not bound.is_own:
             try:
                 getattr(sys.modules[bound.function.__module__], name, lambda *_, **__: None)(*args, **kwargs)
-            except TypeError as error:  # a setting is missing, or of another type
+            except TypeError as error:  # a setting is missing or has another type
                 raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
     def check_no_model(self, where: str) -> None:
-        """Raises ValueError for a setting of a model, where none scores."""
+        """Raises ValueError for a setting of a scoring model if there is none."""
         for key in ("model_weight", "retokenize", "apply_chat_template", "chat_template"):
             if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
                 raise ValueError(f"{where}.{key}={value} does nothing without a model that scores; leave it out")
 
     @property
     def after_failure(self) -> str:
-        """What becomes of a row whose call failed, for messages; after the reward's key."""
+        """What happens to a row whose call failed, for messages; follows the reward's key."""
         return "default=null leaves such rows out" if self.default is None else f"default={self.default} is their score"
 
     @property
@@ -110,13 +195,14 @@ class RewardConfig:
         return f"function {self.function!r}" if self.function is not None else "model" if self.judge is None else "judge"
 
     def bind(self, where: str) -> BoundReward:
-        """The function, its arguments bound by name. Raises ValueError, one line, where it cannot be found or bound."""
+        """Returns the function with its arguments bound. Raises ValueError, one line, if it is not found or cannot be
+        bound."""
         assert self.function is not None, "there is a function to bind"
         label = f"{where}.function={self.function!r}"
         return bind_reward(resolve_reward(self.function, f"{where}.function"), label, self.kwargs)
 
     def check_together(self, where: str, run_timeout_s: float) -> None:
-        """Against the program's limit of silence. Raises ValueError."""
+        """Checks against the program's limit of silence. Raises ValueError."""
         if self.function is not None and self.timeout_s >= run_timeout_s:
             raise ValueError(
                 f"{where}.timeout_s={self.timeout_s}: other ranks wait for a call, and no longer than run.timeout_s={run_timeout_s}; "
@@ -124,12 +210,11 @@ class RewardConfig:
             )
 
     def chooses(self, row: Mapping[str, Any]) -> bool:
-        """Whether this reward scores a row with these columns."""
+        """True if this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
 
     def misses_answers(self, where: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the function has an argument for the answer, and can do without, and no row that it scores has one. Built-in
-        functions check their rows themselves."""
+        """True if the user's function takes an optional answer, but no row that it scores has one."""
         chosen = [row for row in rows if self.chooses(row)]
         if self.function is None or not chosen or any(right_answer(row) is not None for row in chosen):
             return False
@@ -137,9 +222,11 @@ class RewardConfig:
         return bound.is_own and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
-        """Raises ValueError for a data source that no row is of, for an argument of the function that no row of the data for training
-        or no row of those for validation has, and for a row without the answer that a judge is told. ``places``: setting and id of
-        each row, as in ``data.path, row 3``."""
+        """Checks the data: every data source has rows, required arguments have columns, a judge's rows have answers.
+
+        Rows for training and for validation are checked separately. ``places``: setting and id of each row, as in
+        ``data.path, row 3``. Raises ValueError.
+        """
         for source in self.data_sources or ():
             if not any(row.get("data_source") == source for row in rows):
                 there = sorted({str(row.get("data_source")) for row in rows})
@@ -163,12 +250,12 @@ class RewardConfig:
 
 
 def reward_key(name: str) -> str:
-    """The configuration key of a named reward, for messages."""
+    """Returns the configuration key of a named reward, for messages."""
     return "reward" if name == "reward" else f"rewards.{name}"
 
 
 def named_rewards(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
-    """``rewards``, with ``reward`` as the one of that name if it was given. Raises ValueError if both say what it is."""
+    """Returns ``rewards``, plus ``reward`` under that name if it is set. Raises ValueError if both are given."""
     given = {} if reward == RewardConfig() else {"reward": reward}
     if given and "reward" in rewards:
         raise ValueError("reward and rewards.reward are the same reward; give one of them")
@@ -176,7 +263,7 @@ def named_rewards(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> 
 
 
 def resolve_reward(name: str, where: str = "reward.function") -> Callable[..., Any]:
-    """The function called ``name``; see :func:`registry.resolve`. A module's ``compute_score`` (verl's name) stands in for
+    """Returns the function called ``name``; see :func:`registry.resolve`. verl's ``compute_score`` may stand in for
     ``score``."""
     exports = "score"
     if "." in name and not registry.split_name(name)[1]:

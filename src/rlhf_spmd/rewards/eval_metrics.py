@@ -1,13 +1,14 @@
-"""What is said of several responses to each prompt of a set: mean@k, pass@k, maj@k and how sure it is. Pure.
+"""Metrics of several responses to each prompt of a set: mean@k, pass@k, maj@k and an interval. Pure.
 
 - ``mean@k``: the mean score of all k responses to a prompt, over prompts.
-- ``pass@k``: the chance that one of k responses passes, ``1 - C(n - c, k) / C(n, k)`` where c of a prompt's n pass: unbiased
-  (Chen et al. 2021, arXiv 2107.03374, equation 1).
-- ``maj@k``: the score of the answer that most of the k responses give (:func:`final_answer`); of answers that are given equally often
-  the one that came first; 0 where none gives an answer.
-- ``ci95``: a 95 % interval of ``mean@k`` over prompts. Where all scores are 0 or 1, Wilson's with the effective number of samples (as
-  Korn and Graubard 1998 take it: a prompt's responses are not independent), which is none too narrow where all are right;
-  else Student's t of the prompts' means. Where these are all the same, as of one prompt, there is none but Wilson's.
+- ``pass@k``: the chance that one of k responses passes, ``1 - C(n - c, k) / C(n, k)`` if c of a prompt's n pass:
+  unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1).
+- ``maj@k``: the score of the answer that most of the k responses give (:func:`final_answer`); of ties the answer that
+  came first; 0 if none gives an answer.
+- ``ci95``: a 95 % interval of ``mean@k`` over prompts. If all scores are 0 or 1 it is Wilson's with the effective
+  number of samples (Korn and Graubard 1998: a prompt's responses are not independent), which is not too narrow if all
+  are right. Otherwise it is Student's t of the prompts' means; if these are all equal, or there is one prompt, there is
+  none.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _DECIMAL = re.compile(r"[-+]?\$?[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\
 
 
 def final_answer(response: str, answer: Any = None) -> str | None:
-    """The answer that a response ends in, for :func:`majority`; None if it gives none.
+    """Returns the answer that a response ends with, for :func:`majority`, or None.
 
-    The last ``\\boxed{...}``; else, where the row's ``answer`` is a decimal number (or a solution that ends in one after ``####``),
-    the number after the last ``####``, without one the last number; else the rest of the line after the last ``####``; else the
-    whole text. Of all but the whole text answers are the same where ``rewards.math`` says so.
+    It is the last ``\\boxed{...}``. Otherwise, if the row's ``answer`` is a decimal number (or a solution that ends in
+    one after ``####``), it is the number after the last ``####``, or the last number. Otherwise it is the rest of the
+    line after the last ``####``, or the whole text. Answers other than the whole text are compared as ``rewards.math``
+    does.
     """
     found, marked = boxed(response), _MARKED.findall(response)
     number = _DECIMAL.fullmatch(str(answer).rpartition("####")[2].strip()) is not None
@@ -51,7 +53,7 @@ def final_answer(response: str, answer: Any = None) -> str | None:
 
 
 def majority(answers: Sequence[Hashable | None]) -> int | None:
-    """The position of the first response with the most frequent answer; None where there is no answer."""
+    """Returns the position of the first response with the most frequent answer, or None without answers."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return None
@@ -60,14 +62,14 @@ def majority(answers: Sequence[Hashable | None]) -> int | None:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Of ``k`` responses drawn without putting back from ``num_samples``, ``num_right`` of which pass: the chance that one does."""
+    """Returns the chance that one of ``k`` responses, drawn without replacement, passes; ``num_right`` of all pass."""
     if num_samples - num_right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
 
 
 def interval(scores: np.ndarray) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of ``scores`` [prompts, k], as the module says; None where nothing can be said."""
+    """Returns the 95 % interval of the mean of ``scores`` [prompts, k] as the module says, or None."""
     num_prompts, k = scores.shape
     means = scores.mean(1)
     mean, variance = float(means.mean()), float(means.var(ddof=1)) if num_prompts > 1 else 0.0
@@ -88,7 +90,7 @@ def interval(scores: np.ndarray) -> tuple[float, float] | None:
 
 
 def student_95(degrees: int) -> float:
-    """The 97.5 % point of Student's t; from 11 degrees of freedom on by Fisher's expansion, to 2e-4."""
+    """Returns the 97.5 % point of Student's t; from 11 degrees of freedom by Fisher's expansion, to 2e-4."""
     if degrees <= len(STUDENT_95):
         return STUDENT_95[degrees - 1]
     z = NORMAL_95
@@ -99,8 +101,11 @@ def student_95(degrees: int) -> float:
 def measure_sets(
     scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]], sets: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
-    """What validation says besides the mean of all scores: of each of several ``sets`` (positions of prompts) its mean, and where
-    prompts have k > 1 responses pass@2, ... pass@k and maj@k. Arguments and names as in :func:`measure`; no number twice."""
+    """Returns validation metrics beyond the overall mean; no number appears twice.
+
+    If there are several ``sets`` (positions of prompts) each has its mean; with k > 1 responses per prompt, also
+    pass@2, ... pass@k and maj@k. Arguments and names as in :func:`measure`.
+    """
     k, found = scores.shape[1], dict[str, float]()
     for name, chosen in sets.items():
         measured = measure(scores[chosen], [answers[i] for i in chosen]) if len(chosen) else {}
@@ -112,9 +117,9 @@ def measure_sets(
 
 
 def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequence[Mapping[str, Any]]]) -> frozenset[str]:
-    """Names of the means of single data sources that a mean says already: that of all rows, or of a group of them.
+    """Returns names of data source means that repeat another mean: that of all rows, or of a group.
 
-    ``groups``: example rows of each group, with one at least of every data source in it.
+    ``groups``: example rows of each group, at least one per data source.
     """
     found: set[str] = set()
     for name, reward in rewards.items():
@@ -127,7 +132,8 @@ def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequenc
 
 
 def measure(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]], pass_score: float = 1.0) -> dict[str, float]:
-    """``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k`` of ``scores`` float64 [prompts, k].
+    """Returns ``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k`` of ``scores`` float64 [prompts,
+    k].
 
     A response passes with a score of at least ``pass_score``.
     """

@@ -1,8 +1,8 @@
 """GSM8K: is the final number right?
 
-The data set ends each solution with ``#### 72`` (Cobbe et al. 2021, arXiv 2110.14168). ``score`` asks for that form (verl's
-"strict"); ``flexible``, named ``gsm8k:flexible`` in the config, takes the last number of the response whatever its form.
-The row's answer is a whole solution (``... #### 72``) or the number alone, or a list of which any is right.
+The data set ends each solution with ``#### 72`` (Cobbe et al. 2021, arXiv 2110.14168). ``score`` requires that form
+(verl's "strict"). ``flexible``, named ``gsm8k:flexible`` in the configuration, takes the last number of the response in
+any form. The row's answer is a solution (``... #### 72``), the number alone, or a list of which any is right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_spmd.rewards import answers
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"  # 1,000 and 1,00,000, but 7,2 are two
 _MONEY = r"(?:\\?[$€£])?"
-# Sign and dollar in either order. What follows a digit, a letter or a bracket is no sign: 5-3, 10-12.
+# Sign and dollar in either order. After a digit, a letter or a bracket there is no sign: 5-3, 10-12.
 _NUMBER = rf"(?:(?<![\w)\]}}])[-+])?{_MONEY}(?:(?<![\w)\]}}])[-+])?(?:{_DIGITS})"
 # A number that goes on (18/2, 5-3, 5e3, 18 × 2, 5 or 6) is no final one.
 _GOES_ON = (
@@ -41,19 +41,19 @@ def _plain(text: str) -> str:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """The last number that follows ``####``, None without one or where a formula goes on. Commas and a dollar sign are dropped."""
+    """Returns the last number after ``####``, or None, also if a formula goes on. Commas and a dollar sign are dropped."""
     found = _MARKED.findall(_plain(text))
     return _parse(found[-1][0]) if found and not found[-1][1] else None
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in the text, None without one."""
+    """Returns the last number in the text, or None."""
     found = _ANY.findall(_plain(text))
     return _parse(found[-1]) if found else None
 
 
 def right_numbers(ground_truth: object) -> list[Decimal]:
-    """The numbers of a row's answer. Raises ValueError where there are none."""
+    """Returns the numbers of a row's answer. Raises ValueError if there are none."""
     found = list[Decimal]()
     for text in answers.alternatives(ground_truth):
         number = marked_number(text) if "####" in text else _parse(_plain(text))
@@ -64,15 +64,15 @@ def right_numbers(ground_truth: object) -> list[Decimal]:
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for an answer that is none, and where no row's has a number."""
+    """Raises ValueError for an invalid answer, and if no row's answer has a number."""
     answers.check_rows(where, rows, places, right_numbers)
 
 
 def score(response: str, ground_truth: object) -> float:
-    """1.0 if the response's last ``#### number`` equals the answer as a number (72.0 is 72), else 0.0."""
+    """Returns 1.0 if the response's last ``#### number`` equals the answer as a number (72.0 is 72), else 0.0."""
     return float(marked_number(response) in right_numbers(ground_truth))
 
 
 def flexible(response: str, ground_truth: object) -> float:
-    """1.0 if the last number in the response, marked or not, equals the answer, else 0.0."""
+    """Returns 1.0 if the last number in the response, marked or not, equals the answer, else 0.0."""
     return float(last_number(response) in right_numbers(ground_truth))

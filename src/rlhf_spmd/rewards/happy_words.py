@@ -1,6 +1,6 @@
 """Happy stories: happy words minus sad words, clipped to [-3, 3] and divided by 3.
 
-A lexicon reward for small story models. It is easy to satisfy by repeating one word, which is what a KL penalty is for.
+A lexicon reward for small story models. Repeating one word satisfies it, which a KL penalty is meant to prevent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIMIT = 3
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """In [-1, 1]. Only the response is counted, not the prompt."""
+    """Returns a score in [-1, 1]; counts words of the response only."""
     words = _WORD.findall(response.lower())
     balance = sum(word in HAPPY for word in words) - sum(word in SAD for word in words)
     return max(-LIMIT, min(LIMIT, balance)) / LIMIT

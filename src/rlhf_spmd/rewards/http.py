@@ -1,8 +1,8 @@
-"""Scores from a server: batches of rows as JSON, tried again after failures that may pass.
+"""Scores from a server: sends batches of rows as JSON, and repeats requests after temporary failures.
 
-Each request is a POST of ``{"prompts": [...], "completions": [...], "rows": [...]}``, prompts and completions as in TRL (texts, or
-lists of messages), ``rows`` the columns of each. The answer is ``{"scores": [...]}`` with a number, an object with ``score``, or null
-(the reward does not apply) for each. ``rlhf-spmd reward-server`` is such a server.
+Each request is a POST of ``{"prompts": [...], "completions": [...], "rows": [...]}``: prompts and completions as in TRL
+(texts or lists of messages), and the columns of each row. The answer is ``{"scores": [...]}`` with a number, an object
+with ``score``, or null (the reward does not apply) for each. ``rlhf-spmd reward-server`` is such a server.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
 
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # codes of failures that may pass
+TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes of failures that may pass
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The token is for the server that was named, not for one that it names."""
+    """Follows no redirects: the token is only for the named server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -33,7 +33,7 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def check(where: str, url: str, token_env: str | None = None, **numbers: float) -> None:
-    """Raises ValueError for a bad setting, and a token that is not in the environment."""
+    """Raises ValueError for a bad setting, and if the token's environment variable is missing."""
     parts = urllib.parse.urlsplit(str(url))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(
@@ -58,9 +58,10 @@ def score(
     request_timeout_s: float = 5.0,
     backoff_s: float = 0.25,
 ) -> list[Any]:
-    """The server's scores; for rows of a request that failed to the end the error. ``token_env``: name of the variable that has the
-    bearer token. ``request_timeout_s`` of one try; the wait before the next doubles from ``backoff_s``. ``reward.timeout_s`` must be
-    enough for all requests of a call.
+    """Returns the server's scores; rows of a request that finally failed get the error.
+
+    ``token_env``: environment variable with the bearer token. ``request_timeout_s``: limit of one attempt; the wait
+    before the next starts at ``backoff_s`` and doubles. ``reward.timeout_s`` must cover all requests of a call.
     """
     headers = {"Content-Type": "application/json"}
     if token_env is not None:
@@ -81,20 +82,20 @@ def score(
 
 
 def _ask(request: urllib.request.Request, retries: int, timeout_s: float, backoff_s: float) -> Any:
-    """The answer. Raises OSError or HTTPException (cut off) of the last try, and ValueError for what is no JSON."""
+    """Returns the answer. Raises OSError or HTTPException (cut off) of the last attempt, and ValueError for invalid JSON."""
     for attempt in range(retries + 1):
         try:
             with _OPENER.open(request, timeout=timeout_s) as answer:
                 return parse_json(answer.read())
         except (OSError, HTTPException) as error:
-            passing = not isinstance(error, urllib.error.HTTPError) or error.code in PASSING
-            if attempt == retries or not passing:
+            is_temporary = not isinstance(error, urllib.error.HTTPError) or error.code in TEMPORARY
+            if attempt == retries or not is_temporary:
                 raise
         time.sleep(backoff_s * 2**attempt)
     raise AssertionError("the last try returns or raises")
 
 
 def _place(url: str) -> str:
-    """Without what may be a secret."""
+    """Returns the URL without parts that may be secret."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"

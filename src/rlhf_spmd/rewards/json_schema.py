@@ -13,7 +13,7 @@ _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def check(where: str, schema: Any = None) -> None:
-    """Raises ValueError where the library is not installed, and for a schema that is none."""
+    """Raises ValueError if the library is missing or the schema invalid."""
     if importlib.util.find_spec("jsonschema") is None:
         raise ValueError("reward 'json_schema' needs the library: pip install 'rlhf_spmd[rewards]' (or jsonschema)")
     if schema is not None:
@@ -39,8 +39,10 @@ def _no_json(name: str) -> Any:
 
 
 def score(response: str, row: dict[str, Any], schema: Any = None) -> float:
-    """1.0 if the response, or its only fenced block, is JSON that ``schema`` allows, else 0.0. ``schema``: an object or its JSON
-    text; null: the row's column ``schema``. Raises ValueError where there is none."""
+    """Returns 1.0 if the response, or its only fenced block, is JSON that ``schema`` allows, else 0.0.
+
+    ``schema``: an object or its JSON text; null: the row's column ``schema``. Raises ValueError without a schema.
+    """
     schema = row.get("schema") if schema is None else schema
     if schema is None:
         raise ValueError("there is no schema: give kwargs.schema or a column 'schema'")

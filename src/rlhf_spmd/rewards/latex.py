@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001
 r"""One way to write a mathematical answer: ``\dfrac12``, ``\frac{1}{2}`` and ``½`` become the same text.
 
-``normalise`` takes the steps of ``STEPS`` in their order. No step calculates.
+``normalise`` applies the steps of ``STEPS`` in order. No step calculates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_spmd.rewards.answers import plain
 
 _Rewrite = tuple[str, str | Callable[[re.Match[str]], str]]  # a pattern, and what is written for it
 
-# Units by their short names. A unit behind an answer does not count, but two that differ do.
+# Units by short name. A unit after an answer is ignored, unless both answers have one and they differ.
 _UNITS = {
     "in": r"inch(?:es)?|in",
     "ft": r"f(?:oo|ee)t|ft",
@@ -78,7 +78,7 @@ _RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.co
 
 
 def _symbols(text: str) -> str:
-    """LaTeX for the characters of mathematics, and one blank for all white space."""
+    """Returns LaTeX for mathematical characters, and one blank for all white space."""
     text = _RAISED.sub(lambda run: f"^{{{plain(unicodedata.normalize('NFKC', run.group()))}}}", text)
     text = _LOWERED.sub(lambda run: f"_{{{unicodedata.normalize('NFKC', run.group())}}}", text)
     return "".join(map(_symbol, " ".join(plain(text).split()).translate(_SYMBOLS)))
@@ -99,7 +99,7 @@ def _symbol(one: str) -> str:
 
 @functools.lru_cache(4096)
 def unit(text: str) -> str:
-    """The unit behind an answer, by its short name and power; empty without one."""
+    """Returns the unit after an answer, by its short name and power; "" without one."""
     laid_out = _symbols_and_layout(text) if len(text) <= _LONGEST else ""
     found = next((match for match in (pattern.search(laid_out) for pattern in _UNIT) if match), None)
     if found is None:
@@ -125,14 +125,14 @@ def _matrix(match: re.Match[str]) -> str:
 
 
 def _thousands(match: re.Match[str]) -> str:
-    """Without commas, but in brackets, where they are between entries."""
+    """Removes commas, except in brackets, where they separate entries."""
     before = match.string[: match.start()]
     inside = sum(before.count(mark) for mark in ("(", "[", "\\{")) > sum(before.count(mark) for mark in (")", "]", "\\}"))
     return match.group() if inside else match.group().replace(",", "")
 
 
 def _unwrap(match: re.Match[str]) -> str:
-    """A whole text without the round brackets or braces around it, if it is no tuple."""
+    """Removes round brackets or braces around the whole text, unless it is a tuple."""
     text, inside = "", match.group()
     while text != inside:
         text, (entries, brackets) = inside, split(inside)
@@ -141,7 +141,7 @@ def _unwrap(match: re.Match[str]) -> str:
 
 
 def _ascending(match: re.Match[str]) -> str:
-    """``2<x`` of ``x>2``."""
+    """Returns ``2<x`` for ``x>2``."""
     return "".join({">": "<", "≥": "≤"}.get(part, part) for part in reversed(re.split("([>≥])", match.group())))
 
 
@@ -236,7 +236,7 @@ STEPS: dict[str, list[_Rewrite]] = {
 }
 _COMPILED = [(re.compile(pattern), to) for step in STEPS.values() for pattern, to in step]
 _LAID_OUT = [(re.compile(pattern), to) for pattern, to in _LAYOUT]
-_LONGEST = 1_000  # characters; more would take some patterns seconds
+_LONGEST = 1_000  # characters; some patterns take seconds for more
 _DECIMAL = r"(?:\d{1,60}(?:\.\d{0,60})?|\.\d{1,60})"
 _NUMBER = re.compile(rf"([-+]?)({_DECIMAL}(?:e-?\d{{1,2}})?)(?:/({_DECIMAL}))?")
 _FRACTION = re.compile(rf"([-+]?)(\d{{1,60}})?\\frac\{{([-+]?{_DECIMAL})\}}\{{([-+]?{_DECIMAL})\}}")
@@ -253,8 +253,11 @@ def _symbols_and_layout(text: str) -> str:
 
 @functools.lru_cache(4096)  # the responses to a prompt share its answer
 def normalise(text: str) -> str:
-    """One way to write an answer: see the module. Commas stay where they may be between entries: in brackets, or before a space.
-    A text too long for an answer only loses its white space."""
+    """Returns one way to write an answer, as the module says. Commas stay where they may separate entries: in brackets, or
+    before a space.
+
+    A text too long for an answer only loses its white space.
+    """
     if len(text) > _LONGEST:
         return re.sub(r"\s+", "", text)
     text = _symbols(text)
@@ -264,7 +267,7 @@ def normalise(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a normalised decimal, fraction or mixed number, None of anything else."""
+    """Returns the value of a normalised decimal, fraction or mixed number, else None."""
     decimal, fraction = _NUMBER.fullmatch(text), _FRACTION.fullmatch(text)
     if decimal:
         sign, above, below = decimal.groups()
@@ -278,8 +281,11 @@ def number(text: str) -> Fraction | None:
 
 
 def split(text: str) -> tuple[list[str], str]:
-    """The entries of a normalised tuple, interval, matrix, set, union or list, and the brackets around them: ``\\cup`` for a union,
-    ``\\matrix 2,2`` with the lengths of its rows for a matrix. Any other text is its only entry."""
+    """Returns the entries of a normalised tuple, interval, matrix, set, union or list, and the brackets around them.
+
+    The brackets are ``\\cup`` for a union, and ``\\matrix 2,2`` with the lengths of its rows for a matrix. Any other
+    text is its only entry.
+    """
     opening = next((mark for mark in _OPENING if text.startswith(mark)), "")
     closing = next((mark for mark in _CLOSING if text.endswith(mark)), "")
     inside = text[len(opening) : len(text) - len(closing)]
@@ -294,7 +300,7 @@ def split(text: str) -> tuple[list[str], str]:
 
 
 def _cut(text: str, mark: str | None) -> list[str] | None:
-    """The parts between the marks that are in no brackets; None where a bracket closes that did not open."""
+    """Returns the parts between marks outside brackets, or None if a bracket closes that did not open."""
     parts, depth, start = [], 0, 0
     for at, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

@@ -13,12 +13,14 @@ def check(where: str, max_length: int, min_length: int = 0, buffer: int = 0) -> 
 
 
 def score(completion_ids: Sequence[Sequence[int]], max_length: int, min_length: int = 0) -> list[float]:
-    """1.0 for a response of ``min_length`` to ``max_length`` tokens, else 0.0."""
+    """Returns 1.0 for a response of ``min_length`` to ``max_length`` tokens, else 0.0."""
     return [float(min_length <= len(ids) <= max_length) for ids in completion_ids]
 
 
 def overlong(completion_ids: Sequence[Sequence[int]], max_length: int, buffer: int) -> list[float]:
-    """Soft over-long punishment (DAPO, arXiv 2503.14476, equation 13): 0 up to ``max_length - buffer`` tokens, from there in a
-    straight line to -1 at ``max_length``, and -1 beyond."""
+    """Soft over-long punishment (DAPO, arXiv 2503.14476, equation 13).
+
+    Returns 0 up to ``max_length - buffer`` tokens, falls linearly to -1 at ``max_length``, and stays -1 beyond.
+    """
     start = max_length - buffer
     return [-min(max(len(ids) - start, 0) / buffer, 1.0) if buffer else -float(len(ids) > max_length) for ids in completion_ids]

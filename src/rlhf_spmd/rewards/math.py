@@ -1,8 +1,8 @@
-r"""MATH: is what stands in the last ``\boxed{}`` of the response the answer?
+r"""MATH: is the last ``\boxed{}`` of the response the answer?
 
-The data set (Hendrycks et al. 2021, arXiv 2103.03874) ends its solutions with ``\boxed{\frac{3}{4}}``. Two answers are equal if they
-are the same text once spacing, units and ways to write are taken away (``latex``), or the same number (``0.75``, ``3/4``), or as many
-equal entries in the same brackets. No algebra is done: ``math_verify`` does it.
+The data set (Hendrycks et al. 2021, arXiv 2103.03874) ends its solutions with ``\boxed{\frac{3}{4}}``. Two answers are
+equal if they are the same text without spacing, units and notation (``latex``), the same number (``0.75``, ``3/4``), or
+lists of equal entries in the same brackets. No algebra is done; ``math_verify`` does it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _UNORDERED = ("", r"\{\}", r"\cup")
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` holds, braces balanced; None where there is none or it is cut off. Of boxes that a comma, "and" or
-    "or" joins, such as ``\boxed{1}, \boxed{2}``, the list, if they are not the same answer."""
+    r"""Returns the content of the last ``\boxed{...}``, braces balanced, or None if there is none or it is cut off.
+
+    Boxes joined by a comma, "and" or "or", such as ``\boxed{1}, \boxed{2}``, give the list, unless they are the same
+    answer.
+    """
     found, before = list[str](), len(text)
     for box in reversed(list(_BOX.finditer(text))):
         inside, end = _box(text, box.end())
@@ -42,7 +45,8 @@ def boxed(text: str) -> str | None:
 
 
 def _box(text: str, start: int) -> tuple[str | None, int]:
-    """What stands in the braces at ``start`` (without braces one character), and where it ends; None where no brace closes."""
+    """Returns what the braces at ``start`` hold (without braces one character) and where it ends; None if they never
+    close."""
     if text[start : start + 1] != "{":
         return text[start : start + 1] or None, start + 1
     depth = 0
@@ -54,14 +58,14 @@ def _box(text: str, start: int) -> tuple[str | None, int]:
 
 
 def final_answer(text: str) -> str | None:
-    """The last boxed text, or what follows the last "answer:" or "answer is" in its sentence; None without either."""
+    """Returns the last boxed text, else what follows the last "answer:" or "answer is" in its sentence, else None."""
     said = _SAID.findall(plain(text))
     found = boxed(text)
     return found if found is not None else said[-1] if said else None
 
 
 def canonical(text: str) -> str:
-    """The same text for answers that are the same, see the module. Entries without brackets may come in any order."""
+    """Returns the same text for equal answers, as the module says. Entries without brackets may come in any order."""
     text = normalise(text)
     value = number(text)
     if value is not None:
@@ -74,8 +78,11 @@ def canonical(text: str) -> str:
 
 
 def equal(one: str, other: str) -> bool:
-    """Whether two answers are the same, see the module. Entries without brackets may come in any order, unless they are values of
-    several names. Where both answers say what they are of (``y = 2``) or have a unit, that must be the same."""
+    """True if two answers are equal, as the module says. Entries without brackets may come in any order, unless several
+    are named.
+
+    If both answers have a name (``y = 2``) or a unit, these must be equal.
+    """
     units = {unit(one), unit(other)} - {""}
     if len(units) > 1:
         return False
@@ -99,7 +106,7 @@ def equal(one: str, other: str) -> bool:
 
 
 def _entries(text: str) -> tuple[list[str], str]:
-    r"""As ``split``; a set is a list, and of ``1 \pm x`` in a list there are two entries."""
+    r"""Like ``split``, but a set is a list, and ``1 \pm x`` in a list gives two entries."""
     entries, brackets = split(text)
     if brackets not in ("", r"\{\}"):
         return entries, brackets
@@ -108,7 +115,7 @@ def _entries(text: str) -> tuple[list[str], str]:
 
 
 def _assigned(entries: list[str]) -> tuple[str, str]:
-    """Of a single ``x=3`` the name and the value; without a name empty texts."""
+    """Returns name and value of a single ``x=3``; empty texts without a name."""
     found = _ASSIGNED.fullmatch(entries[0]) if len(entries) == 1 else None
     return (found.group(1), found.group(2)) if found else ("", "")
 
@@ -118,21 +125,21 @@ def _order(entry: str) -> str:
 
 
 def right_answers(ground_truth: object) -> list[str]:
-    """The answers of which any is right, of whole solutions too. Raises ValueError as ``alternatives`` does."""
+    """Returns the answers of which any is right, also of whole solutions. Raises ValueError as ``alternatives`` does."""
     return [text if (found := boxed(text)) is None else found for text in alternatives(ground_truth)]
 
 
 def is_right(found: str | None, ground_truth: object) -> bool:
-    """Whether an answer is any of the right ones."""
+    """True if an answer is any of the right ones."""
     rights = right_answers(ground_truth)
     return found is not None and any(equal(found, right) for right in rights)
 
 
 def score(response: str, ground_truth: object) -> float:
-    r"""1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0."""
+    r"""Returns 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0."""
     return float(is_right(boxed(response), ground_truth))
 
 
 def flexible(response: str, ground_truth: object) -> float:
-    """As ``score``, and where nothing is boxed by what is said, see ``final_answer``."""
+    """Like ``score``, but a response without a box is judged by its words, see ``final_answer``."""
     return float(is_right(final_answer(response), ground_truth))

@@ -10,15 +10,16 @@ from rlhf_spmd.rewards.math import right_answers
 
 
 def check(where: str) -> None:
-    """Raises ValueError where the library is not installed."""
+    """Raises ValueError if the library is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("reward 'math_verify' needs the library: pip install 'rlhf_spmd[rewards]' (or math-verify)")
 
 
 def score(response: str, ground_truth: object) -> float:
-    """1.0 if the response's final answer equals the row's, or any of a list, else 0.0. Raises ValueError where that cannot be read.
+    """Returns 1.0 if the response's final answer equals the row's, or any of a list, else 0.0.
 
-    The library's own alarms are off: ``reward.timeout_s`` ends a call that takes too long, and counts it.
+    Raises ValueError if the row's answer cannot be read. The library's own alarms are off: ``reward.timeout_s`` ends
+    and counts slow calls.
     """
     from math_verify import parse, verify
 

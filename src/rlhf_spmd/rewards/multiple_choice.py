@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_spmd.rewards import answers
 from rlhf_spmd.rewards.math import boxed
 
-# Taken away before a letter is looked for: bold, code, LaTeX's commands, and quotes or brackets around a letter.
+# Removed before the search for a letter: bold, code, LaTeX commands, and quotes or brackets around a letter.
 _CLEAN: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\*\*|[`$\"]|\\[()\[\]]"), ""),
@@ -29,11 +29,11 @@ _ANCHOR = re.compile(
     rf"(?<!\bnot )(?<!n't )(?<!\bdoubt )(?<!\bdoubt the )(?<!\bdoubt that the )"
     rf"\b(?P<kind>{_KINDS})(?P<clause>(?:\**\s*\(?[A-Z]\b\)?|(?!,\s+(?:\w+\s+){{0,3}}{_KINDS})[^\n.;])*)"
 )
-# Another letter beside the one that is given: "A or B", "A, B".
+# Another letter next to the given one: "A or B", "A, B".
 _OTHER = r"(?:(?:(?:,\s*)?\bor\b|/)[^\n.;]{0,20}?(?<!\w)\(?[A-Z]\b|(?:,|&|\band\b)\s*\(?[A-Z]\b\)?(?=\s*(?:[.,;!&\n]|\Z|and\b|or\b)))"
 _DIRECT = re.compile(rf"(?P<link>(?:\s+is\b)?\s*+[:=]?)\s*+\**+\s*+{_LETTER}(?!\)?\s*{_OTHER})")
 _NOT = r"(?:not\b|n't\b|\b(?:wrong|incorrect|except|never|false|distractor|anything but|one of|unlikely|doubt)\b)"
-# What is said of a letter ends at a comma, a reason or another letter.
+# A statement about a letter ends at a comma, a reason or another letter.
 _END = re.compile(r"(?i)[,;]|\b(?:because|since|as|but|while)\b|\bnot\s+\(?(?-i:[A-Z])\b")
 _VERDICT = re.compile(rf"(?i)(?P<denied>{_NOT})|\b(?:correct|right|best|answer)\b")
 # "B is the correct answer."
@@ -48,8 +48,10 @@ _BRACKETS = re.compile(r"(?<!\bnot )(?<!n't )\(([A-Z])\)(?!\s+(?:is|are)\s+(?:no
 
 
 def _said(anchor: re.Match[str]) -> tuple[bool, str] | None:
-    """The letter that stands first in what follows "answer", else the only one there, if it is not denied; and whether it is given as
-    the answer, not only named ("option B")."""
+    """Returns the letter after "answer" and the like, and whether it is given as the answer or only named ("option B").
+
+    It is the letter that comes first in the clause, else the only one there; a denied letter does not count.
+    """
     clause, answers = anchor["clause"], anchor["kind"].lower() == "answer"
     direct = _DIRECT.match(clause)
     if direct is None:
@@ -62,9 +64,12 @@ def _said(anchor: re.Match[str]) -> tuple[bool, str] | None:
 
 
 def letter(response: str, choices: str = "ABCDEFGHIJ") -> str | None:
-    """The boxed letter or the whole response, else the last that is given as the answer ("answer B", "option is B", "option B is
-    right"), else the last that is named ("option B") and not denied, else the one that the response begins with (``B) Paris``) if no
-    other line does so with another, else its only ``(X)`` that is not denied."""
+    """Returns the letter that a response settles on, or None. The first of these rules that applies decides:
+
+    the boxed letter, or the whole response; the last letter given as the answer ("answer B", "option is B", "option B
+    is right"); the last letter that is named ("option B") and not denied; the letter that the response begins with
+    (``B) Paris``), unless another line begins with another; its only ``(X)`` that is not denied.
+    """
     box = boxed(response)
     text = _clean(response if box is None else box)
     alone = _ALONE.fullmatch(text) or (box is not None and _begun(text))
@@ -89,12 +94,12 @@ def _clean(text: str) -> str:
 
 
 def _begun(text: str) -> re.Match[str] | None:
-    """The letter that a text begins with, if no other line or bracket has another."""
+    """Returns the letter that a text begins with, unless another line or bracket has another."""
     return _BEGINS.match(text) if len({*_BEGINS.findall(text), *_BRACKETS.findall(text)}) == 1 else None
 
 
 def right_letters(ground_truth: object) -> list[str]:
-    """The letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
+    """Returns the letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
     found = [(_ALONE.fullmatch(text) or _begun(text)) for text in map(_clean, answers.alternatives(ground_truth))]
     if not all(found):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is no letter")
@@ -102,13 +107,15 @@ def right_letters(ground_truth: object) -> list[str]:
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for an answer that is none, and where no row's is a letter."""
+    """Raises ValueError for an invalid answer, and if no row's answer is a letter."""
     answers.check_rows(where, rows, places, right_letters)
 
 
 def score(response: str, ground_truth: object, choices: str = "ABCDEFGHIJ") -> float:
-    """1.0 if the response's letter is the answer's, or any of a list, else 0.0. Raises ValueError for an answer that is none of the
-    choices."""
+    """Returns 1.0 if the response's letter is the answer's, or any of a list, else 0.0.
+
+    Raises ValueError for an answer that is not among ``choices``.
+    """
     rights = right_letters(ground_truth)
     if not set(rights) <= set(choices):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is none of the choices {choices}")

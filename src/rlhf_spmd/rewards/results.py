@@ -1,4 +1,4 @@
-"""What calls of a reward function gave, row by row, and whether a run can go on with that."""
+"""Results of reward function calls, row by row, and whether a run can go on with them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check_failures(
     again: bool = False,
     rows: str | None = None,
 ) -> None:
-    """Raises RewardError if more than ``max_failure_rate`` of a step's calls failed, or all of the first step's, or all of two steps'
-    that follow each other.
+    """Raises RewardError if too many calls of a step failed.
 
-    ``failed`` (failures and time-outs) and ``calls`` are summed over ranks, so that every rank comes to the same end. ``again``: all
-    calls of the step before failed too. ``rows``: what the calls are of where there are no steps, for the message.
+    Too many are: more than ``max_failure_rate``, all of the first step, or all of two steps in a row. ``failed``
+    (failures and time-outs) and ``calls`` are summed over ranks, so that all ranks decide alike. ``again``: all calls
+    of the step before failed too. ``rows``: names what was called if there are no steps.
     """
     everything = failed == calls and (first_step or again)
     if failed and (everything or failed / calls > config.max_failure_rate):
@@ -41,13 +41,12 @@ def check_failures(
 
 
 class RewardResult:
-    """What the calls of one :meth:`RewardRunner.score` gave, in the order of the rows, while they come in and after; rows and calls
-    may be added meanwhile.
+    """Results of one :meth:`RewardRunner.score` in row order, while they arrive and after; rows and calls may be added.
 
-    ``calls``: the rows of each call of the function; ``overrun``: what is said of a row whose call took too long. ``scores``: the
-    function's scores without weights, ``default`` where a call failed, None where the function does not apply. ``extras``: one dict
-    per row, the other numeric entries of what the function returned. ``late``: rows whose call overran. ``errors``: by row, why its
-    call failed. ``names``: what each row is called outside.
+    ``calls``: the rows of each call. ``scores``: the function's scores without weights, ``default`` if a call failed,
+    None if the function does not apply. ``extras``: the other numeric entries that the function returned, per row.
+    ``late``: rows whose call overran, for which ``overrun`` is the message. ``errors``: why a row's call failed.
+    ``names``: what each row is called outside.
     """
 
     def __init__(self, default: float | None, overrun: str) -> None:
@@ -72,8 +71,8 @@ class RewardResult:
         self.unanswered += len(calls)
         return range(first, first + len(calls))
 
-    def of_rows(self, rows: Sequence[int]) -> RewardResult:
-        """What was found for these rows, in this order."""
+    def select_rows(self, rows: Sequence[int]) -> RewardResult:
+        """Returns the results of these rows, in this order."""
         found = RewardResult(self.default, self.overrun)
         found.scores, found.extras = [self.scores[row] for row in rows], [self.extras[row] for row in rows]
         found.names = [self.names[row] for row in rows]
@@ -87,17 +86,17 @@ class RewardResult:
 
     @property
     def failures(self) -> int:
-        """Rows whose call raised, returned no finite score, or ended its worker."""
+        """Number of rows whose call raised, returned no finite score, or ended its worker."""
         return len(self.errors) - self.timeouts
 
     @property
     def first_error(self) -> str | None:
-        """Of the lowest row that failed, None without one."""
+        """Error of the lowest row that failed, or None."""
         first = min(self.errors, default=None)
         return None if first is None else printable(f"row {self.names[first]}: {self.errors[first]}")
 
     def take(self, call: int, results: list[Any] | str | None) -> None:
-        """What a worker answered. In place of the list, for all rows of the call: why it failed, or None if it took too long."""
+        """Stores a worker's answer: the list of results, or for all rows of the call why it failed, or None if it overran."""
         rows = self.calls[call]
         each = results if isinstance(results, list) else [results] * len(rows)
         for index, result in zip(rows, each, strict=True):
@@ -111,17 +110,17 @@ class RewardResult:
         self.unanswered -= 1
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:
-        """For each extra: its sum over rows and the number of rows that have it, so that a mean over ranks can be taken."""
-        return add_up({key: (value, 1) for key, value in row.items()} for row in self.extras)
+        """Returns sum and number of rows for each extra, so that ranks can take a mean."""
+        return merge_sums({key: (value, 1) for key, value in row.items()} for row in self.extras)
 
 
 def source_metric(reward: str, source: str) -> str:
-    """The metric of a reward's mean score over the rows of one ``data_source``; none of what the function returns besides."""
+    """Returns the metric of a reward's mean score over the rows of one ``data_source``; it clashes with no extra."""
     return f"{reward}/{'data_source extra' if source == 'extra' else source}/mean"
 
 
-def add_up(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
-    """Sums and counts, by name."""
+def merge_sums(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+    """Adds sums and counts by name."""
     found: dict[str, tuple[float, int]] = {}
     for name, (total, count) in (item for part in parts for item in part.items()):
         before = found.get(name, (0.0, 0))

@@ -1,11 +1,12 @@
 """Calls a reward function for many rows, in processes that can be killed.
 
-The workers are plain programs, started with exec: they share nothing with the rank but pipes, so neither the rank's threads, nor its
-device, nor its ``__main__`` come along, and a call that hangs (also inside C code) ends with the worker. What a worker has started ends
-with it (``keeper``), and what it prints is passed on up to a limit.
-A worker is sent many calls at once and answers one by one; a call's time runs from the answer before it. A call is one row; of
-a batched function the rows of this rank, or with several workers an equal share of them for each, or with ``by_group`` the rows of
-one prompt; of an async function up to ``MAX_TOGETHER`` rows. Rows may begin before they are all there (``begin``).
+Workers are plain programs, started with exec. They share only pipes with the rank, so its threads, device and
+``__main__`` do not come along, and killing a worker ends any hanging call, even inside C code. Whatever a worker has
+started ends with it (``worker.run_keeper``). Its output is passed on up to a limit.
+
+A worker receives many calls at once and answers them one by one; a call's time starts at the answer before it. A call
+is one row, or for a batched function all rows of this rank (an equal share per worker, or with ``by_group`` the rows of
+one prompt), or for an async function up to ``MAX_TOGETHER`` rows. Rows may begin before all are known (``begin``).
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from rlhf_spmd.rewards.binding import Row
+from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import RewardError, RewardResult
-from rlhf_spmd.rewards.worker_process import START_LIMIT_S, Output, WorkerProcess, start_worker
+from rlhf_spmd.rewards.worker import START_LIMIT_S, WorkerOutput, WorkerProcess, start_worker
 
-# Seconds beyond the time limit before a silent worker is killed. The worker measures each call itself, and by its clock an
-# overrun counts exactly; this only covers the way of the answer.
+# Seconds beyond the time limit before a silent worker is killed. The worker measures each call exactly; this covers the
+# transfer of its answer.
 GRACE_S = 0.05
-# The same for an async call, in which each row is cancelled at the limit: seconds for that.
+# Further seconds for an async call to cancel its rows at the limit.
 CANCEL_S = 1.0
-# Rows that one worker awaits at a time.
+# Rows that one worker awaits at once.
 MAX_TOGETHER = 64
 # Seconds between signs of life while the rank waits.
 BEAT_S = 0.5
-# Calls sent to a worker at a time, at most: bounds what has to be sent again when it is killed.
+# Most calls sent to a worker at once: bounds what must be sent again if it is killed.
 MAX_CHUNK = 256
 
 
 class RewardRunner:
-    """Scores rows with ``config.function`` in processes, ``config.num_workers`` at first, which start at once and stay until ``close``.
+    """Scores rows with ``config.function`` in ``config.num_workers`` processes, which start at once and stay until
+    ``close``.
 
-    Use it from one thread, which must last as long as the runner: Linux kills the workers when the thread that started them
-    ends. ``where``: key of the reward's configuration, for messages.
-    Raises ValueError for a config that does not pass its check or has no function.
+    Use it from one thread that lasts as long as the runner: Linux kills the workers when the thread that started them
+    ends. ``where``: key of the reward's configuration, for messages. Raises ValueError for a config that fails its
+    check or has no function.
     """
 
     def __init__(self, config: RewardConfig, where: str = "reward") -> None:
@@ -51,7 +53,7 @@ class RewardRunner:
         self.config, self.where = config, where
         self.bound = config.bind(where)
         self._name = f"{where}.function {config.function!r}"
-        self._output = Output(self._name)
+        self._output = WorkerOutput(self._name)
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._forget()
@@ -73,12 +75,12 @@ class RewardRunner:
         return [worker.process.pid for worker in self._workers]
 
     def grow(self, num_workers: int) -> None:
-        """To at least so many processes. Returns at once."""
+        """Starts workers until there are ``num_workers``. Returns at once."""
         while len(self._workers) < num_workers:
             self._add_worker()
 
     def close(self) -> None:
-        """Kill the workers. Idempotent."""
+        """Kills the workers. May be called twice."""
         while self._workers:
             self._remove_worker(self._workers[0])
         self._selector.close()
@@ -86,17 +88,16 @@ class RewardRunner:
 
     def score(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[RewardRow],
         groups: Sequence[int] | None = None,
         tick: Callable[[], None] = lambda: None,
         keys: Sequence[int] | None = None,
     ) -> RewardResult:
-        """Call the function for every (prompt text, response text, row); the rows must be what JSON can carry. ``groups``: of each
-        row the number of its prompt, for ``by_group``. ``tick`` is called again and again while this waits. ``keys``: of the rows,
-        of which some may have begun.
+        """Calls the function for every (prompt text, response text, row) and returns the results by position in ``rows``.
 
-        Returns the results by position in ``rows``, whichever worker answered first. Raises ValueError for a row that JSON
-        cannot carry, RewardError if a worker does not start; the runner is closed then.
+        Rows must be JSON values. ``groups``: number of each row's prompt, for ``by_group``. ``tick`` is called again
+        and again during the wait. ``keys``: keys of the rows, some of which may have begun. Raises ValueError for a row
+        that JSON cannot hold, RewardError if a worker does not start; the runner is closed then.
         """
         assert self._workers, "the reward runner is closed"
         keys = range(len(rows)) if keys is None else keys
@@ -106,42 +107,44 @@ class RewardRunner:
             self._form_calls(len(self._workers))
             while self._step.unanswered:
                 self._turn(BEAT_S, tick)
-            return self._step.of_rows([self._at[key] for key in keys])
+            return self._step.select_rows([self._at[key] for key in keys])
         finally:
             for worker in self._workers:
                 self._output.take(worker)
             self._output.end_step()
             self._forget()
 
-    def begin(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None = None) -> None:
-        """Rows that :meth:`score` will ask for by these ``keys``: their calls run meanwhile, as :meth:`pump` is called. With
-        ``by_group`` whole groups. Returns at once. Raises as :meth:`score` does."""
+    def begin(self, keys: Sequence[int], rows: Sequence[RewardRow], groups: Sequence[int] | None = None) -> None:
+        """Starts calls for rows that :meth:`score` will ask for by ``keys``; :meth:`pump` drives them. Returns at once.
+
+        With ``by_group`` groups must be complete. Raises what :meth:`score` raises.
+        """
         assert self._workers, "the reward runner is closed"
         assert self.config.by_group or not self.bound.batched, "one call takes all rows, so it cannot begin on some"
         self._add(keys, rows, groups)
         self.pump()
 
     def pump(self) -> None:
-        """Go on with what was begun, without waiting."""
+        """Drives the begun calls, without waiting."""
         if self._step.unanswered or self._apart:
             self._turn(0.0)
 
     def drop(self) -> None:
-        """Forget what was begun; calls under way end with their workers."""
+        """Forgets begun rows; running calls end with their workers."""
         for worker in list(self._workers):
             if worker.pending:
                 self._replace_worker(worker)
         self._forget()
 
     def _forget(self) -> None:
-        """The next row is the first one of a step."""
+        """Starts a new step."""
         self._step = RewardResult(self.config.default, f"no score within {self.where}.timeout_s = {self.config.timeout_s}")
-        self._rows: list[Row] = []
+        self._rows: list[RewardRow] = []
         self._at: dict[int, int] = {}  # key -> row
-        self._apart: list[int] = []  # rows in no call yet
+        self._apart: list[int] = []  # rows that are in no call yet
         self._waiting: deque[int] = deque()  # calls that no worker has
 
-    def _add(self, keys: Sequence[int], rows: Sequence[Row], groups: Sequence[int] | None) -> None:
+    def _add(self, keys: Sequence[int], rows: Sequence[RewardRow], groups: Sequence[int] | None) -> None:
         added = self._step.add_rows([row.get("id", at) for at, (_, _, row) in enumerate(rows, len(self._rows))])
         self._rows += rows
         self._at |= zip(keys, added, strict=True)
@@ -157,7 +160,7 @@ class RewardRunner:
             self._form_calls(len(self._workers))
 
     def _form_calls(self, num_workers: int) -> None:
-        """Of the rows in no call, for so many workers."""
+        """Forms calls for ``num_workers`` from the rows that are in no call."""
         rows, self._apart = self._apart, []
         share = -(-len(rows) // num_workers) or 1
         size = share if self.bound.batched else min(share, MAX_TOGETHER) if self.bound.is_async else 1
@@ -165,26 +168,26 @@ class RewardRunner:
 
     @property
     def _patience_s(self) -> float:
-        """Of a call, until its worker is killed."""
+        """Seconds until the worker of a running call is killed."""
         return self.config.timeout_s + GRACE_S + CANCEL_S * self.bound.is_async
 
     def _turn(self, most_s: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Feed workers, and take what they answer within ``most_s``; for a step with calls or rows that have no answer."""
+        """Feeds workers and takes answers that arrive within ``most_s``; there must be open calls or rows."""
         try:
             self._exchange(most_s, tick)
         except BaseException:
-            # The workers hold rows of a step that nobody waits for any more.
+            # The workers hold rows of a step for which nobody waits any more.
             self.close()
             raise
 
     def _exchange(self, most_s: float, tick: Callable[[], None]) -> None:
-        # What happened since the last time: a worker became ready, or died idle (which is no call's failure).
+        # Since the last time a worker may have become ready, or died idle (which is no call's failure).
         for worker in [worker for worker in self._workers if not worker.pending]:
             self._receive(worker)
-        # Rows that come one by one wait for a worker without calls, so that as many as can be are awaited together.
+        # Single rows wait for an idle worker, so that as many as possible are awaited together.
         if self._apart and (free := sum(worker.ready and not worker.pending for worker in self._workers)):
             self._form_calls(free)
-        # A worker that dies while it is fed is replaced below, and its successor fed in the next round.
+        # A worker that dies while it is fed is replaced below; its successor is fed in the next round.
         for worker in self._workers:
             if worker.ready and len(worker.pending) <= 1 and self._waiting:
                 self._send(worker)
@@ -201,7 +204,7 @@ class RewardRunner:
                 self._receive(key.data)
         now = time.monotonic()
         for worker in list(self._workers):
-            # An answer that lies in the pipe counts, however late this process comes to read it.
+            # An answer in the pipe counts, however late this process reads it.
             if worker.busy and now >= worker.deadline and worker not in answered:
                 self._overrun(worker)
 
@@ -212,7 +215,7 @@ class RewardRunner:
             self._selector.register(number, selectors.EVENT_READ, worker)
 
     def _pass_on(self, worker: WorkerProcess) -> None:
-        """What it printed."""
+        """Passes on what the worker printed."""
         if worker in self._workers and not self._output.take(worker):
             self._selector.unregister(worker.output_fd)
 
@@ -221,7 +224,7 @@ class RewardRunner:
         if worker.outgoing:
             self._selector.unregister(worker.request_fd)
         self._selector.unregister(worker.answer_fd)
-        with suppress(KeyError):  # it has closed its standard error
+        with suppress(KeyError):  # the worker has closed its standard error
             self._selector.unregister(worker.output_fd)
         self._output.take(worker)
         worker.end()
@@ -232,8 +235,8 @@ class RewardRunner:
         self._add_worker()
 
     def _send(self, worker: WorkerProcess) -> None:
-        # Guided self-scheduling: large chunks first, so that cheap calls run without round trips; small ones last, so that
-        # the workers end together.
+        # Guided self-scheduling: large chunks first, so that cheap calls need few round trips; small ones last, so that the
+        # workers end together.
         size = max(1, min(MAX_CHUNK, -(-len(self._waiting) // (2 * len(self._workers)))))
         calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
         lines = [f"[{call}, [{', '.join(self._as_json(index) for index in self._step.calls[call])}]]" for call in calls]
@@ -253,15 +256,15 @@ class RewardRunner:
             raise ValueError(f"row {self._step.names[index]} for {self._name} is not JSON: {error}") from error
 
     def _flush(self, worker: WorkerProcess) -> None:
-        """Write what the pipe takes; never blocks, since a hanging worker does not read."""
+        """Writes what the pipe takes; never blocks, because a hanging worker does not read."""
         if worker not in self._workers or not worker.outgoing:
             return
         try:
             worker.outgoing = worker.outgoing[os.write(worker.request_fd, worker.outgoing) :]
-            worker.deadline = time.monotonic() + self._patience_s  # it reads: what it had not got it could not answer
+            worker.deadline = time.monotonic() + self._patience_s  # it is reading: it cannot answer what it has not got
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it has died; its answer pipe tells, and says how
+        except BrokenPipeError:  # it has died; its answer pipe reports how
             worker.outgoing = worker.outgoing[:0]
         if not worker.outgoing:
             self._selector.unregister(worker.request_fd)
@@ -289,7 +292,7 @@ class RewardRunner:
                 call, seconds, results = answer
                 self._step.take(call, None if seconds > self.config.timeout_s else results)
                 worker.pending.popleft()
-            # The process boundary: a function that wrote into all open files wrote into the pipe too.
+            # The process boundary: a function that writes into all open files writes into the pipe too.
             except (ValueError, TypeError, KeyError, IndexError, AssertionError):
                 self._died(worker, "it wrote into the pipe of its answers")
                 return

@@ -1,12 +1,16 @@
-"""Runs a Python program that nobody vouches for, in a process of its own.
+"""Runs a Python program that nobody vouches for, in its own process.
 
-It has an empty directory, which is removed with all that it wrote, no standard input but what it is given, and limits of CPU
-seconds, memory, processes, open files and file sizes. It can make no socket (seccomp): neither the network nor a server on this
-machine that listens at a path, such as docker's or ssh-agent's. Where Linux allows it also namespaces: no sight of other processes,
-and all that it started ends with it, all mounts but its directory read-only; and Landlock: it can write only below its directory.
-Where those are not allowed (``isolated`` says so) a process that leaves its session can outlive it until the worker ends, and only a
-watcher counts processes, which ends the program soon after it has too many. It can read what the user can read: this is a guard
-against accidents and cheating, not against an attacker who wants data.
+The program has an empty directory, which is removed afterwards, the given standard input, and limits of CPU seconds,
+memory, processes, open files and file sizes. It can make no socket (seccomp), so it reaches neither the network nor
+local servers such as docker's or ssh-agent's.
+
+Where Linux allows it, the program also has its own namespaces and Landlock. Then it sees no other processes, all that
+it started ends with it, all mounts but its directory are read-only, and it writes only below its directory. Otherwise
+(see ``isolated``) a process that leaves its session can outlive the program until the worker ends, and only a watcher
+counts processes.
+
+The program can read what the user can read. This guards against accidents and cheating, not against an attacker who
+wants data.
 """
 
 from __future__ import annotations
@@ -28,16 +32,20 @@ from pathlib import Path
 
 WATCH_S = 0.02
 MAX_OUTPUT = 1 << 22  # bytes read of what the program writes
-ENTRY = 1 << 16  # bytes that a file or directory counts for beside what is in it: many take long to remove
-PREFIX = "rlhf_spmd_code_"  # of the directories' names
-TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in /proc
+ENTRY = 1 << 16  # extra bytes counted for each file or directory: removing many takes long
+PREFIX = "rlhf_spmd_code_"  # of directory names
+TICKS = os.sysconf("SC_CLK_TCK")  # /proc's ticks per second
 _JUDGE = Path(__file__).with_name("code_judge.py")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """``time_s``: CPU seconds of all processes together; ``wall_s``: seconds of the clock, beyond which nothing is said of the program;
-    ``memory_mb``: address space of each process; ``file_mb``: of each file, and four times that of all in the directory."""
+class SandboxLimits:
+    """``time_s``: CPU seconds of all processes together. ``wall_s``: seconds of wall time, beyond which there is no
+    verdict.
+
+    ``memory_mb``: address space of each process. ``file_mb``: size of each file; the whole directory may have four
+    times that.
+    """
 
     time_s: float = 5.0
     wall_s: float = 20.0
@@ -48,8 +56,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``passed``: number of tests that ended without an exception. ``error``: the last of what went to standard error, or why the
-    program was ended. ``isolated``: it had namespaces of its own."""
+    """``passed``: number of tests that ended without an exception. ``isolated``: the program had its own namespaces.
+
+    ``error``: the end of standard error, or why the program was ended.
+    """
 
     passed: int
     exit_code: int
@@ -62,18 +72,18 @@ def run(
     program: str | Sequence[str],
     tests: Sequence[str] = (),
     stdin: str = "",
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     names: Sequence[str] = (),
     before: str = "",
 ) -> Outcome:
-    """Run ``program`` (parts in one scope), as ``__main__`` if there are no ``tests``, then each test, see ``code_judge``. A program
-    that ends by itself before its tests has passed none. ``names``: in the tests always the program's. ``before``: runs before
-    the tests, where they do.
+    """Runs ``program`` (parts in one scope), as ``__main__`` if there are no ``tests``, then each test; see
+    ``code_judge``.
 
-    Raises TimeoutError at ``limits.wall_s``, by the machine's doing or because the program waits, and OSError where the judge cannot
-    start: both say nothing of the program.
+    A program that ends before its tests has passed none. ``names``: names that in tests are always the program's.
+    ``before``: set-up that runs with the tests. Raises TimeoutError at ``limits.wall_s`` (the machine is busy, or the
+    program waits), and OSError if the judge cannot start; neither says anything about the program.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     parts, name = [program] if isinstance(program, str) else list(program), "program" if tests else "__main__"
     job = {"program": parts, "name": name, "limits": asdict(limits)}
     judged = {"tests": list(tests), "names": list(names), "before": before}
@@ -105,13 +115,13 @@ def run(
         raise OSError(f"the judge of the program could not start: {error[-500:].strip() or why}")
     if first.endswith("sockets"):
         _tell_of_sockets()
-    done = set(map(int, passed)) - {0}  # 0 is what comes before the tests
+    done = set(map(int, passed)) - {0}  # 0 is the set-up
     return Outcome(len(done), process.returncode, output, why or error[-500:], first.startswith("isolated"))
 
 
 @functools.cache
 def _tell_of_sockets() -> None:
-    """Once for each process."""
+    """Warns once per process."""
     print(
         "rewards.code: this system has no seccomp, so programs that are judged can reach servers that listen at a path, such as "
         "docker's; run as a user who may not",
@@ -119,8 +129,8 @@ def _tell_of_sockets() -> None:
     )
 
 
-def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> str:
-    """Wait for the end, or for the reason to end it. Raises TimeoutError."""
+def _watch(process: subprocess.Popen[bytes], directory: str, limits: SandboxLimits) -> str:
+    """Waits for the end. Returns why the program must be ended, or "". Raises TimeoutError."""
     end = time.monotonic() + limits.wall_s
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -142,7 +152,7 @@ def _watch(process: subprocess.Popen[bytes], directory: str, limits: Limits) -> 
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process and of the children that it has waited for; 0 if it is gone."""
+    """Returns CPU seconds of a process and its reaped children; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -151,7 +161,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program with what it has started: the first process of a namespace takes all others along."""
+    """Kills the program and all that it has started; the first process of a namespace takes all others along."""
     for pid in (*reversed(descendants(process.pid, 1000)), process.pid):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -161,7 +171,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(pid: int, most: int) -> list[int]:
-    """Of a process, parents before children; not many more than ``most``."""
+    """Returns a process's descendants, parents before children; not many more than ``most``."""
     found = [pid]
     for parent in found:
         with suppress(OSError):
@@ -173,7 +183,7 @@ def descendants(pid: int, most: int) -> list[int]:
 
 
 def _size(directory: str) -> float:
-    """Bytes below it, ``ENTRY`` more for each name; infinite where a path is too long to look."""
+    """Returns the bytes below a directory, plus ``ENTRY`` for each name; infinite if a path is too long."""
     total, folders = 0, [directory]
     while folders:
         try:
@@ -182,7 +192,7 @@ def _size(directory: str) -> float:
                     total += ENTRY + entry.stat(follow_symlinks=False).st_size
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-        except OSError as error:  # else it is gone, or closed to us
+        except OSError as error:  # otherwise it is gone or not readable
             if error.errno == errno.ENAMETOOLONG:
                 return float("inf")
     return total
@@ -204,7 +214,7 @@ def _own_directory() -> Iterator[str]:
 
 @contextmanager
 def _locked(directory: str, no_locks: bool) -> Iterator[bool]:
-    """Whether this process holds the directory's lock, inside; ``no_locks`` where the file system has none."""
+    """Yields whether this process holds the directory's lock; ``no_locks`` if the file system has none."""
     try:
         opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone, or another user's
@@ -224,7 +234,7 @@ def _locked(directory: str, no_locks: bool) -> Iterator[bool]:
 
 
 def remove_unused() -> None:
-    """Remove the directories whose process was killed."""
+    """Removes directories whose process was killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with _locked(str(path), no_locks=False) as is_ours:
             if is_ours:
@@ -232,7 +242,7 @@ def remove_unused() -> None:
 
 
 def _remove_tree(directory: str) -> None:
-    """However deep: its paths may be longer than the system takes. What cannot be removed stays."""
+    """Removes a directory of any depth: its paths may be too long for the system. What cannot be removed stays."""
     names, kind = list[str](), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     with suppress(OSError), ExitStack() as opened:
         os.chmod(directory, 0o700)
@@ -254,7 +264,7 @@ def _remove_tree(directory: str) -> None:
 
 
 def _unlink_files(directory: int) -> str | None:
-    """Those that come before the first directory in this one, which is returned."""
+    """Removes files up to the first directory in this one, whose name is returned."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

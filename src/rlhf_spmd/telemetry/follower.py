@@ -1,9 +1,9 @@
-"""The process of one tracker, started by logger.py: follows the files of a run and hands every step to W&B, TensorBoard, MLflow or
-Trackio.
+"""The process of one tracker: follows the files of a run and sends every step to W&B, TensorBoard, MLflow or Trackio.
 
-Standard input: one line of JSON with the order, later one with the exit code. It ends with that line, or when the training
-process is gone, and never lives longer than the time limit after that. So nothing that a tracker does can hold a step up or end the
-run: ``wandb.init`` blocks for up to 91 s without a network, clients repeat requests for minutes, exit hooks wait for uploads.
+logger.py starts it. Its standard input has one JSON line with the job, and later one with the exit code. The process
+ends after that line, or when the training process is gone, and at the latest ``timeout_s`` after that. So no tracker
+can delay a step or end the run: ``wandb.init`` blocks for up to 91 s without a network, clients retry for minutes, exit
+hooks wait for uploads.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 
 POLL_S = 0.5
-LOCAL_TIMEOUT_S = 30.0  # what asks nobody over a network takes long only on a machine that is far too busy
-METRICS, *SAMPLES = "metrics", "rollouts", "validation"  # files of a run directory, without .jsonl
+LOCAL_TIMEOUT_S = 30.0  # for work without a network, which is slow only on an overloaded machine
+METRICS, *SAMPLES = "metrics", "rollouts", "validation"  # files of the run directory, without .jsonl
 
 Metrics = Mapping[str, float]
 
 
 class Table(NamedTuple):
-    """Samples of a step: a row each, of numbers, texts and None."""
+    """Samples of a step: one row each, of numbers, texts and None."""
 
     columns: list[str]
     data: list[list[Any]]
 
 
 @dataclass(frozen=True)
-class Order:
-    """``offsets``: where in its files this start of the run begins, bytes. ``resumed_at``: a step, None: a new run. ``settings``:
-    ``logger.<tracker>``, of W&B ``mode`` and ``logger.wandb_init``."""
+class TrackerJob:
+    """What a tracker process is told.
+
+    ``offsets``: bytes of each file before this start of the run. ``resumed_at``: a step, None for a new run.
+    ``settings``: ``logger.<tracker>``; for W&B ``mode`` and ``logger.wandb_init``.
+    """
 
     tracker: str
     run_dir: str
@@ -58,12 +61,12 @@ class Order:
 
     @property
     def config(self) -> str:
-        """Of the run, as YAML."""
+        """The run's configuration as YAML."""
         return (Path(self.run_dir) / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
 
     @property
     def id_file(self) -> Path:
-        """Where the tracker's own name of the run is kept, for a resume."""
+        """The file with the tracker's own id of the run, for a resume."""
         return Path(self.run_dir) / self.tracker / "run_id"
 
     def known_id(self) -> str | None:
@@ -76,38 +79,38 @@ class Order:
 
 
 class Tracker(Protocol):
-    """Made from an :class:`Order`. Whatever its methods raise ends no more than this process."""
+    """Made from a :class:`TrackerJob`. Exceptions in its methods end this process at most."""
 
     def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
-        """``tables``: name of their file -> samples of the step, where it has some."""
+        """``tables``: samples of the step by the name of their file, if there are any."""
 
     def finish(self, exit_code: int) -> None: ...
 
 
 class Wandb:
-    """Where online does not come up in time, this process begins again offline."""
+    """Restarts this process offline if online does not start in time."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, job: TrackerJob) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        given = {key: value for key, value in order.settings.items() if value}
+        given = {key: value for key, value in job.settings.items() if value}
         online = given["mode"] == "online"
-        limit_s = order.timeout_s if online else max(LOCAL_TIMEOUT_S, order.timeout_s)
-        given["id"] = order.keep_id(given.get("id") or order.known_id() or os.urandom(5).hex())
-        given |= {"project": order.project, "name": order.name, "dir": order.run_dir, "config": yaml.safe_load(order.config)}
+        limit_s = job.timeout_s if online else max(LOCAL_TIMEOUT_S, job.timeout_s)
+        given["id"] = job.keep_id(given.get("id") or job.known_id() or os.urandom(5).hex())
+        given |= {"project": job.project, "name": job.name, "dir": job.run_dir, "config": yaml.safe_load(job.config)}
         given["settings"] = wandb.Settings(init_timeout=limit_s, console="wrap", silent=True)
         try:
             self._run = wandb.init(resume="allow" if online else None, **given)
         except Exception as error:  # a process boundary: whatever wandb raises
             if not online:
                 raise
-            warn(order.tracker, f"online failed ({_reason(error)}); going on offline")
-            _restart(replace(order, settings={**order.settings, "mode": "offline"}), wandb.teardown)
+            warn(job.tracker, f"online failed ({_reason(error)}); going on offline")
+            _restart(replace(job, settings={**job.settings, "mode": "offline"}), wandb.teardown)
         if online:
             say(f"wandb: {self._run.url}")
         self._table: Any = wandb.Table
-        self._console = Progress(order.steps, sys.stdout, order.resumed_at or 0)  # what W&B shows as the run's console
+        self._console = Progress(job.steps, sys.stdout, job.resumed_at or 0)  # W&B shows it as the run's console
 
     def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
         made = {name: self._table(*table, allow_mixed_types=True) for name, table in tables.items()}
@@ -119,12 +122,12 @@ class Wandb:
 
 
 class TensorBoard:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, job: TrackerJob) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        first = 0 if order.resumed_at is None else order.resumed_at + 1  # later ones of earlier starts are not shown
-        self._writer: Any = SummaryWriter(order.settings["dir"] or Path(order.run_dir) / "tensorboard", purge_step=first)
-        self._writer.add_text("config", _preformatted(order.config), first)
+        first = 0 if job.resumed_at is None else job.resumed_at + 1  # hides later steps of earlier starts
+        self._writer: Any = SummaryWriter(job.settings["dir"] or Path(job.run_dir) / "tensorboard", purge_step=first)
+        self._writer.add_text("config", _preformatted(job.config), first)
 
     def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
         for name, value in metrics.items():
@@ -139,21 +142,21 @@ class TensorBoard:
 
 
 class Mlflow:
-    """Of names it takes letters, digits and ``_-. /:``; other characters become ``_``."""
+    """MLflow's names allow letters, digits and ``_-. /:``; other characters become ``_``."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, job: TrackerJob) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         import mlflow
 
         self._mlflow: Any = mlflow
-        if order.settings["uri"]:
-            mlflow.set_tracking_uri(order.settings["uri"])
-        mlflow.set_experiment(order.project)
-        known = order.known_id()
-        run = mlflow.start_run(run_id=known, run_name=None if known else order.name, tags=order.settings["tags"])
-        order.keep_id(run.info.run_id)
+        if job.settings["uri"]:
+            mlflow.set_tracking_uri(job.settings["uri"])
+        mlflow.set_experiment(job.project)
+        known = job.known_id()
+        run = mlflow.start_run(run_id=known, run_name=None if known else job.name, tags=job.settings["tags"])
+        job.keep_id(run.info.run_id)
         if known is None:
-            mlflow.log_params({_mlflow_name(key): value[:500] for key, value in flatten_yaml(order.config).items()})
+            mlflow.log_params({_mlflow_name(key): value[:500] for key, value in flatten_yaml(job.config).items()})
 
     def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
         named = {_mlflow_name(name): value for name, value in metrics.items()}
@@ -166,17 +169,17 @@ class Mlflow:
 
 
 class Trackio:
-    """Its own name of a run is ``logger.name``."""
+    """``logger.name`` is Trackio's own name of the run."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, job: TrackerJob) -> None:
         import trackio
 
         self._trackio: Any = trackio
-        known = order.known_id()
-        given = {**order.settings, "config": flatten_yaml(order.config), "embed": False}
+        known = job.known_id()
+        given = {**job.settings, "config": flatten_yaml(job.config), "embed": False}
         resume = "never" if known is None else "allow"
-        self._run = trackio.init(project=order.project, name=known or order.name, resume=resume, **given)
-        order.keep_id(self._run.name)
+        self._run = trackio.init(project=job.project, name=known or job.name, resume=resume, **given)
+        job.keep_id(self._run.name)
 
     def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
         import pandas
@@ -189,22 +192,22 @@ class Trackio:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Order], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackerJob], Tracker]] = {
     made.__name__.lower(): made for made in (Wandb, TensorBoard, Mlflow, Trackio)
 }
 
 
-def follow(tracker: Tracker, order: Order, end: Future[int]) -> None:
-    """Log every step until the run has ended. One that the tracker refuses is told of, the first time, and left out."""
-    files = {name: (Path(order.run_dir) / f"{name}.jsonl").open("rb") for name in order.offsets}
+def follow(tracker: Tracker, job: TrackerJob, end: Future[int]) -> None:
+    """Logs every step until the run has ended. A refused step is left out; the first one is reported."""
+    files = {name: (Path(job.run_dir) / f"{name}.jsonl").open("rb") for name in job.offsets}
     for name, file in files.items():
-        file.seek(order.offsets[name])
+        file.seek(job.offsets[name])
     waiting: dict[str, list[dict[str, Any]]] = {name: [] for name in SAMPLES}
     refused = over = False
     while not over:
         over = bool(wait([end], POLL_S).done)
         lines = appended(files[METRICS])
-        for name in SAMPLES:  # of a step they are written before its metrics
+        for name in SAMPLES:  # a step's samples are written before its metrics
             waiting[name] += appended(files[name])
         for line in lines:
             step, unix_s = line.pop("step"), line.pop("unix_s")
@@ -215,12 +218,12 @@ def follow(tracker: Tracker, order: Order, end: Future[int]) -> None:
                 tracker.log(step, unix_s, numbers, {name: as_table(rows) for name, rows in tables.items() if rows})
             except Exception as error:  # a process boundary: whatever the tracker raises
                 if not refused:
-                    warn(order.tracker, f"step {step} was not logged ({_reason(error)}); metrics.jsonl has it")
+                    warn(job.tracker, f"step {step} was not logged ({_reason(error)}); metrics.jsonl has it")
                 refused = True
 
 
 def appended(file: BinaryIO) -> list[dict[str, Any]]:
-    """The whole lines of JSON since this was last asked."""
+    """Returns the complete JSON lines since the last call."""
     lines = file.readlines()
     if lines and not lines[-1].endswith(b"\n"):
         file.seek(-len(lines.pop()), os.SEEK_CUR)
@@ -234,34 +237,34 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     return Table(columns, [[value if isinstance(value, plain) else json.dumps(value) for value in row] for row in values])
 
 
-def hear_end(order: Order, end: Future[int]) -> None:
-    """In a thread: wait until the training process says that it ends, or is gone. Then this process has ``timeout_s`` left."""
+def wait_for_end(job: TrackerJob, end: Future[int]) -> None:
+    """Thread: waits until the training process ends or is gone. Then this process has ``timeout_s`` left."""
     parent = os.getppid()
     while (line := next_line(POLL_S)) is None and os.getppid() == parent:
-        pass  # the parent is asked for, too: a forked child of it may hold the pipe open
+        pass  # the parent's id is checked too: a forked child of it may hold the pipe open
     end.set_result(int(json.loads(line)["exit_code"]) if line else 1)
-    time.sleep(order.timeout_s)
-    rest = "; 'wandb sync' on the run directory's wandb/ sends the rest" if order.tracker == "wandb" else ""
-    warn(order.tracker, f"not done {order.timeout_s:g} s after the run; metrics.jsonl has every step{rest}")
+    time.sleep(job.timeout_s)
+    rest = "; 'wandb sync' on the run directory's wandb/ sends the rest" if job.tracker == "wandb" else ""
+    warn(job.tracker, f"not done {job.timeout_s:g} s after the run; metrics.jsonl has every step{rest}")
     os._exit(1)
 
 
 def main() -> int:
-    """The order comes as the first line of standard input, or after a restart as the argument."""
+    """Reads the job from the first line of standard input, or after a restart from the argument."""
     line = sys.argv[1] if len(sys.argv) > 1 else next_line(timeout_s=None)
     if not line:
         return 0
-    order = Order(**json.loads(line))
+    job = TrackerJob(**json.loads(line))
     if len(sys.argv) == 1:
-        os.nice(5)  # the ranks of a CPU run need the cores more
+        os.nice(5)  # ranks on CPUs need the cores more
     try:
-        tracker = TRACKERS[order.tracker](order)
+        tracker = TRACKERS[job.tracker](job)
     except Exception as error:  # a process boundary
-        warn(order.tracker, f"cannot start ({_reason(error)}); metrics go to metrics.jsonl only")
+        warn(job.tracker, f"cannot start ({_reason(error)}); metrics go to metrics.jsonl only")
         return 1
     end: Future[int] = Future()
-    threading.Thread(target=hear_end, args=(order, end), daemon=True).start()
-    follow(tracker, order, end)
+    threading.Thread(target=wait_for_end, args=(job, end), daemon=True).start()
+    follow(tracker, job, end)
     tracker.finish(end.result())
     return 0
 
@@ -271,7 +274,7 @@ def warn(tracker: str, message: str) -> None:
 
 
 def next_line(timeout_s: float | None) -> str | None:
-    """Of standard input: the next line, "" at its end, None when the time is over. Unbuffered: nothing is read ahead."""
+    """Returns the next line of standard input, "" at its end, None on time-out. Reads nothing ahead."""
     descriptor = sys.stdin.fileno()
     if not select.select([descriptor], [], [], timeout_s)[0]:
         return None
@@ -281,16 +284,16 @@ def next_line(timeout_s: float | None) -> str | None:
     return line.decode()
 
 
-def _restart(order: Order, teardown: Callable[[], object]) -> NoReturn:
-    """This program anew in this process: wandb's service holds on to the id of a run whose start failed."""
+def _restart(job: TrackerJob, teardown: Callable[[], object]) -> NoReturn:
+    """Restarts this program in this process, because wandb's service keeps the id of a run that failed to start."""
     ending = threading.Thread(target=teardown, daemon=True)
     ending.start()
     ending.join(timeout=2.0)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "rlhf_spmd.telemetry.follower", json.dumps(asdict(order))])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "rlhf_spmd.telemetry.follower", json.dumps(asdict(job))])
 
 
 def _preformatted(text: str) -> str:
-    """As Markdown."""
+    """Returns the text as a Markdown code block."""
     return "\n".join("    " + line for line in text.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Trackers beside ``metrics.jsonl``: their settings, and on rank 0 a process for each that follows the files of the run."""
+"""Trackers beside ``metrics.jsonl``: their settings, and on rank 0 a process for each that follows the run's files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rlhf_spmd.telemetry import follower
 from rlhf_spmd.telemetry.progress import say
 
 WANDB_MODES = ("online", "offline", "disabled")
-PACKAGES = ("tensorboard", "mlflow", "trackio")  # other trackers, by the names of their packages
+PACKAGES = ("tensorboard", "mlflow", "trackio")  # other trackers, by package name
 
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """``logger.wandb_init``, as ``wandb.init`` has them.
+    """``logger.wandb_init``, named as in ``wandb.init``.
 
     - entity: W&B team; null: the account's
     - group, job_type, tags, notes: as W&B shows them
-    - id: of the run that is gone on with; null: a new one, kept in the run directory for when this run is resumed
+    - id: the run to continue; null: a new one, whose id the run directory keeps for a resume
     """
 
     entity: str | None = None
@@ -44,7 +44,7 @@ class WandbConfig:
 class TensorBoardConfig:
     """``logger.tensorboard``.
 
-    - dir: of the event files; null: `tensorboard/` in the run directory
+    - dir: directory of the event files; null: `tensorboard/` in the run directory
     """
 
     dir: str | None = None
@@ -54,8 +54,8 @@ class TensorBoardConfig:
 class MlflowConfig:
     """``logger.mlflow``.
 
-    - uri: of the tracking server or database; null: `MLFLOW_TRACKING_URI`, or MLflow's own
-    - tags: of the run
+    - uri: tracking server or database; null: `MLFLOW_TRACKING_URI`, or MLflow's default
+    - tags: tags of the run
     """
 
     uri: str | None = None
@@ -66,8 +66,8 @@ class MlflowConfig:
 class TrackioConfig:
     """``logger.trackio``.
 
-    - space_id: of a Hugging Face space; null: this machine's `TRACKIO_DIR`
-    - group: of the run
+    - space_id: a Hugging Face space; null: this machine's `TRACKIO_DIR`
+    - group: group of the run
     """
 
     space_id: str | None = None
@@ -79,11 +79,11 @@ class LoggerConfig:
     """``logger``. A run waits for its trackers only at the end.
 
     - wandb: `online`, `offline`, `disabled`
-    - trackers: others that follow the run, of `tensorboard`, `mlflow`, `trackio`
-    - project: at W&B and Trackio, MLflow's experiment
-    - name: of the run there; null: `run.name`
-    - timeout_s: how long W&B may take to start before the run is logged offline, and what a tracker gets for the rest once the run
-      has ended
+    - trackers: further trackers: `tensorboard`, `mlflow`, `trackio`
+    - project: W&B's and Trackio's project, MLflow's experiment
+    - name: the run's name there; null: `run.name`
+    - timeout_s: how long W&B may take to start before the run is logged offline; also how long a tracker may take for
+      the rest after the run has ended
     """
 
     wandb: str = "disabled"
@@ -97,8 +97,8 @@ class LoggerConfig:
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
 
     @property
-    def followed(self) -> dict[str, dict[str, Any]]:
-        """Tracker -> its settings."""
+    def tracker_settings(self) -> dict[str, dict[str, Any]]:
+        """Settings of each tracker, by its name."""
         found = {} if self.wandb == "disabled" else {"wandb": {"mode": self.wandb, **asdict(self.wandb_init)}}
         return found | {name: asdict(getattr(self, name)) for name in self.trackers}
 
@@ -106,44 +106,43 @@ class LoggerConfig:
         if self.wandb not in WANDB_MODES:
             raise ValueError(f"{where}.wandb={self.wandb!r}: unknown; allowed: {', '.join(WANDB_MODES)}")
         for name in self.trackers:
-            said = f"{where}.trackers={list(self.trackers)}: "
+            given = f"{where}.trackers={list(self.trackers)}: "
             if name not in PACKAGES:
                 hint = nearest(name, PACKAGES) or ";"
-                raise ValueError(f"{said}unknown tracker '{name}'{hint} available: {', '.join(PACKAGES)}")
+                raise ValueError(f"{given}unknown tracker '{name}'{hint} available: {', '.join(PACKAGES)}")
             package = find_spec(name)
-            if package is None or package.origin is None:  # nothing, or a mere directory of that name
-                raise ValueError(f"{said}{name} is not installed; pip install {name}, or leave it out")
+            if package is None or package.origin is None:  # missing, or only a directory of that name
+                raise ValueError(f"{given}{name} is not installed; pip install {name}, or leave it out")
         if not self.project:
             raise ValueError(f"{where}.project is empty; give the name of a project")
         check_bounds(self, where, "timeout_s", **SECONDS)
 
 
-class Followers:
-    """The processes of the trackers, each told what to follow in its first input line, ended by a second one or by the end of
-    this process."""
+class TrackerProcesses:
+    """The tracker processes. A first input line tells each what to follow; a second one, or this process's end, ends it."""
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_name: str, steps: int, resumed_at: int | None) -> None:
-        """The files of this start are there already, cut to ``resumed_at``."""
+        """The files of this start must exist already, cut to ``resumed_at``."""
         self._timeout_s = config.timeout_s
         files = {name: run_dir / f"{name}.jsonl" for name in (follower.METRICS, *follower.SAMPLES)}
         offsets = {name: path.stat().st_size for name, path in files.items()}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        # -P: nothing in the working directory, such as wandb/, hides a package;
-        # a session of its own: Ctrl-C ends the run, and the run then ends its trackers
+        # -P: nothing in the working directory, such as wandb/, hides a package.
+        # New session: Ctrl-C ends the run, and the run then ends its trackers.
         command = [sys.executable, "-P", "-m", follower.__name__]
         paths = os.pathsep.join(filter(None, (str(Path(follower.__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         started: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "start_new_session": True}
-        for name, settings in config.followed.items():
-            told = config.project, config.name or run_name, settings, config.timeout_s
-            order = follower.Order(name, str(run_dir.resolve()), offsets, steps, resumed_at, *told)
+        for name, settings in config.tracker_settings.items():
+            named = config.project, config.name or run_name, settings, config.timeout_s
+            job = follower.TrackerJob(name, str(run_dir.resolve()), offsets, steps, resumed_at, *named)
             self._processes[name] = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, **started)
-            self._send(name, asdict(order))
+            self._send(name, asdict(job))
 
     def close(self, exit_code: int = 0) -> None:
-        """Waits at most for what :class:`LoggerConfig` allows. May be called twice."""
+        """Waits at most as long as :class:`LoggerConfig` allows. May be called twice."""
         for name in self._processes:
             self._send(name, {"exit_code": exit_code})
-        # they keep to their own limits, for starting and for uploading; this one is for what they cannot foresee
+        # trackers keep their own limits for starting and uploading; this one covers what they cannot foresee
         deadline = time.monotonic() + 2 * self._timeout_s + follower.LOCAL_TIMEOUT_S
         while self._processes:
             name, process = self._processes.popitem()
@@ -153,12 +152,12 @@ class Followers:
                 process.kill()
                 process.wait()
                 say(f"{name}: given up; metrics.jsonl has every step")
-            with contextlib.suppress(OSError):  # it is gone: there is nobody left to tell
+            with contextlib.suppress(OSError):  # the process is gone already
                 process.stdin.close()  # type: ignore[union-attr]  # started with a pipe
 
     def _send(self, name: str, value: Mapping[str, Any]) -> None:
         pipe = self._processes[name].stdin
         assert pipe is not None, "a follower is started with a pipe"
-        with contextlib.suppress(OSError):  # it ended early, and has said why on standard error
+        with contextlib.suppress(OSError):  # it ended early and gave the reason on standard error
             pipe.write(json.dumps(value).encode() + b"\n")
             pipe.flush()

@@ -1,17 +1,18 @@
-"""What a person sees of a run while it goes on: on a terminal a bar, which says what is being done; else one line per step."""
+"""What a person sees of a run while it goes on: a bar on a terminal, otherwise one line per step. And which samples."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from collections.abc import Container, Mapping
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics that are best where they are lowest
-ACTIVITIES = {  # by the first word of a call's method
+LOWEST = re.compile(r".*(loss|perplexity|kl)")  # metrics for which lower is better
+ACTIVITIES = {  # first word of a call's method -> what the bar shows
     "generate": "generating",
     "compute": "scoring",
     "evaluate": "scoring",
@@ -19,16 +20,16 @@ ACTIVITIES = {  # by the first word of a call's method
     "save": "saving",
     "export": "exporting",
 }
-TO_LEFT_EDGE = "\r\x1b[K"  # of a terminal's line, which is then empty
+TO_LEFT_EDGE = "\r\x1b[K"  # clears the terminal's line
 
 
 def on_own_line(text: str) -> str:
-    """``text`` for standard error, where a bar may stand on the line; the process that draws it draws it again."""
+    """Prepares ``text`` for standard error, whose line may hold a bar; the process with the bar draws it again."""
     return TO_LEFT_EDGE + text if sys.stderr.isatty() else text
 
 
 def say(text: str) -> None:
-    """A line for people on standard error, from any process of a run."""
+    """Prints a line for people on standard error, from any process of a run."""
     print(on_own_line(text), file=sys.stderr, flush=True)
 
 
@@ -44,15 +45,15 @@ class Progress:
         )
 
     def phase(self, name: str) -> None:
-        """A call such as ``actor.generate_sequences`` begins. The bar names what it does; a short call between is not shown."""
+        """Shows in the bar that a call such as ``actor.generate_sequences`` begins; short calls are not shown."""
         activity = ACTIVITIES.get(name.rpartition(".")[2].partition("_")[0])
         if activity is not None and not self._bar.disable and self._bar.desc != f"{activity}: ":
             self._bar.set_description(activity)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Step ``step`` is done, with these metrics (names as in metrics.jsonl; those that are missing are not shown).
+        """Shows that step ``step`` is done, with its metrics (named as in metrics.jsonl; missing ones are not shown).
 
-        Metrics of a validation get a line of their own; step 0 has no others.
+        Metrics of a validation get their own line; step 0 has no others.
         """
         values = {name: value for name, value in metrics.items() if name.startswith("val/")}
         if values:
@@ -72,20 +73,39 @@ class Progress:
         self._bar.close()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """Prints a line, above the bar if there is one."""
         tqdm.write(text, file=self._stream)
         self._stream.flush()
 
 
 def reward_of(names: Container[str]) -> str:
-    """The metric of what is trained on: the sum of the rewards where there are several."""
+    """Returns the metric of the trained reward: the total if there are several rewards."""
     return "reward/total_mean" if "reward/total_mean" in names else "reward/mean"
 
 
 def shown(metrics: Mapping[str, Any]) -> list[str]:
-    """Of a step the reward, or the loss where there is none, KL and speed, as text; what it has not is left out."""
+    """Returns a step's reward (else its loss), KL and speed as text; missing ones are left out."""
     losses = [name for name in metrics if name.endswith("/loss") and not name.startswith("val/")]
     reward = reward_of(metrics)
     forms = {reward: "reward {:.3f}"} if reward in metrics else dict.fromkeys(losses[:1], "loss {:.4f}")
     forms |= {"actor/kl": "KL {:.4f}", "perf/tokens_per_s": "{:,.0f} tokens/s"}
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
+
+
+def pick_samples(groups: Iterable[Hashable], most: int) -> list[int]:
+    """Returns at most ``most`` row positions, ascending: every group's first row precedes any group's second.
+
+    ``groups``: what each row answers.
+    """
+    seen: Counter[Hashable] = Counter()
+    order = []
+    for at, group in enumerate(groups):
+        order.append((seen[group], at))
+        seen[group] += 1
+    return sorted(at for _, at in sorted(order)[:most])
+
+
+def equal_runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
+    """Returns value, begin and end of each maximal run of equal values."""
+    ends = [at for at in range(1, len(mask)) if mask[at] != mask[at - 1]]
+    return [(mask[begin], begin, end) for begin, end in zip([0, *ends], [*ends, len(mask)], strict=True) if end > begin]

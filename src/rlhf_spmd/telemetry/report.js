@@ -1,6 +1,6 @@
 "use strict";
 // Makes the page from the JSON in #data (_run_data in report.py) and the timelines in the templates, and where it is served, anew from
-// what changes (report_server.py). report_samples.js, which comes before it in the page, makes the samples. What a run wrote is only ever set as text, never parsed as HTML.
+// what changes (report.py). report_samples.js, which comes before it in the page, makes the samples. What a run wrote is only ever set as text, never parsed as HTML.
 let DATA, RUNS, SEVERAL, NAMES, SOURCES, CLOCK;  // see show()
 const TIMING = "timing_s/", VALIDATION = "Validation";
 const REWARD = ["reward/total_mean", "reward/mean"], LENGTH = "response_length/mean";

@@ -1,7 +1,8 @@
-"""``report.html``: one self-contained page about a run, or about several beside each other, from the files of their run directories.
+"""``report.html``: one self-contained page about one or several runs, from the files of their run directories.
 
-Any of these files may be missing. Here they become one JSON object; ``report.js`` makes panels of it in the browser, with uPlot
-(``uplot/``, MIT), which is part of the page.
+Any of these files may be missing. Python turns them into one JSON object; ``report.js`` draws it in the browser with
+uPlot (``uplot/``, MIT), which is part of the page. ``open_server`` serves a page of running jobs, which asks for new
+data again and again.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.telemetry import timeline_chart
-from rlhf_spmd.telemetry.jsonl import json_value, read_jsonl
-from rlhf_spmd.telemetry.progress import LOWEST
+from rlhf_spmd.telemetry.progress import LOWEST, pick_samples
 from rlhf_spmd.telemetry.run_dir import (
     CHECKPOINTS_DIR,
     EXPORT_DIR,
@@ -31,17 +33,18 @@ from rlhf_spmd.telemetry.run_dir import (
     VALIDATION_FILE,
     ExitStatus,
     atomic_write_text,
+    json_value,
     list_checkpoints,
     newest_checkpoint,
     read_config,
     read_exit_status,
     read_json,
+    read_jsonl,
 )
-from rlhf_spmd.telemetry.samples import pick
 
 TIMING = "timing_s/"
-NOT_DRAWN = ("step", "unix_s")  # of a line of metrics.jsonl: what curves are drawn over
-MAX_ROWS = 2000  # of a curve
+NOT_DRAWN = ("step", "unix_s")  # keys of metrics.jsonl that are axes, not curves
+MAX_ROWS = 2000  # points of a curve
 MAX_STEPS = 8  # columns of the validation samples
 SAMPLES_PER_STEP = 6
 MAX_TEXT = 4000
@@ -52,8 +55,8 @@ Sample = Mapping[str, Any]  # a line of rollouts.jsonl or validation.jsonl
 
 
 @dataclass(frozen=True)
-class Run:
-    """What lies in a run directory, parsed. ``config``: by dotted key."""
+class RunRecord:
+    """The parsed contents of a run directory. ``config``: by dotted key."""
 
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
@@ -61,45 +64,45 @@ class Run:
     status: ExitStatus | None
 
     def values(self, name: str) -> list[float]:
-        """The numbers of a metric, by rising step; steps that have none are left out."""
+        """Returns the numbers of a metric by rising step, without steps that lack it."""
         return [number for row in self.metrics if (number := _number(row.get(name))) is not None]
 
     def names(self) -> list[str]:
-        """Every metric with at least one number, in the order of appearance."""
+        """Returns every metric with at least one number, in order of appearance."""
         seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if _number(value) is not None)
         return [name for name in seen if name not in NOT_DRAWN]
 
 
 def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file that have a step."""
+    """Returns the objects of a JSON lines file that have a step."""
     return [line for line in read_jsonl(directory / file) if isinstance(line.get("step"), int)]
 
 
-def first_and_last_samples(run: Run, most: int) -> list[Sequence[Sample]]:
-    """Up to so many rollouts of the first step that has some, and of the last one, of as many prompts as there are."""
+def first_and_last_samples(run: RunRecord, most: int) -> list[Sequence[Sample]]:
+    """Returns up to ``most`` rollouts of the first and of the last step that has any, spread over prompts."""
     rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
     found: list[Sequence[Sample]] = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         its = [sample for sample in rollouts if sample["step"] == step]
-        found.append([its[at] for at in pick((str(sample.get("prompt")) for sample in its), most)])
+        found.append([its[at] for at in pick_samples((str(sample.get("prompt")) for sample in its), most)])
     return found
 
 
-def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Run:
-    """Parse what is there. ``status`` replaces exit_status.json. Raises ValueError where there is no such directory."""
+def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> RunRecord:
+    """Parses a run directory. ``status`` replaces exit_status.json. Raises ValueError if there is no such directory."""
     directory = Path(run_dir)
     if not directory.is_dir():
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
     by_step = {row["step"]: row for row in read_lines(directory, METRICS_FILE)}
     metrics = [by_step[step] for step in sorted(by_step)]
-    return Run(directory, metrics, read_config(directory), status or read_exit_status(directory))
+    return RunRecord(directory, metrics, read_config(directory), status or read_exit_status(directory))
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
-    """Write ``report.html`` into the run directory (atomically) and return its path. ValueError: no such directory.
+    """Writes ``report.html`` into the run directory (atomically) and returns its path. Raises ValueError if there is none.
 
-    ``status``: how the run ends, where the report is written before exit_status.json is.
+    ``status``: how the run ends, if exit_status.json is not written yet.
     """
     run = read_run(run_dir, status)
     path = run.directory / REPORT_FILE
@@ -107,28 +110,30 @@ def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = No
     return path
 
 
-def page_data(runs: Sequence[Run], is_live: bool = False) -> tuple[str, list[str]]:
-    """What report.js reads, as JSON, and the timelines, as SVG. ``is_live``: the page is to ask for them again and again."""
+def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, list[str]]:
+    """Returns what report.js reads, as JSON, and the timelines as SVG. ``is_live``: the page asks for new data."""
     traces = [timeline_chart.from_trace(_trace(run)) for run in runs]
     colors = _phase_colors(runs, [busy for _, busy in traces])
-    told = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
-    names = Counter(run["name"] for run in told)
-    alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[told[n]["name"]] > 1}
-    for n, path in alike.items():  # what their directories do not share tells them apart
-        told[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
-    whole = json_value({"runs": told, "colors": colors, "live": is_live})
+    entries = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
+    names = Counter(entry["name"] for entry in entries)
+    alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[entries[n]["name"]] > 1}
+    for n, path in alike.items():  # runs of one name are told apart by their directories
+        entries[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
+    whole = json_value({"runs": entries, "colors": colors, "live": is_live})
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
 
 
-def render(runs: Sequence[Run], is_live: bool = False) -> str:
-    """The page. It fetches nothing, or if ``is_live`` its data from where it came: a content security policy in it forbids all else,
-    so data in it cannot make it so either."""
+def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
+    """Returns the page. It loads nothing, or with ``is_live`` only its data from its own server.
+
+    A content security policy in the page forbids all else, even if data try it.
+    """
     data, drawn = page_data(runs, is_live)
     data = data.replace("<", "\\u003c")  # no text of a run can end the element that holds the data
     timelines = (f"<template>{svg}</template>" for svg in drawn)
     connect = "; connect-src 'self'" if is_live else ""
-    # the library without its first line, which is its address; its licence instead
+    # the library, with its licence in place of its first line (an address)
     library = f"/* uPlot\n{_packaged('uplot/LICENSE')}*/\n" + _packaged("uplot/uPlot.iife.min.js").partition("\n")[2]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -144,9 +149,9 @@ def render(runs: Sequence[Run], is_live: bool = False) -> str:
 
 
 def _run_data(
-    run: Run, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
+    run: RunRecord, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What report.js reads of a run."""
+    """Returns what report.js reads about a run."""
     best = _best(run)
     used = {box.key for row in chart.rows for track in row.tracks for box in track}
     return {
@@ -164,12 +169,12 @@ def _run_data(
     }
 
 
-def _name(run: Run) -> str:
+def _name(run: RunRecord) -> str:
     return run.config.get("run.name") or run.directory.resolve().name
 
 
 def _status(status: ExitStatus | None) -> dict[str, str]:
-    """``kind`` and ``text`` of the badge; ``message``: what stopped a run, where, and what to resume from."""
+    """Returns the badge: ``kind``, ``text``, and ``message``: what stopped a run, where, and what to resume from."""
     if status is None:
         return {"kind": "", "text": "not finished", "message": ""}
     kind = {"done": "good", "preempted": "warn"}.get(status.class_, "bad")
@@ -184,8 +189,8 @@ def _status(status: ExitStatus | None) -> dict[str, str]:
     return {"kind": kind, "text": text, "message": "" if kind == "good" else "\n".join(filter(None, (stopped, saved)))}
 
 
-def _facts(run: Run) -> dict[str, str]:
-    """Of a run, how it was made; of several starts the last."""
+def _facts(run: RunRecord) -> dict[str, str]:
+    """Returns how a run was made; of several starts, the last."""
     config = run.config
     facts = {
         "Algorithm": config.get("algorithm.name"),
@@ -205,8 +210,9 @@ def _facts(run: Run) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _curves(run: Run) -> dict[str, Any]:
-    """``steps``, ``hours`` (since the first line) and ``metrics``, a column each. Of a long run's neighbours the extremes are kept."""
+def _curves(run: RunRecord) -> dict[str, Any]:
+    """Returns ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their
+    extremes."""
     steps, times = [row["step"] for row in run.metrics], [_number(row.get("unix_s")) for row in run.metrics]
     if None in times:  # the time of steps alone
         times = list(accumulate(_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
@@ -220,8 +226,9 @@ def _curves(run: Run) -> dict[str, Any]:
     }
 
 
-def _best(run: Run) -> dict[str, Any] | None:
-    """Metric, step and value of the best validation after the first step: by ``run.keep_best``, else by what validations have."""
+def _best(run: RunRecord) -> dict[str, Any] | None:
+    """Returns metric, step and value of the best validation after the first step: by ``run.keep_best``, else a usual
+    metric."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
     found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := _number(row.get(name))) is not None]
@@ -232,7 +239,7 @@ def _best(run: Run) -> dict[str, Any] | None:
 
 
 def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
-    """Of each ``stretch`` neighbours two, the lowest and the highest in their order, so that spikes stay visible."""
+    """Yields the lowest and highest of each ``stretch`` neighbours in their order, so spikes stay visible."""
     for at in range(0, len(column), stretch):
         part = column[at : at + stretch]
         known = [value for value in part if value is not None]
@@ -242,7 +249,7 @@ def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
 
 
 def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
-    """The responses to the same prompts; of many validations the first, the last, some between, and step ``best``."""
+    """Returns responses to the same prompts at the first, the last, some other validations, and at step ``best``."""
     steps = sorted({sample["step"] for sample in samples})
     picked = {steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)} if steps else set()
     shown = sorted(picked | {step for step in steps if step == best})
@@ -250,15 +257,15 @@ def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
 
 
 def _artifacts(directory: Path) -> Iterator[tuple[str, str, str]]:
-    """Name, state and size of the checkpoints (whole ones have a COMMIT file) and the export."""
+    """Yields name, state and size of the checkpoints (complete ones have a COMMIT file) and the export."""
     for path in list_checkpoints(directory):
         yield f"{CHECKPOINTS_DIR}/{path.name}", "whole" if (path / "COMMIT").exists() else "not committed", _size(path)
     if (directory / EXPORT_DIR).is_dir():
         yield EXPORT_DIR, "Hugging Face directory", _size(directory / EXPORT_DIR)
 
 
-def _phase_colors(runs: Sequence[Run], busy: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """One colour per phase for the bars and timelines of all runs, those that take longest first."""
+def _phase_colors(runs: Sequence[RunRecord], busy: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Returns one colour per phase for bars and timelines of all runs, the longest phases first."""
     seconds: Counter[str] = Counter()
     for run in runs:
         seconds.update({name.removeprefix(TIMING): sum(run.values(name)) for name in run.names() if name.startswith(TIMING)})
@@ -267,20 +274,20 @@ def _phase_colors(runs: Sequence[Run], busy: Sequence[Mapping[str, float]]) -> d
     return {key: f"var(--c{i})" for i, key in enumerate(keys[:NUM_COLORS])} | {timeline_chart.WAITING: "var(--wait)"}
 
 
-def _trace(run: Run) -> Mapping[str, Any]:
+def _trace(run: RunRecord) -> Mapping[str, Any]:
     trace = read_json(run.directory / TRACE_FILE)
     return trace if isinstance(trace, dict) else {}
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or None (null, text, NaN)."""
+    """Returns a finite number, or None for null, text and NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def _rounded(value: float | None) -> float | None:
-    """With the digits that a curve shows, in few characters."""
+    """Returns the number with the digits that a curve shows."""
     if value is None:
         return None
     short = float(f"{value:.6g}")
@@ -288,7 +295,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _short(sample: Sample) -> dict[str, Any]:
-    """A sample whose texts are not too long for the page."""
+    """Returns a sample with texts cut to the page's limit."""
     return {
         key: f"{value[:MAX_TEXT]} [...]" if isinstance(value, str) and len(value) > MAX_TEXT else value
         for key, value in sample.items()
@@ -303,3 +310,37 @@ def _size(directory: Path) -> str:
 
 def _packaged(name: str) -> str:
     return Path(__file__).parent.joinpath(name).read_text(encoding="utf-8")
+
+
+HERE = ("localhost", "127.0.0.1")
+
+
+def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
+    """Returns a server on loopback, whose ``serve_forever`` runs until interrupted. ``port`` 0: a free port.
+
+    Raises ValueError if a run directory does not exist, OSError if the port is taken.
+    """
+    for run in runs:
+        read_run(run)
+
+    class ReportHandler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host", "").rpartition(":")[0] not in HERE:  # a foreign name that resolves to loopback
+                return self.send_error(403)
+            if self.path not in ("/", "/data"):
+                return self.send_error(404)
+            found = [read_run(run) for run in runs]
+            text = render(found, is_live=True) if self.path == "/" else page_data(found, is_live=True)[0]
+            body = text.encode(errors="replace")
+            self.send_response(200)
+            self.send_header("Content-Type", f"{'text/html' if self.path == '/' else 'application/json'}; charset=utf-8")
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(ConnectionError):  # the browser has gone
+                self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Prints nothing: the page asks every few seconds."""
+
+    return ThreadingHTTPServer((HERE[1], port), ReportHandler)

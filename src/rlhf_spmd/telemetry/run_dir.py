@@ -1,12 +1,13 @@
-"""The run directory: names of its files, atomic writes, and ``exit_status.json``, which says how a run ended."""
+"""The run directory: names of its files, atomic writes, append-only JSON lines, and ``exit_status.json``."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,10 +26,10 @@ TRACE_FILE = "trace.json"
 REPORT_FILE = "report.html"
 EXIT_STATUS_FILE = "exit_status.json"
 CHECKPOINTS_DIR = "checkpoints"
-LATEST = "latest"  # in it, the name of the one that was saved last
+LATEST = "latest"  # file in checkpoints/ with the name of the newest
 EXPORT_DIR = "export"
-EXPORTS_DIR = "exports"  # step_N of every ``run.export_freq`` steps, and ``best``
-EXPORTED_FILE = "checkpoint.txt"  # in the export: the name of the checkpoint that it was made of
+EXPORTS_DIR = "exports"  # step_N every ``run.export_freq`` steps, and ``best``
+EXPORTED_FILE = "checkpoint.txt"  # file in an export with the name of its checkpoint
 
 # class of an ending -> exit code of every rank's process (torchrun itself reports 1 whatever its workers return)
 EXIT_CODES = {
@@ -61,7 +62,7 @@ class WriteError(OSError):
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises WriteError, which names ``path``, for any other OSError: that of a full disk names no file."""
+    """Raises WriteError, which names ``path``, in place of any OSError: that of a full disk names no file."""
     try:
         yield
     except WriteError:
@@ -71,9 +72,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def create_run_dir(path: str | os.PathLike[str]) -> Path:
-    """Make the directory, parents too, if it is not there.
+    """Makes the directory and its parents if missing.
 
-    Raises ValueError where the path is not a directory that can be written to, WriteError where its disk is full or broken.
+    Raises ValueError if the path is no writable directory, WriteError if its disk is full or broken.
     """
     run_dir = Path(path)
     try:
@@ -89,7 +90,10 @@ def create_run_dir(path: str | os.PathLike[str]) -> Path:
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Readers see the old file or the whole new one, also after a crash or on a full disk (write, fsync, rename). Raises WriteError."""
+    """Writes a file so that readers see the old or the whole new one, even after a crash or on a full disk.
+
+    Writes aside, syncs, renames. Raises WriteError.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     with writing(target):
@@ -107,17 +111,17 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
-    """As :func:`atomic_write_bytes`, UTF-8."""
+    """Like :func:`atomic_write_bytes`, for UTF-8 text."""
     atomic_write_bytes(path, text.encode("utf-8", errors="replace"))
 
 
 def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """As :func:`atomic_write_bytes`, indented JSON with a final newline. NaN and infinities are refused (ValueError)."""
+    """Like :func:`atomic_write_bytes`, for indented JSON with a final newline. Raises ValueError for NaN and infinities."""
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Makes renames and new names in the directory durable; file systems without it (some network ones) are left alone."""
+    """Makes renames and new names in the directory durable; file systems without this (some network ones) are left alone."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,7 +135,7 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
 class ExitStatus:
     """How a run ended. ``class_`` is a key of :data:`EXIT_CODES`, ``code`` its value.
 
-    ``rank`` and ``call`` name the culprit (None where the whole run ended), ``step`` is the last finished step,
+    ``rank`` and ``call`` name the culprit (None if the whole run ended), ``step`` is the last finished step,
     ``last_checkpoint`` a directory or None.
     """
 
@@ -148,14 +152,14 @@ class ExitStatus:
 
 
 def write_exit_status(run_dir: str | os.PathLike[str], status: ExitStatus) -> None:
-    """Write ``exit_status.json`` atomically; the directory is made if it is missing."""
+    """Writes ``exit_status.json`` atomically; makes the directory if missing."""
     Path(run_dir).mkdir(parents=True, exist_ok=True)
-    told = {field.name: getattr(status, field.name) for field in fields(ExitStatus)}  # and not those of a subclass
-    atomic_write_json(Path(run_dir) / EXIT_STATUS_FILE, {"class": told.pop("class_"), "code": status.code, **told})
+    values = {field.name: getattr(status, field.name) for field in fields(ExitStatus)}  # without those of a subclass
+    atomic_write_json(Path(run_dir) / EXIT_STATUS_FILE, {"class": values.pop("class_"), "code": status.code, **values})
 
 
 def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
-    """The status that was written, or None (still running, or killed before it could write)."""
+    """Returns the status, or None (still running, or killed before it could write)."""
     value = read_json(Path(run_dir) / EXIT_STATUS_FILE)
     if not isinstance(value, dict) or value.get("class") not in EXIT_CODES:
         return None
@@ -164,7 +168,7 @@ def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The parsed file, or None where it is missing or not JSON."""
+    """Returns the parsed file, or None if it is missing or no JSON."""
     try:
         return parse_json(Path(path).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
@@ -172,34 +176,119 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_config(run_dir: str | os.PathLike[str]) -> dict[str, str]:
-    """``config.yaml`` by dotted key; empty where there is none."""
+    """Returns ``config.yaml`` by dotted key; empty if missing."""
     path = Path(run_dir) / CONFIG_FILE
     return flatten_yaml(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
 
 
 def exported_checkpoint(run_dir: str | os.PathLike[str], export: str = EXPORT_DIR) -> str | None:
-    """The name of the checkpoint that the run's export was made of; None where there is no export or it does not say."""
+    """Returns the name of the checkpoint of the run's export, or None if there is no export or it does not say."""
     mark = Path(run_dir) / export / EXPORTED_FILE
     return mark.read_text(encoding="utf-8", errors="replace").strip() if mark.is_file() else None
 
 
 def forget_exports(run_dir: str | os.PathLike[str], checkpoint: str) -> None:
-    """Take the mark off exports of a checkpoint that another one of the same name is about to replace."""
+    """Removes the mark from exports of ``checkpoint``, which a new one of the same name is about to replace."""
     for mark in Path(run_dir).glob(f"{EXPORT_DIR}*/**/{EXPORTED_FILE}"):
         if mark.read_text(encoding="utf-8", errors="replace").strip() == checkpoint:
             mark.unlink()
 
 
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
-    """The one that was saved last, whatever its step: a run may have gone on from an older one."""
+    """Returns the checkpoint that was saved last, whatever its step: a run may have gone on from an older one."""
     root = Path(run_dir) / CHECKPOINTS_DIR
     named = root / (root / LATEST).read_text(encoding="utf-8", errors="replace").strip() if (root / LATEST).is_file() else root
     return named if named.parent == root and named.is_dir() else next(iter(list_checkpoints(run_dir)[::-1]), None)
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """``checkpoints/step_N`` directories by rising step."""
+    """Returns ``checkpoints/step_N`` directories by rising step."""
     named = {
         path.name.removeprefix("step_"): path for path in (Path(run_dir) / CHECKPOINTS_DIR).glob("step_*") if path.is_dir()
     }
     return [named[number] for number in sorted(filter(str.isdigit, named), key=int)]
+
+
+class JsonlLog:
+    """An append-only file of one JSON object per line, with one writer. Every object has an integer ``step``.
+
+    All methods raise WriteError. A line torn by a kill is ignored by readers. ``resume_step`` N removes lines of later
+    steps first, so a resumed run has each step once. None is a new run: an existing file is moved to ``<name>.before``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None) -> None:
+        self.path = Path(path)
+        with writing(self.path):
+            if self.path.exists():
+                if resume_step is None:
+                    os.replace(self.path, self.path.with_name(self.path.name + ".before"))
+                else:
+                    self._truncate_after(resume_step)
+            self._file = open(self.path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
+
+    def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Writes and flushes: the lines survive a kill of this process."""
+        lines = (json.dumps(json_value(value), allow_nan=False, ensure_ascii=False) + "\n" for value in objects)
+        with writing(self.path):
+            self._file.write("".join(lines))
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Makes the lines survive a crash of this machine too."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+            fsync_directory(self.path.parent)
+
+    def close(self) -> None:
+        with writing(self.path):
+            self._file.close()
+
+    def _truncate_after(self, step: int) -> None:
+        """Keeps the lines up to ``step``, byte for byte; completes the newline of the last. Replaces the file atomically."""
+        data = self.path.read_bytes()
+        kept = b"".join(line for line in data.splitlines(keepends=True) if _step_of(line) <= step)
+        kept += b"\n" * bool(kept and not kept.endswith(b"\n"))
+        if kept != data:
+            atomic_write_bytes(self.path, kept)
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the objects of the file in order; empty if missing. Lines that are no JSON object (torn by a kill) are left
+    out."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError:
+        return []
+    return [value for line in data.splitlines() if (value := _parse(line)) is not None]
+
+
+def json_value(value: Any) -> Any:
+    """Returns the value as strict JSON can hold it: dicts, lists, text, booleans, null, finite numbers (others become
+    null).
+
+    Arrays and tensors become lists and numbers, anything else its text.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return json_value(value.tolist())
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _step_of(line: bytes) -> float:
+    step = (_parse(line) or {}).get("step")
+    return step if isinstance(step, (int, float)) else math.inf

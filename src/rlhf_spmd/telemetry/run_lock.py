@@ -1,9 +1,9 @@
 """One job per run directory: ``run.lock`` names the owner, rank 0's process, which touches the file while it lives.
 
-Its lock counts as left behind, and is taken over, where its process on this machine is gone (its number may be another process's),
-where the same SLURM job was put back into the queue since, and after ``STALE_S`` without a touch where nobody here can look at the
-process: on another machine, or in another container. The owner may have been suspended all that time and go on: a job proves that the
-lock is still its own before it writes.
+A lock is stale, and is taken over, in three cases: its process on this machine is gone (its number may be reused); the
+same SLURM job has been requeued since; or nobody touched it for ``STALE_S`` and this process cannot see the owner,
+which is on another machine or in another container. Such an owner may only have been suspended and go on, so a job
+checks that it still holds the lock before it writes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class LockLost(RuntimeError):
     exit_class = "checkpoint"  # how the run ends: process/program.py
 
 
-_held: dict[Path, threading.Event] = {}  # lock files of this process, each with what ends its touching
-_owners: dict[Path, Owner] = {}  # run directory -> the process of this job that owns it, on every rank
+_held: dict[Path, threading.Event] = {}  # lock file of this process -> event that stops its touching
+_owners: dict[Path, LockOwner] = {}  # run directory -> the process of this job that owns it; on every rank
 
 
 @dataclass(frozen=True)
-class Owner:
-    """A process. ``machine``: the boot and the process namespace in which ``pid`` and ``started`` (ticks since boot) name just one."""
+class LockOwner:
+    """A process. ``machine``: boot id and process namespace, in which ``pid`` and ``started`` (ticks since boot) are
+    unique."""
 
     host: str
     pid: int
@@ -49,8 +50,8 @@ class Owner:
     job: str  # "SLURM job 17", "torchrun job NAME", or "" without a number or name
     requeues: int
 
-    def left_behind(self, here: Owner, age_s: float) -> bool:
-        """Whether its job has ended, as seen from the process ``here``; ``age_s``: since its last touch."""
+    def is_stale(self, here: LockOwner, age_s: float) -> bool:
+        """True if the owner's job has ended, as seen from the process ``here``; ``age_s``: seconds since its last touch."""
         if self.job and self.job == here.job and self.requeues < here.requeues:
             return True
         if self.machine and self.machine == here.machine:
@@ -61,12 +62,12 @@ class Owner:
         return f"{self.job + ', ' if self.job else ''}process {self.pid} on {self.host}"
 
 
-def take(run_dir: str | os.PathLike[str]) -> None:
-    """Make this process the owner. Raises ValueError, one line that names the owner, where another job is, and WriteError."""
+def acquire(run_dir: str | os.PathLike[str]) -> None:
+    """Makes this process the owner. Raises ValueError, one line, if another job is, and WriteError."""
     path, here = Path(run_dir).resolve() / LOCK_FILE, this_process()
-    with writing(path), _alone(path) as file:
+    with writing(path), _locked_file(path) as file:
         owner = _owner(file)
-        if owner not in (None, here) and not owner.left_behind(here, _age(path)):
+        if owner not in (None, here) and not owner.is_stale(here, _age(path)):
             raise ValueError(f"run.dir={run_dir} is in use by {owner}; wait for its end, or give another run.dir")
         file.truncate(0)
         file.write(json.dumps(asdict(here)) + "\n")
@@ -76,15 +77,15 @@ def take(run_dir: str | os.PathLike[str]) -> None:
         threading.Thread(target=_keep_touching, args=(path, here, _held[path]), name="run.lock", daemon=True).start()
 
 
-def follow(run_dir: str | os.PathLike[str]) -> None:
-    """On the ranks beside the owner: take note of who has the lock. Does nothing where it cannot be read."""
+def note_owner(run_dir: str | os.PathLike[str]) -> None:
+    """Other ranks: notes who owns the lock. Does nothing if it cannot be read."""
     owner = _read_owner(Path(run_dir) / LOCK_FILE)
     if owner is not None:
         _owners.setdefault(Path(run_dir).absolute(), owner)
 
 
-def prove(run_dir: str | os.PathLike[str]) -> None:
-    """Raises LockLost, one line that names the new owner, where this job had the lock and has it no longer. Reads one small file."""
+def check_still_held(run_dir: str | os.PathLike[str]) -> None:
+    """Raises LockLost, one line that names the new owner, if this job had the lock and lost it. Reads one small file."""
     own, path = _owners.get(Path(run_dir).absolute()), Path(run_dir) / LOCK_FILE
     try:
         owner = None if own is None else _read_owner(path)
@@ -96,17 +97,17 @@ def prove(run_dir: str | os.PathLike[str]) -> None:
     raise LockLost(f"run.dir={run_dir} was taken from this job ({own}): {what}; this job writes nothing more there")
 
 
-def may_tell_ending(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether exit_status.json is this job's to write: nobody else has the lock, nor has told an ending since this job began."""
+def may_write_status(run_dir: str | os.PathLike[str]) -> bool:
+    """True if this job may write exit_status.json: nobody else holds the lock or has reported an ending since it began."""
     own, owner = _owners.get(Path(run_dir).absolute()), None
-    with suppress(OSError):  # that cannot be read: the writing will tell
+    with suppress(OSError):  # unreadable: the write reports it
         owner = _read_owner(Path(run_dir) / LOCK_FILE)
-    # while a rank tells an ending the owner may end, and give up the lock
+    # the owner may release the lock while a rank still reports the ending
     return own is None or owner == own or (owner is None and not (Path(run_dir) / EXIT_STATUS_FILE).exists())
 
 
 def release() -> None:
-    """Give up what this process has taken; nothing where it has taken nothing."""
+    """Releases all locks of this process."""
     _owners.clear()
     while _held:
         path, ended = _held.popitem()
@@ -114,22 +115,22 @@ def release() -> None:
         with suppress(OSError):  # the directory may be gone
             if not path.exists():
                 continue
-            with _alone(path) as file:
+            with _locked_file(path) as file:
                 if _owner(file) == this_process():
                     path.unlink()
 
 
-atexit.register(release)  # what leaves by neither of the ways that release by themselves: a KeyboardInterrupt before the start
+atexit.register(release)  # for exits that do not release themselves: a KeyboardInterrupt before the start
 
 
-def other_owner(run_dir: str | os.PathLike[str]) -> Owner | None:
-    """The living owner, unless it is this process. Raises OSError where the directory cannot be written."""
+def other_owner(run_dir: str | os.PathLike[str]) -> LockOwner | None:
+    """Returns the living owner, unless it is this process. Raises OSError if the directory cannot be written."""
     path, here = Path(run_dir) / LOCK_FILE, this_process()
     owner = _read_owner(path)
-    return None if owner in (None, here) or owner.left_behind(here, _age(path)) else owner
+    return None if owner in (None, here) or owner.is_stale(here, _age(path)) else owner
 
 
-def this_process() -> Owner:
+def this_process() -> LockOwner:
     env = os.environ
     slurm, torchrun = env.get("SLURM_JOB_ID"), env.get("TORCHELASTIC_RUN_ID", "none")
     job = f"SLURM job {slurm}" if slurm else "" if torchrun == "none" else f"torchrun job {torchrun}"
@@ -138,11 +139,11 @@ def this_process() -> Owner:
     except OSError:  # not Linux
         machine = ""
     requeues = int(env.get("SLURM_RESTART_COUNT", 0)) if slurm else 0
-    return Owner(socket.gethostname(), os.getpid(), machine, _started(os.getpid()), job, requeues)
+    return LockOwner(socket.gethostname(), os.getpid(), machine, _started(os.getpid()), job, requeues)
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since boot; "" where there is none of this number that still runs."""
+    """Returns when a process began, in ticks since boot; "" if no such process runs."""
     try:
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -150,8 +151,8 @@ def _started(pid: int) -> str:
     return "" if values[0] in "ZX" else values[19]
 
 
-def _read_owner(path: Path) -> Owner | None:
-    """As :func:`_owner`, None also where there is no such file. Raises OSError."""
+def _read_owner(path: Path) -> LockOwner | None:
+    """Like :func:`_owner`, also None if there is no such file. Raises OSError."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return _owner(file)
@@ -159,39 +160,39 @@ def _read_owner(path: Path) -> Owner | None:
         return None
 
 
-def _owner(file: IO[str]) -> Owner | None:
-    """None: nobody, or what cannot be read."""
+def _owner(file: IO[str]) -> LockOwner | None:
+    """Returns None for an empty or unreadable file."""
     file.seek(0)
     try:
-        return Owner(**json.loads(file.read()))
+        return LockOwner(**json.loads(file.read()))
     except (ValueError, TypeError):
         return None
 
 
 def _age(path: Path) -> float:
-    """Seconds since the last touch, by the clock of the file system."""
+    """Returns seconds since the last touch, by the file system's clock."""
     with tempfile.TemporaryFile(dir=path.parent) as new:
         return os.fstat(new.fileno()).st_mtime - path.stat().st_mtime
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[IO[str]]:
-    """The lock file, made if there is none, while no other process judges or writes it: of two that start at once one comes first."""
+def _locked_file(path: Path) -> Iterator[IO[str]]:
+    """Yields the lock file, made if missing, while no other process judges or writes it: one of two starts comes first."""
     while True:
         with path.open("a+", encoding="utf-8") as file:
             with suppress(OSError):  # a file system without such locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 same = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            except FileNotFoundError:  # its owner released it meanwhile
+            except FileNotFoundError:  # the owner released it meanwhile
                 same = False
             if same:
                 yield file
                 return
 
 
-def _keep_touching(path: Path, here: Owner, ended: threading.Event) -> None:
+def _keep_touching(path: Path, here: LockOwner, ended: threading.Event) -> None:
     while not ended.wait(TOUCH_S):
         with suppress(OSError):
-            if _read_owner(path) == here:  # not one that another job has taken since
+            if _read_owner(path) == here:  # another job may have taken it
                 os.utime(path)

@@ -1,4 +1,4 @@
-"""What a run did, in a few lines at its end: reward before and after, samples, where the report and the model lie."""
+"""What a run did, in a few lines: reward before and after, samples, where the report and the model are."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlhf_spmd.telemetry.report import Sample, first_and_last_samples, read_run
 from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, newest_checkpoint, read_config
 
 LABEL_WIDTH = 20
-AVERAGED_STEPS = 5  # what "first" and "last" mean
-NUM_SAMPLES = 3  # of the first and of the last step
+AVERAGED_STEPS = 5  # steps that "first" and "last" average
+NUM_SAMPLES = 3  # from the first and from the last step
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> str:
-    """The summary as text, from the files of the run directory; what is missing there is left out. ValueError: no directory."""
+    """Returns the summary, from the files of the run directory; missing ones are left out. Raises ValueError without one."""
     run = read_run(run_dir)
     lines = [f"run {run.directory}" + (f": {run.status.class_}" if run.status else "")]
     if run.status is not None and run.status.class_ != "done" and run.status.message:
@@ -42,7 +42,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
     for samples in first_and_last_samples(run, NUM_SAMPLES):
         lines += [f"  samples of step {samples[0]['step']}", *map(_sample, samples)]
-    lines += places(run.directory)
+    lines += artifact_lines(run.directory)
     return "\n".join(lines)
 
 
@@ -52,8 +52,9 @@ def _sample(sample: Sample) -> str:
     return f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}"
 
 
-def places(run_dir: str | os.PathLike[str]) -> list[str]:
-    """Where report, export and newest checkpoint lie, one a line; those that are there. An export of another checkpoint says so."""
+def artifact_lines(run_dir: str | os.PathLike[str]) -> list[str]:
+    """Returns a line each for report, export and newest checkpoint, if they exist. An export of another checkpoint says
+    so."""
     newest, of = newest_checkpoint(run_dir), exported_checkpoint(run_dir)
     stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest.name else ""
     named = [("report", Path(run_dir) / REPORT_FILE, ""), ("export", Path(run_dir) / EXPORT_DIR, stale)]
@@ -73,7 +74,7 @@ def _one_line(value: Any, limit: int = 100) -> str:
 
 
 def _first_and_last(values: Sequence[float], most: int = AVERAGED_STEPS) -> tuple[float, float, int]:
-    """Means of the first and of the last k values, and k (``most``, fewer in short runs; 0: no values)."""
+    """Returns means of the first and last k values, and k: at most ``most``, fewer in short runs, 0 without values."""
     if not values:
         return math.nan, math.nan, 0
     k = min(most, max(1, len(values) // 2))

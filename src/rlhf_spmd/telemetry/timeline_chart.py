@@ -1,4 +1,4 @@
-"""The timeline as SVG: one row per rank, one box per span. For measured traces, and planned schedules in the same form."""
+"""The timeline as SVG: one row per rank, one box per span; for measured traces and planned schedules."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ WIDE = 1180
 LABEL_WIDTH, RIGHT, TOP, BOTTOM = 124, 12, 22, 26
 MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9
 MAX_STEPS, MAX_BOXES, MAX_ROWS = 3, 5000, 32
-MAIN = "compute"  # the category of the main track; the others accompany it as strips
-WAITING = "waiting"  # the key of every span of the category "wait": one quiet colour, so that work stands out
+MAIN = "compute"  # category of the high track; others are thin strips
+WAITING = "waiting"  # key of all spans of category "wait": one quiet colour, so that work stands out
 LABEL_LENGTH = 21  # characters that fit into LABEL_WIDTH
 
 
 @dataclass(frozen=True)
 class ChartBox:
-    """A span: seconds from the start of the drawing. ``key`` chooses the colour, ``title`` is shown while hovering."""
+    """A span, in seconds from the start of the drawing. ``key`` chooses the colour; ``title`` is the tooltip."""
 
     key: str
     start: float
@@ -31,7 +31,7 @@ class ChartBox:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """A rank. ``tracks``: the first is drawn high, the others as thin strips below. Boxes may be nested, outer first."""
+    """A rank. The first of ``tracks`` is drawn high, the others as thin strips below. Boxes may be nested, outer first."""
 
     label: str
     tracks: Sequence[Sequence[ChartBox]]
@@ -39,7 +39,7 @@ class ChartRow:
 
 @dataclass(frozen=True)
 class TimelineChart:
-    """What :func:`draw` takes. ``marks``: (time, text) of vertical lines, for example the starts of steps."""
+    """What :func:`draw` takes. ``marks``: (time, text) of vertical lines, such as starts of steps."""
 
     rows: Sequence[ChartRow]
     marks: Sequence[tuple[float, str]] = ()
@@ -48,7 +48,7 @@ class TimelineChart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps the seconds [0, end] to the pixels of the drawing."""
+    """Maps seconds [0, end] to pixels."""
 
     end: float
 
@@ -57,7 +57,7 @@ class Scale:
 
 
 def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
-    """An ``<svg>``; "" where there is nothing to draw. Rows beyond MAX_ROWS are left out (the caller says so in ``note``)."""
+    """Returns an ``<svg>``, or "" without boxes. Rows beyond MAX_ROWS are left out; the caller's ``note`` says so."""
     rows = timeline.rows[:MAX_ROWS]
     boxes = [box for row in rows for track in row.tracks for box in track]
     if not boxes:
@@ -89,7 +89,7 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
 
 
 def from_trace(trace: Mapping[str, Any]) -> tuple[TimelineChart, dict[str, float]]:
-    """The last MAX_STEPS steps of a Chrome trace (fewer where those are too many boxes), and seconds by box key."""
+    """Returns the last MAX_STEPS steps of a Chrome trace (fewer if they have too many boxes), and seconds by box key."""
     events = [event for event in trace.get("traceEvents", ()) if isinstance(event, dict)]
     spans = [event for event in events if event.get("ph") == "X" and {"ts", "dur", "pid", "name"} <= event.keys()]
     totals: dict[str, float] = defaultdict(float)
@@ -115,7 +115,8 @@ def from_trace(trace: Mapping[str, Any]) -> tuple[TimelineChart, dict[str, float
 
 
 def phase_key(name: str) -> str:
-    """``actor.update_actor`` and ``timing_s/update_actor`` are one phase: the method's name decides the colour."""
+    """Returns the method's name, which decides the colour: ``actor.update_actor`` and ``timing_s/update_actor`` are one
+    phase."""
     return name.rpartition("/")[2].rpartition(".")[2]
 
 
@@ -133,7 +134,7 @@ def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: 
     rows = []
     for pid, found in sorted(tracks.items()):
         keys = sorted(found, key=lambda key: (key[0] != MAIN, -busy[key[0]], *key))
-        empty: list[list[ChartBox]] = [] if keys[0][0] == MAIN else [[]]  # a rank that computed nothing has its main track too
+        empty: list[list[ChartBox]] = [] if keys[0][0] == MAIN else [[]]  # a rank without compute has a main track too
         rows.append(ChartRow(names.get(pid, f"rank {pid}"), empty + [found[key] for key in keys]))
     return rows
 

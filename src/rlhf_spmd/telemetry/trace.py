@@ -1,8 +1,8 @@
-"""Timeline: what every rank did when, at about a microsecond per span, merged into one trace that opens in Perfetto.
+"""The timeline: what every rank did when, at about a microsecond per span, merged into one trace for Perfetto.
 
-Clock: the host's monotonic clock shifted to the time of day once per process. On one host all ranks share it, so spans of
-different ranks compare to well under a millisecond; between hosts they compare as well as the hosts' clocks agree.
-Spans measure the host: on a GPU the work of a call may end later, unless ``synchronize`` waits for it.
+Clock: the host's monotonic clock, shifted to the time of day once per process. Ranks of one host share it, so their
+spans compare to well under a millisecond; between hosts they compare as well as the hosts' clocks agree. Spans measure
+the host: GPU work may end later, unless ``synchronize`` waits for it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ORIGIN_NS = time.time_ns() - time.perf_counter_ns()
 
 
 def now_ns() -> int:
-    """Nanoseconds since 1970 that never go backwards within a process."""
+    """Returns nanoseconds since 1970 that never go backwards within a process."""
     return time.perf_counter_ns() + _ORIGIN_NS
 
 
 class Event(NamedTuple):
-    """A span (``end_ns`` >= ``start_ns``) or an instant (``end_ns`` None)."""
+    """A span (``end_ns`` >= ``start_ns``), or an instant (``end_ns`` None)."""
 
     name: str
     category: str
@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
 
 class Span:
-    """Of :meth:`Timeline.span`. A class: a generator's context takes twice as long, and every call of the dataflow has two spans."""
+    """Context of :meth:`Timeline.span`; a class, because a generator takes twice as long and every call has two spans."""
 
     __slots__ = ("args", "category", "name", "start_ns", "step", "timeline")
 
@@ -56,7 +56,7 @@ class Span:
         try:
             if kind is None and self.timeline.synchronize is not None and self.category == "compute":
                 self.timeline.synchronize()
-        except BaseException as error:  # of a GPU's work, which ends later than the call
+        except BaseException as error:  # GPU work fails later than the call that started it
             kind = type(error)
             raise
         finally:
@@ -66,15 +66,18 @@ class Span:
 
 
 def events_of_a_rank(size: int) -> int:
-    """How many a rank keeps, so that all of ``size`` ranks have a million at most: rank 0 writes and reads them by json, which holds
-    Python's lock all the while (2 to 4 microseconds an event), and others would take its silence for death."""
+    """Returns how many events a rank keeps, so that all ``size`` ranks have a million at most.
+
+    Rank 0 reads and writes them as JSON (2 to 4 microseconds per event) and holds Python's lock meanwhile; longer, and
+    other ranks would take it for dead.
+    """
     return min(20_000, max(1_000_000 // size, 2))
 
 
 class Timeline:
-    """The recorder of one rank. ``pools`` names the resource pools that it is a member of.
+    """The recorder of one rank. ``pools`` names the resource pools that the rank belongs to.
 
-    Keeps ``limit`` events: of a longer run the first half and the last half of them, and counts what was dropped between.
+    Keeps ``limit`` events: the first half and the last half of a longer run, with a count of those dropped in between.
     ``synchronize`` (for example torch.cuda.synchronize) is called at the end of every "compute" span.
     """
 
@@ -97,30 +100,33 @@ class Timeline:
         self.step = step
 
     def span(self, name: str, category: str = "compute", **args: Argument) -> Span:
-        """``with timeline.span("actor.update_actor", rows=64) as args: ...``; ``args`` may be added to while it is open.
+        """Returns a context: ``with timeline.span("actor.update_actor", rows=64) as args: ...``; ``args`` may grow while
+        it is open.
 
-        Spans of one category are one row of the trace. ``listener`` hears the names of calls and of what is written as they begin.
+        Spans of one category share a row of the trace. ``listener`` hears the names of "compute" and "io" spans as they
+        begin.
         """
         return Span(self, name, category, args)
 
     def instant(self, name: str, category: str = "mark", **args: Argument) -> None:
-        """A moment without length."""
+        """Records a moment without length."""
         self._keep(Event(name, category, self.step, now_ns(), None, args))
 
     def add(self, name: str, category: str, step: int, start_ns: int, end_ns: int, args: dict[str, Argument]) -> None:
-        """A span that was measured elsewhere (a send that completed later), on the clock of :func:`now_ns`."""
+        """Records a span measured elsewhere (a send that completed later), on the clock of :func:`now_ns`."""
         totals = self._totals.setdefault(step, {})
         totals[name] = totals.get(name, 0) + end_ns - start_ns
         self._keep(Event(name, category, step, start_ns, end_ns, args))
 
     def phase_totals(self, step: int) -> dict[str, float]:
-        """Seconds by span name in a step (nested spans count on their own too). Forgets earlier steps."""
+        """Returns seconds by span name in a step (nested spans also count on their own). Forgets earlier steps."""
         for earlier in [known for known in self._totals if known < step]:
             del self._totals[earlier]
         return {name: nanoseconds / 1e9 for name, nanoseconds in self._totals.get(step, {}).items()}
 
     def events(self) -> list[Event]:
-        """What was kept, in the order in which it ended. Where the middle is missing, the steps cut in two are left out."""
+        """Returns the kept events in the order in which they ended. If the middle is missing, steps cut in two are left
+        out."""
         if self._num_added == len(self._head) + len(self._tail):
             return [*self._head, *self._tail]
         before, after = self._head[-1].step, self._tail[0].step
@@ -129,7 +135,7 @@ class Timeline:
         return [*head, *tail] or [*self._head, *self._tail]
 
     def to_bytes(self) -> bytes:
-        """For a gather to rank 0, and there for :func:`merge_trace`."""
+        """Returns the events for a gather to rank 0 and :func:`merge_trace`."""
         events = self.events()
         payload = {"rank": self.rank, "pools": self.pools, "dropped": self._num_added - len(events), "events": events}
         return zlib.compress(json.dumps(payload).encode(), level=1)
@@ -143,9 +149,10 @@ class Timeline:
 
 
 def merge_trace(payloads: Iterable[bytes]) -> dict[str, Any]:
-    """The ``to_bytes`` of every rank as one Chrome trace: pid = rank, tid = category (more where spans overlap), microseconds.
+    """Merges the ``to_bytes`` of all ranks into a Chrome trace: pid = rank, tid = category (more if spans overlap),
+    microseconds.
 
-    ``otherData``: ``start_unix_s`` (the time of the trace's zero) and ``dropped_events`` by rank.
+    ``otherData`` has ``start_unix_s`` (the trace's zero) and ``dropped_events`` by rank.
     """
     ranks = sorted((json.loads(zlib.decompress(payload)) for payload in payloads), key=lambda rank: rank["rank"])
     origin_ns = min((event[3] for rank in ranks for event in rank["events"]), default=0)
@@ -160,7 +167,7 @@ def merge_trace(payloads: Iterable[bytes]) -> dict[str, Any]:
 
 
 def write_trace(path: str | os.PathLike[str], payloads: Iterable[bytes]) -> None:
-    """Write ``trace.json`` atomically."""
+    """Writes ``trace.json`` atomically."""
     atomic_write_text(path, json.dumps(merge_trace(payloads), separators=(",", ":"), allow_nan=False))
 
 
@@ -171,7 +178,7 @@ def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": label}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
     ]
-    lanes = _DecodeMicroBatches()
+    trace_rows = _TraceRows()
     for name, category, step, start_ns, end_ns, args in sorted(rank["events"], key=lambda e: (e[3], -(e[4] or e[3]))):
         event = {
             "ph": "i" if end_ns is None else "X",
@@ -179,25 +186,25 @@ def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
             "cat": category,
             "ts": (start_ns - origin_ns) / 1e3,
             "pid": pid,
-            "tid": lanes.place(category, start_ns, start_ns if end_ns is None else end_ns),
+            "tid": trace_rows.place(category, start_ns, start_ns if end_ns is None else end_ns),
             "args": {"step": step, **args},
         }
         event |= {"s": "t"} if end_ns is None else {"dur": (end_ns - start_ns) / 1e3}
         events.append(event)
-    for tid, title in lanes.titles().items():
+    for tid, title in trace_rows.titles().items():
         events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": title}})
     return events
 
 
-class _DecodeMicroBatches:
-    """Rows of one rank: a category has as many as it needs for spans on one row to be nested or apart (as viewers require)."""
+class _TraceRows:
+    """The rows of one rank: as many per category as it takes to keep spans of a row nested or apart, as viewers require."""
 
     def __init__(self) -> None:
-        self._open: dict[str, list[list[int]]] = {}  # category -> rows -> end times of the spans that are open, outermost first
+        self._open: dict[str, list[list[int]]] = {}  # category -> rows -> end times of open spans, outermost first
         self._tids: dict[tuple[str, int], int] = {}
 
     def place(self, category: str, start_ns: int, end_ns: int) -> int:
-        """Spans come by rising start, longer ones first."""
+        """Returns the row of a span. Spans come by rising start, longer ones first."""
         rows = self._open.setdefault(category, [])
         for row in rows:
             while row and row[-1] <= start_ns:

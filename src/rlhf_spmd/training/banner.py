@@ -23,7 +23,7 @@ from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.parallel.world import Launch, World, lone_store
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.planner.shape import shape_of
+from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.training.roles import RolePlan
 from rlhf_spmd.workers.model_worker import ModelWorker
@@ -38,7 +38,9 @@ def describe(ready: Any, world: World) -> str:
     trained = " and ".join(_with_size(role, plan) for role, plan in ready.plans.items() if plan.trained)
     rows = ", ".join(data.summary() for data in ready.training.values())
     names = ", generation ".join(dict.fromkeys(_attention(ready, device)))
-    threads = f", {counted(config.run.threads, 'thread')}{' each' * (world.size > 1)}" if capabilities(device).exact else ""
+    threads = (
+        f", {counted(config.run.threads, 'thread')}{' each' * (world.size > 1)}" if capabilities(device).batch_invariant else ""
+    )
     lines = [
         f"{config.run.name}: {config.algorithm.name} trains {trained} on {rows}",
         f"{counted(world.size, 'rank')} on {device.type}{threads}, attention {names}",
@@ -54,7 +56,7 @@ def describe_roles(ready: Any, launch: Launch) -> str:
     world = World(launch, model_device(), lone_store(), 0.0)
     placement, usual = ready.config.placement, PlacementConfig()
     products = f"float32 products '{torch.get_float32_matmul_precision()}'"
-    lines = [describe(ready, world), *([f"  {products}"] if capabilities(world.device).exact else [])]
+    lines = [describe(ready, world), *([f"  {products}"] if capabilities(world.device).batch_invariant else [])]
     set_here = [f.name for f in fields(placement) if f.name != "pools" and getattr(placement, f.name) != getattr(usual, f.name)]
     if set_here:
         lines.append("  placement " + ", ".join(f"{name} {getattr(placement, name)}" for name in set_here))

@@ -22,7 +22,7 @@ from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.training.roles import RolePlan, check_sampling, generating
 from rlhf_spmd.workers import RewardWorker
-from rlhf_spmd.workers.optimizer import learning_rate, warmup_steps
+from rlhf_spmd.workers.optim_config import learning_rate, warmup_steps
 
 
 def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
@@ -242,7 +242,7 @@ def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError |
         text = (
             f"a reference has no {name!r}: it stands for rows that are still to be computed; calls of roles read their fields, "
         )
-        text += "such as models.arithmetic.apply(rows, function, reads), and models.controller.get_field"
+        text += "such as models.compute.apply(rows, function, reads), and models.controller.get_field"
     else:
         return None
     refused = ValueError(text)
@@ -352,17 +352,17 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
     if settings.exact is False:
         return False
     against, device, dtype = None, model_device(), plan.config.torch_dtype(model_device())
-    if not capabilities(device).exact and settings.exact is None:
+    if not capabilities(device).batch_invariant and settings.exact is None:
         return False  # its kernels are slower there: on by choice only
-    if not capabilities(device).exact and (why := _against_on_gpus(role, plan, device, dtype)):
+    if not capabilities(device).batch_invariant and (why := _against_on_gpus(role, plan, device, dtype)):
         against = why
     elif dtype.itemsize == 8:
         against = "in float64 generation's products are other ones than training's"
     elif generation.tp != plan.shape.layout.tp:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
-    elif capabilities(device).exact and settings.attention not in ("auto", plan.config.attention):
+    elif capabilities(device).batch_invariant and settings.attention not in ("auto", plan.config.attention):
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
-    elif not choose_ops(dtype, device, plan.config.attention, exact_gpu=True).is_exact(dtype, config.run.threads):
+    elif not choose_ops(dtype, device, plan.config.attention, exact_gpu=True).is_batch_invariant(dtype, config.run.threads):
         against = (
             f"with run.threads={config.run.threads} torch's products are not exact on this processor, and it computes some"
         )

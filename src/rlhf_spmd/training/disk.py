@@ -17,14 +17,15 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.training.roles import RolePlan
 from rlhf_spmd.workers import ModelWorker
-from rlhf_spmd.workers.optimizer import accumulation_dtype
+from rlhf_spmd.workers.optim_config import accumulation_dtype
 
 
 def check_disk(ready: Any) -> str | None:
-    """A warning, one line, if the file system of ``run.dir`` has room for a checkpoint but not for all that the run keeps; else None.
-    ``ready``: ``Prepared`` of the training program. A checkpoint is written before the oldest one is deleted.
+    """Returns a warning, one line, if the disk of ``run.dir`` has room for a checkpoint but not for all that the run keeps;
+    else None.
 
-    Raises CheckpointError where it has no room for one, unless all steps are done.
+    ``ready``: the checked run (``TrainJob``). A checkpoint is written before the oldest one is deleted. Raises CheckpointError
+    if there is no room for one, unless all steps are done.
     """
     run, algorithm = ready.config.run, ready.config.algorithm
     there = committed(Path(run.dir))
@@ -33,21 +34,21 @@ def check_disk(ready: Any) -> str | None:
     saved = {role: plan for role, plan in ready.plans.items() if plan.trained or role in algorithm.moved}
     size = sum(saved_bytes(plan, model_device()) for plan in saved.values())
     exports = run.export + bool(run.keep_best) + (run.steps // run.export_freq if run.export_freq else 0)
-    all_of_it = size * max(run.keep_checkpoints + 1 - len(there), 1)
-    all_of_it += exports * exported_bytes(ready.plans[algorithm.exported], model_device())
+    kept = size * max(run.keep_checkpoints + 1 - len(there), 1)
+    kept += exports * exported_bytes(ready.plans[algorithm.exported], model_device())
     wanted = checkpoints_of(Path(run.dir)).absolute()
-    place = next(path for path in (wanted, *wanted.parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    where = f"run.dir={run.dir}: {{}} {{}}, as estimated, and {place} has {_told(free)} free"
+    mounted = next(path for path in (wanted, *wanted.parents) if path.exists())
+    free = shutil.disk_usage(mounted).free
+    where = f"run.dir={run.dir}: {{}} {{}}, as estimated, and {mounted} has {_words(free)} free"
     if free < size:
-        raise CheckpointError(f"{where.format('a checkpoint needs', _told(size))}; free space there, or give another run.dir")
-    if free < all_of_it:
-        return f"{where.format('the checkpoints and exports that the run keeps need', _told(all_of_it))}; the disk may fill up"
+        raise CheckpointError(f"{where.format('a checkpoint needs', _words(size))}; free space there, or give another run.dir")
+    if free < kept:
+        return f"{where.format('the checkpoints and exports that the run keeps need', _words(kept))}; the disk may fill up"
     return None
 
 
 def saved_bytes(plan: RolePlan, device: torch.device) -> int:
-    """Bytes of a role in a checkpoint: its weights, or its adapters and head, and the state of the optimizer."""
+    """Bytes of a role in a checkpoint: its weights, or its adapters and head, and the optimizer's states."""
     if plan.spec is None:
         return 0
     config, lora, head = plan.config, plan.config.lora, _head(plan)
@@ -80,5 +81,5 @@ def _head(plan: RolePlan) -> str:
     return plan.worker.head
 
 
-def _told(size: float) -> str:
+def _words(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -75,7 +75,7 @@ class Exports:
         def export() -> None:
             from transformers.utils.hub import convert_file_size_to_int
 
-            prove = partial(run_lock.prove, self.run_dir)
+            prove = partial(run_lock.check_still_held, self.run_dir)
             prove()
             config, plans = self.prepared.config, self.prepared.plans
             role = config.algorithm.exported

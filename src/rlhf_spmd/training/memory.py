@@ -1,4 +1,5 @@
-"""What the ranks of a run need of their memory, from its plans and the calls of a step. Pure."""
+"""What each rank of a run needs of its memory, by the model in ``planner/memory.py``, from the roles' plans and the calls of a
+step. Pure."""
 
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.shape import Choices, Workload, adapter_numel, choices, quantized_numel, shape_of
+from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
 from rlhf_spmd.training.roles import RolePlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
 
-HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what it has loaded
-BESIDE_GPU = (
-    2 * GIB
-)  # of host memory, of a rank on a GPU: libraries of CUDA, nccl and gloo; an estimate, measured on no machine
+# host memory of a rank on a GPU: libraries of CUDA, nccl and gloo; an estimate, measured on no machine
+BESIDE_GPU = 2 * GIB
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known of a step before it runs. ``graph``: its calls. ``prompt``, ``responses``: lengths of rows, as of
-    :class:`Workload`. ``device``: of the models. ``ahead``: steps that generation is ahead of training; ``validates``: whether
-    the newest weights are asked for beside those."""
+    """What is known of a step before it runs.
+
+    ``graph``: its calls. ``prompt``, ``responses``: lengths of rows, as of :class:`Workload`. ``device``: of the models.
+    ``ahead``: steps that generation is ahead of training. ``validates``: validation needs the newest weights beside older ones.
+    """
 
     graph: Graph
     prompt: float
@@ -54,19 +55,26 @@ class StepFacts:
 
     @property
     def micro_tokens(self) -> int:
-        """The most that a micro-batch has."""
+        """The most tokens of a micro-batch."""
         return int(self.limits.max_tokens if self.limits.rows is None else self.limits.rows * self.longest)
 
     @property
+    def on_host(self) -> bool:
+        return not capabilities(self.device).streams
+
+    @property
     def reserve(self) -> float:
-        return model.RESERVE if capabilities(self.device).streams else HOST_RESERVE
+        return model.HOST_RESERVE if self.on_host else model.RESERVE
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of ranks, those that are alike as one kind. ``ranks``: a kind's, in order. ``held``: ``role part`` -> [kinds], between
-    calls. ``active``: ``role.method`` -> its parts, [kinds] each, beside ``held`` while it runs. ``shares``: of the calls that may take
-    a share of the memory only. ``host``: of ranks on GPUs, what is pinned in the memory of their hosts."""
+    """Bytes on ranks. Ranks that are alike are one kind.
+
+    ``ranks``: the ranks of each kind, in order. ``held``: ``role part`` -> bytes [kinds] between calls. ``active``:
+    ``role.method`` -> its parts, bytes [kinds] each, beside ``held`` while it runs. ``shares``: ``role.method`` -> the share of
+    the memory that it may use, if it is limited. ``host``: what ranks on GPUs pin in the memory of their hosts.
+    """
 
     ranks: tuple[np.ndarray, ...]
     held: Mapping[str, np.ndarray]
@@ -77,31 +85,31 @@ class MemoryReport:
 
     @cached_property
     def peaks(self) -> np.ndarray:
-        """[kinds], with the reserve."""
+        """Bytes [kinds], with the reserve."""
         held = np.asarray(model.total(self.held) + np.zeros(len(self.ranks)))
         return np.max([self.reserve + held, *(self._during(name) for name in self.active)], 0)
 
     def _during(self, call: str) -> np.ndarray:
-        """[kinds]: so large must a device be that the call has room in its share of it."""
+        """Bytes [kinds] that a device must have so that the call has room in its share of it."""
         active = np.asarray(model.total(self.active[call]))
         taken = model.total(self.held) + active
         return np.maximum(self.reserve + taken, np.where(active > 0, taken / self.shares.get(call, 1.0), 0.0))
 
     def by_host(self, local_size: int) -> np.ndarray:
-        """[hosts]: the sum of their ranks' peaks."""
+        """Bytes [hosts]: the sums of their ranks' peaks."""
         ranks = np.concatenate(self.ranks)
         needs = np.zeros(-(-(ranks.max() + 1) // local_size) * local_size)
         needs[ranks] = np.repeat(self.peaks, [len(kind) for kind in self.ranks])
         return needs.reshape(-1, local_size).sum(1)
 
     def judged(self, memory: Sequence[float] | float, rank: int | None) -> dict[int, float]:
-        """Kinds of ranks, or that of ``rank``, with the least bytes that ``memory`` says their devices have."""
+        """Kind of ranks -> the least memory of their devices; with ``rank`` only its kind."""
         size = 1 + max(ranks[-1] for ranks in self.ranks)
         there = np.broadcast_to(np.asarray(memory, dtype=float)[:size] if np.ndim(memory) else np.asarray(memory), size)
         return {k: float(there[ranks].min()) for k, ranks in enumerate(self.ranks) if rank is None or rank in ranks}
 
     def largest(self, kind: int, most: int = 4) -> list[tuple[str, float]]:
-        """What takes most at the peak of a kind of ranks: (words, bytes)."""
+        """The largest parts at the peak of a kind of ranks: (words, bytes)."""
         found = [(name, each[kind]) for name, each in self.held.items()]
         call = max(self.active, key=lambda name: self._during(name)[kind], default=None)
         if call is not None:
@@ -111,30 +119,28 @@ class MemoryReport:
         return sorted(found, key=lambda part: -part[1])[:most]
 
 
-def role_settings(plan: RolePlan, itemsize: int, on_host: bool, **more: Any) -> model.RoleSettings:
-    """What memory depends on as the configuration of a role with a model has it; ``more``: what else is known or decided."""
+def role_settings(plan: RolePlan, **more: Any) -> model.RoleSettings:
+    """The settings of a role with a model that memory depends on, as configured. ``more``: of the device and the layout."""
     config, spec = plan.config, plan.spec
     assert spec is not None
-    settings = model.RoleSettings(
-        plan.trained,
-        itemsize,
-        config.optim.master_weights,
-        config.optim.offload,
-        config.offload,
-        config.activation_offload,
-        on_host=on_host,
+    return model.RoleSettings(
+        trained=plan.trained,
+        master_weights=config.optim.master_weights,
+        optim_offload=config.optim.offload,
+        offload=config.offload,
+        activation_offload=config.activation_offload,
         optim=config.optim.name,
         adapters=adapter_numel(spec, config.lora),
         quantized=quantized_numel(spec, config.lora),
         bits=config.lora.bits or 0,
+        **more,
     )
-    return replace(settings, **more)
 
 
 def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
-    """The peak of every rank that ``plans`` name, of the largest micro-batches that the settings allow."""
+    """What every rank of ``plans`` needs, with the largest micro-batches that the settings allow."""
     models = {role: plan for role, plan in plans.items() if plan.spec is not None}
-    grids: dict[str, tuple[ResourcePool, Grid]] = {}  # who is where: stages of homes, of generation there, of methods elsewhere
+    grids: dict[str, tuple[ResourcePool, Grid]] = {}  # of roles, of generation on their ranks, of methods elsewhere
     for role, plan in models.items():
         grids[role] = plan.pool, plan.shape.layout
         grids[f"{role} generates"] = plan.pool, plan.shape.generating
@@ -142,35 +148,38 @@ def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
     kinds, stages = _kinds(grids)
     held: dict[str, np.ndarray] = {}
     active: dict[str, dict[str, np.ndarray]] = {}
-    homes = {role: _Home(role, plan, step, stages) for role, plan in models.items()}
-    for role, home in homes.items():
-        held |= home.held()
+    memories = {role: _RoleMemory(role, plan, step, stages) for role, plan in models.items()}
+    for role, one in memories.items():
+        held |= one.held()
         for call in step.graph.nodes:
             name = f"{role}.{call.spec.name}"
-            if call.role.name == role and name not in active and (parts := home.active(call)):
+            if call.role.name == role and name not in active and (parts := one.active(call)):
                 active[name] = parts
-    _add_prefetched(homes, kinds, step, active)
-    shares = {f"{role}.{method}": share for role, home in homes.items() for method, share in home.shares().items()}
-    host = _on_hosts(homes, kinds, step) if capabilities(step.device).streams else None
+    _add_prefetched(memories, kinds, step, active)
+    shares = {f"{role}.{method}": share for role, one in memories.items() for method, share in one.shares().items()}
+    host = None if step.on_host else _on_hosts(memories, kinds, step)
     return MemoryReport(kinds, held, active, step.reserve, shares, host)
 
 
-def _on_hosts(homes: Mapping[str, _Home], kinds: tuple[np.ndarray, ...], step: StepFacts) -> MemoryReport | None:
-    """What ranks on GPUs pin in host memory, which stays theirs; None if that is nothing."""
-    held = {name: each for home in homes.values() for name, each in home.held_by_host().items()}
-    active: dict[str, dict[str, np.ndarray]] = {}  # of one arena, which all calls share
+def _on_hosts(memories: Mapping[str, _RoleMemory], kinds: tuple[np.ndarray, ...], step: StepFacts) -> MemoryReport | None:
+    """What ranks on GPUs pin in host memory and keep; None if nothing is pinned."""
+    held = {name: each for one in memories.values() for name, each in one.held_by_host().items()}
+    active: dict[str, dict[str, np.ndarray]] = {}  # in one arena, which all calls share
     for call in step.graph.nodes:
-        if call.role.name in homes and (parts := homes[call.role.name].saved_by_host(call)):
+        if call.role.name in memories and (parts := memories[call.role.name].saved_by_host(call)):
             active[f"{call.role.name}.{call.spec.name}"] = parts
     pinned = any(each.any() for parts in (held, *active.values()) for each in parts.values())
     return MemoryReport(kinds, held, active, BESIDE_GPU) if pinned else None
 
 
 def _add_prefetched(
-    homes: Mapping[str, _Home], kinds: Sequence[np.ndarray], step: StepFacts, active: Mapping[str, dict[str, np.ndarray]]
+    memories: Mapping[str, _RoleMemory],
+    kinds: Sequence[np.ndarray],
+    step: StepFacts,
+    active: Mapping[str, dict[str, np.ndarray]],
 ) -> None:
-    """To each call the weights of the next one's role, if they come while it computes."""
-    early = {role: home.weights() for role, home in homes.items() if home.config.prefetch}
+    """Adds to each call the weights of the next call's role, if they are loaded while it computes."""
+    early = {role: one.weights() for role, one in memories.items() if one.config.prefetch}
     for kind, ranks in enumerate(kinds if early else ()):
         own = [call for call in step.graph.nodes if ranks[0] in call.members.part_of]
         for call, following in pairwise(own):
@@ -180,7 +189,8 @@ def _add_prefetched(
 
 
 def _kinds(grids: Mapping[str, tuple[ResourcePool, Grid]]) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
-    """Ranks that have the same stages of the same models, and these stages [kinds] by name of the grid, -1 on ranks outside."""
+    """The kinds: ranks with the same stages of the same models. And stages [kinds] by the name of the grid, -1 on ranks
+    outside."""
     size = 1 + max((pool.ranks[-1] for pool, _ in grids.values()), default=0)
     table = np.full((len(grids), size), -1)
     for row, (pool, grid) in zip(table, grids.values(), strict=True):
@@ -190,27 +200,27 @@ def _kinds(grids: Mapping[str, tuple[ResourcePool, Grid]]) -> tuple[tuple[np.nda
     return kinds, dict(zip(grids, table[:, firsts], strict=True))
 
 
-class _Home:
-    """A role on all kinds of ranks."""
+class _RoleMemory:
+    """Memory of one role on all kinds of ranks. ``lent``: its settings for a method that runs elsewhere."""
 
     def __init__(self, role: str, plan: RolePlan, step: StepFacts, stages: Mapping[str, np.ndarray]) -> None:
         assert plan.spec is not None and issubclass(plan.worker, ModelWorker)
         self.role, self.plan, self.step, self.stages = role, plan, step, stages
-        self.shape, self.config, on_host = (
-            shape_of(plan.spec, plan.worker.head),
-            plan.config,
-            not capabilities(step.device).streams,
+        self.shape, self.config, on_host = shape_of(plan.spec, plan.worker.head), plan.config, step.on_host
+        self.settings = role_settings(
+            plan,
+            itemsize=self.config.torch_dtype(step.device).itemsize,
+            on_host=on_host,
+            vpp=plan.shape.layout.vpp,
+            chunk=ExactOps.chunk_logits if on_host else GPU_CHUNK_LOGITS,
+            entropy=on_host,  # only CPUs copy the logits to make entropies
         )
-        chunk = ExactOps.chunk_logits if on_host else GPU_CHUNK_LOGITS
-        itemsize = self.config.torch_dtype(step.device).itemsize
-        # entropies are made beside a copy of the logits on CPUs alone
-        self.settings = role_settings(plan, itemsize, on_host, vpp=plan.shape.layout.vpp, chunk=chunk, entropy=on_host)
         self.lent = replace(self.settings, trained=False, offload=False)
 
-    def _choices(self, grid: Grid) -> Choices:
+    def _call_settings(self, grid: Grid) -> CallSettings:
         layout = grid if isinstance(grid, Layout) else Layout(grid.pp, grid.tp, grid.ranks.shape[1])
         generation, level = self.config.generation, self.config.activation_checkpointing
-        return choices(
+        return call_settings(
             [(layout.pp, layout.tp, layout.dp)] * len(self.stages[self.role]),
             zero=(layout.zero if layout.dp_shard > 1 else 0,),
             zero_size=(layout.zero_size or 0,),
@@ -222,16 +232,16 @@ class _Home:
         )
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:
-        """Stages on a grid, and what sets bytes to 0 on ranks outside."""
+        """Stages [kinds] on a grid, and a function that sets bytes to 0 on ranks outside."""
         found = self.stages[grid]
         return np.maximum(found, 0), lambda parts: {name: np.where(found >= 0, each, 0.0) for name, each in parts.items()}
 
     def held(self) -> dict[str, np.ndarray]:
         layout = self.plan.shape.layout
         stage, inside = self._at(self.role)
-        found = model.held(self.shape, self._choices(layout), self.settings, stage)
+        found = model.held(self.shape, self._call_settings(layout), self.settings, stage)
         if self.config.generation.buffers == "keep" and self.plan.shape.generation is not None:
-            found["buffers"] = self._made_at_home()
+            found["buffers"] = self._generation_weights()
         found = {f"{self.role} {name}": each for name, each in inside(found).items()}
         for method, call in self.plan.calls.items():
             delta = self.config.calls[method].delta
@@ -239,80 +249,80 @@ class _Home:
             copies = (1 + self.step.ahead + self.step.validates if keeps_older else 0) + int(delta)
             if copies:
                 there, only = self._at(f"{self.role}.{method}")
-                lent = model.held(self.shape, self._choices(call.shape.layout), self.lent, there)
+                lent = model.held(self.shape, self._call_settings(call.shape.layout), self.lent, there)
                 found |= only({f"{self.role}.{method} weights": copies * lent["weights"]})
             if delta:
-                sent = model.held(self.shape, self._choices(layout), self.lent, stage)
+                sent = model.held(self.shape, self._call_settings(layout), self.lent, stage)
                 found |= inside({f"{self.role} as sent to {method}": sent["weights"]})
         return found
 
     def held_by_host(self) -> dict[str, np.ndarray]:
-        """In the memory of the host beside a GPU."""
+        """Bytes in host memory that the role keeps."""
         layout, generation = self.plan.shape.layout, self.config.generation
         stage, inside = self._at(self.role)
-        found = model.held_by_host(self.shape, self._choices(layout), self.settings, stage)
+        found = model.held_by_host(self.shape, self._call_settings(layout), self.settings, stage)
         if generation.buffers == "offload" and getattr(self.plan.shape.generating, "consecutive", False):
-            beside = model.held(self.shape, self._choices(layout), self.lent, stage)["weights"]
+            beside = model.held(self.shape, self._call_settings(layout), self.lent, stage)["weights"]
             found["training shards while generating"] = beside
         return {f"{self.role} {name}": each for name, each in inside(found).items()}
 
     def saved_by_host(self, call: Any) -> dict[str, np.ndarray]:
-        """By one of its calls."""
+        """Bytes in host memory that one of the role's calls uses."""
         work, layout = self.step.work(call), self.plan.shape.layout
         stage, inside = self._at(self.role)
         if call.spec.kind == "train" and self.settings.trained:
-            return inside(model.saved_by_host(self.shape, work, self._choices(layout), self.settings, stage))
+            return inside(model.saved_by_host(self.shape, work, self._call_settings(layout), self.settings, stage))
         if call.spec.kind == "generate" and self.config.generation.kv_cache == "offload":
             return {"pages": self.active(call)["cache"]}
         return {}
 
     def shares(self) -> dict[str, float]:
-        """The share of a GPU's memory that a call may take, for the calls that have such a limit."""
-        generation = self.config.generation
-        calls = {
-            call.spec.name for call in self.step.graph.nodes if call.role.name == self.role and call.spec.kind == "generate"
-        }
+        """Method -> the share of a GPU's memory that it may use, for methods that have such a limit."""
+        generation, nodes = self.config.generation, self.step.graph.nodes
+        calls = {call.spec.name for call in nodes if call.role.name == self.role and call.spec.kind == "generate"}
         limited = generation.num_pages is None and not self.settings.on_host
         return dict.fromkeys(calls, generation.memory_share(False)) if limited else {}
 
     def weights(self) -> np.ndarray:
-        """The role's own, as they lie on the device while it computes."""
+        """Bytes of the role's weights on the device while it computes."""
         stage, inside = self._at(self.role)
-        return inside({"": model.held(self.shape, self._choices(self.plan.shape.layout), self.lent, stage)["weights"]})[""]
+        return inside({"": model.held(self.shape, self._call_settings(self.plan.shape.layout), self.lent, stage)["weights"]})[
+            ""
+        ]
 
-    def _made_at_home(self) -> Any:
+    def _generation_weights(self) -> Any:
         layout, generation = self.plan.shape.layout, self.plan.shape.generating
         beside = bool(getattr(generation, "consecutive", False))
         stages = self._at(self.role)[0], self._at(f"{self.role} generates")[0]
-        grids = self._choices(layout), self._choices(generation)
+        grids = self._call_settings(layout), self._call_settings(generation)
         return model.weights_for_generation(self.shape, *grids, self.settings, self.config.generation, beside, stages)
 
     def active(self, call: Any) -> dict[str, np.ndarray]:
-        """Of one of its calls; {} where that takes nothing of a model."""
+        """Bytes beside what is held while a call runs; {} if it does not use the model."""
         method, kind, work = call.spec.name, call.spec.kind, self.step.work(call)
         elsewhere = self.plan.calls.get(method)
         layout, settings = (elsewhere or self.plan).shape.layout, self.settings if elsewhere is None else self.lent
         name = self.role if elsewhere is None else f"{self.role}.{method}"
         stage, inside = self._at(name)
-        ways = self._choices(layout)
+        given = self._call_settings(layout)
         lent = {}
-        if elsewhere is not None and f"{name} weights" not in self.held():  # or else they stay there
-            lent["weights"] = model.held(self.shape, ways, settings, stage)["weights"]
+        if elsewhere is not None and f"{name} weights" not in self.held():  # otherwise they stay there
+            lent["weights"] = model.held(self.shape, given, settings, stage)["weights"]
         if kind == "train":
-            return inside(model.train(self.shape, work, ways, settings, stage)) if settings.trained else {}
+            return inside(model.train(self.shape, work, given, settings, stage)) if settings.trained else {}
         if kind == "generate" or issubclass(self.plan.worker, JudgeWorker):
             if elsewhere is None:
-                stage, ways = self._at(f"{self.role} generates")[0], self._choices(self.plan.shape.generating)
-                lent = {"weights": self._made_at_home()} if self.config.generation.buffers != "keep" else {}
+                stage, given = self._at(f"{self.role} generates")[0], self._call_settings(self.plan.shape.generating)
+                lent = {"weights": self._generation_weights()} if self.config.generation.buffers != "keep" else {}
             elif settings.adapters:
-                lent["merged weights"] = model.held(self.shape, ways, settings, stage)["weights"]
-            return inside(lent | model.generate(self.shape, work, ways, settings, self.config.generation, stage)[0])
-        return inside(lent | model.infer(self.shape, work, ways, settings, stage)) if kind == "infer" else {}
+                lent["merged weights"] = model.held(self.shape, given, settings, stage)["weights"]
+            return inside(lent | model.generate(self.shape, work, given, settings, self.config.generation, stage)[0])
+        return inside(lent | model.infer(self.shape, work, given, settings, stage)) if kind == "infer" else {}
 
 
 def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
-    """``ready``: the checked run (``Prepared`` of the training program), ``graph``: the calls of a step of it. Rows are taken to be as
-    long as they may become; those of data that are trained on as they are, as long as they are."""
+    """``ready``: the checked run (``TrainJob``), ``graph``: the calls of a step of it. Responses are taken to be as long as
+    they may become; rows that are trained on as they are have their own lengths."""
     config = ready.config
     prompts = [section.max_prompt_length for section in ready.sections if isinstance(section, PromptsConfig)]
     prompt = float(max(prompts, default=0))

@@ -1,4 +1,4 @@
-"""Whether a run fits into its devices' memory, before anything is built, and what would make it fit."""
+"""Whether a run fits into the memory of its devices and hosts, before anything is built, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from rlhf_spmd.controller import Graph
-from rlhf_spmd.kernels import capabilities
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.devices import host_bytes, total_bytes
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.world import Launch, choose_device
@@ -25,27 +25,30 @@ Setting = tuple[str | None, str, Any]  # role, or None: of the algorithm; key; v
 
 
 def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, str | None, str | None]:
-    """:func:`decide_checkpointing`, what the fullest rank needs, in words, and :func:`check_memory` of a checked run on this rank's
-    device; and on rank 0 :func:`check_disk`. Raises ValueError, also where there is no device for it, and CheckpointError."""
+    """Checks a run on this rank's device, and on rank 0 also the disk.
+
+    Returns what :func:`decide_checkpointing` chooses, what the fullest rank needs, in words, and the warnings of
+    :func:`check_memory` and :func:`check_disk`. Raises ValueError, also if the rank has no device, and CheckpointError.
+    """
     facts = step_facts(ready, graph, choose_device(launch))
     room = total_bytes(facts.device, launch.local_size)
     chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)
     plans = with_checkpointing(ready.plans, chosen)
     needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(room)} on a rank, as estimated"
-    # first: a smaller model may fit on the disk, too
+    # before the disk: a smaller model may fit there, too
     tight = check_memory(plans, facts, room, launch.local_size, launch.rank, host_bytes())
     return chosen, needs, tight, check_disk(ready) if launch.rank == 0 else None
 
 
 def with_checkpointing(plans: Plans, chosen: str) -> dict[str, RolePlan]:
-    """``chosen`` in place of ``activation_checkpointing=auto``."""
+    """``plans`` with ``chosen`` in place of ``activation_checkpointing=auto``."""
     auto = {role: plan for role, plan in plans.items() if plan.config.activation_checkpointing == "auto"}
     return {**plans, **{role: _set(plan, "activation_checkpointing", chosen) for role, plan in auto.items()}}
 
 
 def decide_checkpointing(plans: Plans, step: StepFacts, memory: Sequence[float] | float, rank: int | None = None) -> str:
-    """The least that ``auto`` may come to so that the ranks fit, or ``rank`` does, or else that needs least; arguments of
-    :func:`check_memory`."""
+    """The level that ``activation_checkpointing=auto`` becomes: the least with which the ranks fit, or with which ``rank``
+    fits; if none does, the level that needs least. Arguments as of :func:`check_memory`."""
     if all(plan.config.activation_checkpointing != "auto" for plan in plans.values()):
         return CHECKPOINTING[0]
     needed: dict[str, float] = {}
@@ -65,11 +68,11 @@ def check_memory(
     rank: int | None = None,
     host_memory: float = inf,
 ) -> str | None:
-    """``memory``: bytes of each rank's device, or of all alike. ``rank``: the only one that is judged, by its own device.
-    ``host_memory``: bytes that the ranks of a host may pin there together, where their devices are GPUs.
+    """Returns a warning, one line, if ranks need more than their memory by less than the memory model's error; else None.
 
-    Returns a line of warning where what is needed exceeds the memory by less than the model's error. Raises ValueError, one line,
-    where it exceeds it by more: which rank, what takes most, and the mildest settings by which all would fit.
+    ``memory``: bytes of each rank's device, or one number for all. ``rank``: judge only this rank, by its own device.
+    ``host_memory``: bytes that the ranks of a host may pin together if their devices are GPUs. Raises ValueError, one line, if
+    ranks need more: which rank, what takes most, and the mildest settings with which all ranks would fit.
     """
     report = measure(plans, step)
     pinned = None if report.host is None else _check_host(report.host, host_memory, local_size, rank)
@@ -78,13 +81,13 @@ def check_memory(
 
 
 def _check_host(report: MemoryReport, memory: float, local_size: int, rank: int | None) -> str | None:
-    """As :func:`check_memory`, of what ranks pin in the memory of their hosts."""
+    """:func:`check_memory` of what ranks pin in the memory of their hosts."""
     needs = report.by_host(local_size)
     host = int(needs.argmax()) if rank is None else rank // local_size
-    if host >= len(needs) or needs[host] <= memory:  # or no role is there
+    if host >= len(needs) or needs[host] <= memory:  # also if no role is there
         return None
     ranks = range(host * local_size, (host + 1) * local_size)
-    kinds = [kind for kind, of_kind in enumerate(report.ranks) if any(one in ranks for one in of_kind)]
+    kinds = [kind for kind, its in enumerate(report.ranks) if any(one in ranks for one in its)]
     fullest = max(kinds, key=lambda kind: float(report.peaks[kind]))
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in report.largest(fullest) if size)
     line = (
@@ -122,7 +125,7 @@ def _gib(size: float) -> str:
 
 
 def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int) -> str:
-    """The mildest settings by which all ranks fit, or what is missing with all of them."""
+    """In words, the mildest settings with which all ranks fit, or how much is missing with all of them."""
     ladders = _ladders(plans, step, local_size)
     tops, tried = [len(ladder) for ladder in ladders], list[tuple[float, float]]()
 
@@ -132,7 +135,7 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
     def fits(at: Sequence[int]) -> bool:
         try:
             report = measure(*_changed(plans, step, settings(at)))
-        except ValueError:  # that cannot be
+        except ValueError:  # no such layout
             return False
         tried.append(max((float(report.peaks[k]) - least, least) for k, least in report.judged(memory, None).items()))
         return tried[-1][0] <= 0
@@ -141,10 +144,10 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
     if found is None:
         (over, room), size = min(tried), max(ranks[-1] for ranks in measure(plans, step).ranks) + 1
         return (
-            f"also with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are missing: start "
+            f"even with checkpointing, small micro-batches, zero, offload, tp and pp {_gib(over)} GiB per rank are missing: start "
             f"about {ceil(size * (1 + over / (room - step.reserve)))} ranks, or use devices with more memory"
         )
-    for number in reversed(range(len(tops))):  # all before the last one were raised to their tops
+    for number in reversed(range(len(tops))):  # lower what was raised and is not needed
         found = next(at for up in range(found[number] + 1) if fits(at := (*found[:number], up, *found[number + 1 :])))
     words = (f"models.{role}.{key}" if role else key for role, key, _ in settings(found))
     values = (str("null" if value is None else value).lower() for *_, value in settings(found))
@@ -152,7 +155,7 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
 
 
 def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Each by itself, then one after the other beside all that stand before it."""
+    """How far each ladder is climbed, in the order of trial: each by itself, then each on top of all that stand before it."""
     for beside in (False, True):
         for number, top in enumerate(tops):
             for up in range(1, top + 1):
@@ -160,13 +163,13 @@ def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[Setting]]]:
-    """What can be changed so that less memory is needed, in the order in which it is tried: of each its rungs, mildest first."""
+    """Changes that need less memory, in the order in which they are tried. Each ladder has its rungs, the mildest first."""
     models = {role: plan for role, plan in plans.items() if plan.spec is not None}
     trained = [role for role, plan in models.items() if plan.trained]
     others = [role for role in models if role not in trained]
 
     def rung(roles: Sequence[str], key: str, value: Any) -> list[Setting]:
-        """For those of ``roles`` that are below it."""
+        """The setting for those of ``roles`` that are below ``value``."""
         scale = ["auto", *CHECKPOINTING].index if isinstance(value, str) else int
         found = [role for role in roles if scale(attrgetter(key)(models[role].config)) < scale(value)]
         freed = [role for role in found if key in ("layout.tp", "layout.pp") and models[role].config.layout.dp is not None]
@@ -179,14 +182,17 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
     wide: list[Setting] = [(role, "layout.zero_size", None) for role in split if models[role].config.layout.zero_size]
     states, powers = rung(trained, "optim.offload", True), [2**n for n in range(1, 11)]
     largest = max(len(plan.pool.ranks) for plan in models.values())
-    here = [role for role in models if models[role].shape.generation is not None]  # they generate on their own ranks
+    here = [role for role in models if models[role].shape.generation is not None]  # generate on their own ranks
+    usual = GenerationConfig().memory_share(on_host=False)
+    limits = {role: plan.config.generation for role, plan in models.items() if plan.generation}
+    limits = {role: its for role, its in limits.items() if its.num_pages is None and its.memory_share(step.on_host) < usual}
+    low: list[Setting] = [(role, "generation.gpu_memory_utilization", usual) for role in limits]
     return [
+        [low] if low and not step.on_host else [],  # a low share leaves memory free that other settings cannot use
         [rung(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]],
         [[(None, step.limits.where, tokens)] for tokens in budgets] if step.limits.rows is None else [],
         [*zero, *([wide] if wide else []), [*rung(split, "layout.zero", 3), *wide]],
-        [[*states, *rung(roles, "offload", True)] for roles in ([], others, list(models))]
-        if capabilities(step.device).streams
-        else [],
+        [[*states, *rung(roles, "offload", True)] for roles in ([], others, list(models))] if not step.on_host else [],
         [[*rung(list(models), "layout.tp", n), *rung(here, "generation.tp", n)] for n in powers if n <= local_size],
         [rung(list(models), "layout.pp", n) for n in powers if n <= largest],
     ]
@@ -199,7 +205,7 @@ def _set(plan: RolePlan, key: str, value: Any) -> RolePlan:
 
 
 def _changed(plans: Plans, step: StepFacts, settings: Sequence[Setting]) -> tuple[dict[str, RolePlan], StepFacts]:
-    """Raises ValueError for layouts that cannot be."""
+    """``plans`` and ``step`` with these settings. Raises ValueError for layouts that cannot be."""
     found = dict(plans)
     for role, key, value in settings:
         if role is None:

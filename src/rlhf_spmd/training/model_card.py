@@ -9,9 +9,8 @@ from typing import Any
 
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.models.hub import NAME
-from rlhf_spmd.telemetry.jsonl import read_jsonl
 from rlhf_spmd.telemetry.progress import reward_of
-from rlhf_spmd.telemetry.run_dir import METRICS_FILE
+from rlhf_spmd.telemetry.run_dir import METRICS_FILE, read_jsonl
 
 ROWS, COLUMNS = 6, 4  # of the table, at most
 

@@ -1,4 +1,4 @@
-"""Described roles onto their ranks: the pool and layout of each, and of its methods that run elsewhere. Pure."""
+"""Places described roles: the pool and the layout of each role, and of its methods that run elsewhere. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def place(
     local_size: int,
     graph: Callable[[], Graph],
 ) -> dict[str, RolePlan]:
-    """Every role on its pool, in its layout there. ``local_size``: ranks of a host. ``graph`` traces a step of the described roles,
-    where the strategy asks for it. Raises ValueError as :func:`describe_roles`."""
+    """Every role on its pool, in its layout there. ``local_size``: ranks of a host. ``graph``: traces a step of the described
+    roles if the strategy needs it. Raises ValueError that names the role, the value and what is allowed."""
     models = {role: plan for role, plan in described.items() if issubclass(plan.worker, ModelWorker)}
     named = {role: plan.config.pool for role, plan in models.items()}
     named |= {
@@ -40,14 +40,14 @@ def place(
     last_trained = [role for role, plan in models.items() if plan.trained][-1]
     for role, plan in described.items():
         if role not in models:
-            home: tuple[str, ...] = plan.worker.home  # type: ignore[union-attr]
-            pool = plans[next((name for name in home if name in plans), last_trained)].pool
+            pool_of: tuple[str, ...] = plan.worker.pool_of  # type: ignore[union-attr]
+            pool = plans[next((name for name in pool_of if name in plans), last_trained)].pool
             plans[role] = replace(plan, pool=pool, shape=GroupShape(Layout(dp=len(pool.ranks))))
     return plans
 
 
 def _facts(plan: RolePlan) -> RoleFacts:
-    """What placement strategies know of a role with a model class; ``plan`` is a described one."""
+    """What placement strategies know of a described role with a model class."""
     config, layout = plan.config, plan.shape.layout
     if plan.spec is None:
         return RoleFacts(unit=layout.size, fixed=config.layout.dp is not None)
@@ -65,8 +65,8 @@ def _methods(worker: RoleClass) -> dict[str, str]:
 
 
 def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool]) -> RolePlan:
-    """The role on its pool, and its methods on theirs; a method that the strategy moves runs in the layout of the role, or in its
-    generation layout if it generates."""
+    """The role on its pool, and its methods on theirs. A method that the strategy moves keeps the role's pp and tp, or those of
+    generation if it generates."""
     config, pool, where = described.config, pools[role], f"models.{role}"
     moved, kinds = dict(config.calls), _methods(described.worker)
     for method in dict.fromkeys([*moved, *(key.partition(".calls.")[2] for key in pools if key.startswith(f"{role}.calls."))]):
@@ -80,7 +80,7 @@ def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool
 
 
 def lay_out(role: str, plan: RolePlan, layout: LayoutConfig) -> RolePlan:
-    """A role on its pool in this layout; its methods elsewhere stay as they are. Raises ValueError where that cannot be."""
+    """A role on its pool in this layout. Its methods elsewhere stay as they are. Raises ValueError if the layout cannot be."""
     where, spec = f"models.{role}", plan.spec
     found = resolve_layout(layout, len(plan.pool.ranks), f"{where}.layout on pool '{plan.pool.name}'")
     if spec is not None:
@@ -93,7 +93,7 @@ def lay_out(role: str, plan: RolePlan, layout: LayoutConfig) -> RolePlan:
 
 
 def _layout_of_generation(where: str, generation: GenerationConfig, call: CallConfig) -> LayoutConfig:
-    """Of generation on ranks of its own, which either says. Raises ValueError where both do."""
+    """The layout of generation on ranks of its own, from either of two settings. Raises ValueError if both are given."""
     if call.layout == LayoutConfig():
         return LayoutConfig(pp=generation.pp, tp=generation.tp)
     if (generation.pp, generation.tp) != (1, 1):
@@ -105,7 +105,7 @@ def _layout_of_generation(where: str, generation: GenerationConfig, call: CallCo
 
 
 def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
-    """The generation layout on the role's own ranks. Raises ValueError where it does not fit the training layout."""
+    """The generation layout on the role's own ranks. Raises ValueError if it does not fit the training layout."""
     config, layout, spec = plan.config.generation, plan.shape.layout, plan.spec
     assert spec is not None
     try:
@@ -115,7 +115,7 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
     if config.overlap and generation.consecutive:
         raise ValueError(
-            f"{where}.generation.overlap=true: layer by layer weights come only where engine=zero_redundancy regroups ranks in "
+            f"{where}.generation.overlap=true: weights come layer by layer only if engine=zero_redundancy regroups ranks in "
             f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by engine={config.engine}; leave it out"
         )
     if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
@@ -127,13 +127,13 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
 
 
 def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, ResourcePool]) -> CallPlan:
-    """``models.<role>.calls.<method>`` decided. Raises ValueError for methods that cannot run elsewhere, and misfits."""
+    """Where a method runs, by ``models.<role>.calls.<method>``. Raises ValueError if it cannot run elsewhere, or not so."""
     where, config, generation = f"models.{role}.calls.{method}", plan.config.calls[method], plan.config.generation
     if plan.spec is None:
         raise ValueError(f"{where}: this role has no model whose weights could be reallocated; set models.{role}.pool")
     if (bits := plan.config.lora.bits) is not None:
         raise ValueError(
-            f"{where}: weights that lie in {bits} bits are not lent to other ranks; leave models.{role}.lora.bits out, or let "
+            f"{where}: weights in {bits} bits cannot be sent to other ranks; leave models.{role}.lora.bits out, or let "
             "the role's own ranks run it (placement.strategy=colocate)"
         )
     kinds = _methods(plan.worker)
@@ -152,7 +152,7 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     for key in ("overlap", "engine", "buffers"):
         if getattr(generation, key) != getattr(usual, key):
             raise ValueError(
-                f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights on loan to "
-                f"calls.{method} come whole, as it needs them; leave it out"
+                f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights for "
+                f"calls.{method} on other ranks are sent whole; leave it out"
             )
     return CallPlan(pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)))

@@ -1,6 +1,6 @@
-"""A configuration's roles and dataflow without its data, tokenizers and weights: what a plan is made from.
+"""What a plan is made from: a configuration's roles and dataflow without its data, tokenizers and weights.
 
-Rows stand for those that the data would give; a step's calls follow from their number, not from what they say.
+Made-up rows replace the data. A step's calls depend on the number of rows, not on their contents.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.models.published import published_config
-from rlhf_spmd.planner.shape import Workload
+from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.workers import RoleConfig
 
 MANY_TOKENS = 1 << 30
-FIRST_LETTER = 0x4E00  # of twenty thousand in a row: prompts that differ
+FIRST_LETTER = 0x4E00  # first of twenty thousand characters, one for each prompt
 
 
 @dataclass(frozen=True)
 class SizesConfig:
-    """``models.<role>.spec``: a Llama of this size, in place of a directory.
+    """``models.<role>.spec``: sizes of a Llama, in place of a directory.
 
     - hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, vocab_size: as in `config.json`
     """
@@ -72,7 +72,8 @@ class WorkloadConfig:
             raise ValueError(f"{where}.response_lengths={lengths}: must be numbers above 0, ascending")
 
     def of(self, section: Any, n: int) -> Workload:
-        """Of rows of ``section``, ``n`` of each prompt; ``rows`` and what training makes of them are the call's."""
+        """The lengths of rows of ``section``, ``n`` of each prompt. Each call sets the number of rows and how it trains on
+        them."""
         if isinstance(section, PromptsConfig):
             prompt, longest = section.max_prompt_length, float(section.max_response_length)
         else:
@@ -82,14 +83,14 @@ class WorkloadConfig:
 
 
 def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
-    """Lengths of a run's rows: of prompts as they are on average, of responses the limit."""
+    """Lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
     work = WorkloadConfig().of(section, n)
     prompts = [data for data in training.values() if isinstance(data, PromptDataset)]
     return replace(work, prompt=float(prompts[0].lengths.double().mean())) if prompts else work
 
 
 class CharacterTokenizer:
-    """Stands for a tokenizer that nobody has yet: a token for each character."""
+    """Replaces a tokenizer that is not there: one token for each character."""
 
     eos_token_id, name_or_path, chat_template = 0, "none", "{{ messages }}"
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
@@ -108,7 +109,7 @@ class CharacterTokenizer:
 
 
 def stand_in(section: DatasetConfig) -> TokenDataset:
-    """As many rows as a step takes, of a token or two each, in the form that ``section`` describes."""
+    """As many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
     keys = [key for key in vars(section) if key.endswith("_key") and getattr(section, key) is not None]
 
     def row(number: int) -> Row:
@@ -131,7 +132,7 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
 
 @contextmanager
 def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
-    """``models`` with a directory, for as long as this lasts, of each that is given by its sizes or by the name of a published one."""
+    """``models`` with a temporary directory for each that is given by its sizes or by the name of a published model."""
     with TemporaryDirectory() as folder:
         found = dict(models)
         for role, config in models.items():

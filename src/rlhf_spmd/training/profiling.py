@@ -1,4 +1,4 @@
-"""Measures what a plan's times come from, on the machine that it runs on: single layers, decoding steps, the update, links."""
+"""Measures the times that plans use, on this machine: single layers, decode steps, the optimizer's update, links."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.machine import Gpu
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
-from rlhf_spmd.planner.shape import Workload, shape_of
+from rlhf_spmd.planner.shapes import Workload, shape_of
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.flops import matmul_rate
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
 
-FEW, MORE = 1, 5  # layers; what a layer takes is the difference
+FEW, MORE = 1, 5  # layers of two models whose difference gives the time of a layer
 NEW_TOKENS, REPEATS = 24, 3
 MESSAGE = 1 << 22  # elements
 
@@ -38,10 +38,10 @@ MESSAGE = 1 << 22  # elements
 def profile(
     world: World, models: Mapping[tuple[ModelSpec, str], GenerationConfig], work: Workload, max_tokens: int, dtype: torch.dtype
 ) -> Profile:
-    """Of models with their heads and settings of generation, for rows as ``work`` has them and micro-batches of up to ``max_tokens``
-    tokens, in all tp up to the ranks of a host.
+    """Measures models with their heads and generation settings, in all tp up to the ranks of a host.
 
-    Collective over the world: every rank of it must call. All ranks compute at the same time, as they will.
+    Rows are as long as those of ``work``; micro-batches have up to ``max_tokens`` tokens. All ranks compute at the same time,
+    as in a run. Collective over the world: every rank of it must call, in program order.
     """
     measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
     for (spec, head), generation in models.items():
@@ -64,8 +64,18 @@ def profile(
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
     on_host = torch.empty(MESSAGE, pin_memory=capabilities(world.device).pinned)
     host_link = 4 * MESSAGE / _seconds(world, lambda: message.copy_(on_host, non_blocking=True))
+    groups_experts = has_streams and torch.cuda.get_device_capability(world.device)[0] in (9, 10)
     device = Gpu(
-        rate, memory, bandwidth, link, host_link, latency, dtype.itemsize, 1.0 if has_streams else 0.0, on_host=not has_streams
+        rate,
+        memory,
+        bandwidth,
+        link,
+        host_link,
+        latency,
+        dtype.itemsize,
+        1.0 if has_streams else 0.0,
+        not has_streams,
+        groups_experts,
     )
     zero = _zero(world, *next(iter(models)), work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
     return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, layers)
@@ -97,7 +107,7 @@ def _measure(
     rows = _powers(min(max(work.rows * tp // world.size, 1), generation.max_num_seqs))
 
     def times(layers: int) -> tuple[dict[str, list[float]], float]:
-        """Of a model of so many layers, of which nothing is left afterwards."""
+        """Times of a model of so many layers, which is deleted afterwards."""
         engine = _engine(world, spec, layers, head, mesh, dtype)
         forward, both = zip(*(_passes(world, engine, head, work, count) for count in counts), strict=True)
         taken: dict[str, list[float]] = {"forward": [*forward], "both": [*both], "decode": []}
@@ -131,7 +141,8 @@ def _measure(
 
 
 def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype) -> tuple[list[float], float]:
-    """Seconds per parameter that ZeRO 0 to 3 takes longer in a micro-batch over all ranks: forward and backward, and of 3 forward."""
+    """Seconds per parameter that a micro-batch over all ranks takes longer with ZeRO 0 to 3: forward and backward, and forward
+    with 3."""
     forward, both = [0.0] * 4, [0.0] * 4
     for stage in range(4):
         mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
@@ -142,13 +153,13 @@ def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch
 
 
 def _engine(world: World, spec: ModelSpec, layers: int, head: str, mesh: Mesh, dtype: torch.dtype) -> TrainEngine:
-    """Of a model of so many layers."""
+    """The engine of a model of so many layers."""
     cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers])
     return TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
 
 
 def _passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> tuple[float, float]:
-    """Seconds of a micro-batch of so many rows: forward; forward and backward."""
+    """(forward, forward and backward) seconds of a micro-batch of so many rows."""
     length, share = round(work.length), work.response / work.length
     batch = Packed(_tokens(engine.spec, rows * length).to(world.device), torch.full((rows,), length))
     forward = _seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share)))
@@ -161,7 +172,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _decoding(world: World, generator: Generator, spec: ModelSpec, work: Workload, rows: int) -> float:
-    """Seconds of a step of ``rows`` rows, in the middle of their responses."""
+    """Seconds of a decode step of ``rows`` rows in the middle of their responses."""
     context = max(round(work.prompt + work.response / 2) - NEW_TOKENS // 2, 1)
     sampling = SamplingConfig(ignore_eos=True)
 
@@ -175,12 +186,12 @@ def _decoding(world: World, generator: Generator, spec: ModelSpec, work: Workloa
 
 
 def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
-    """The same on the ranks of a tp group, in every call."""
+    """Random tokens, the same on all ranks and in every call."""
     return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
 
 
 def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
-    """Of ``share`` of the tokens, those of responses."""
+    """Log-probs or values of ``share`` of the tokens, as many as responses have."""
     asked = round(share * len(hidden))
     if head == "value":
         return values(decoder, hidden[:asked])
@@ -197,7 +208,10 @@ def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Pack
 
 
 def _seconds(world: World, body: Callable[[], object], repeats: int = REPEATS) -> float:
-    """The best of ``repeats``, after one that does not count, of the slowest rank. Collective over the world."""
+    """The best seconds of ``repeats`` on the slowest rank, after a first run that does not count.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
     best: Sequence[float] = []
     for _ in range(repeats + 1):
         world.all.barrier("profile")

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from rlhf_spmd.controller import CallStats, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.jsonl import JsonlLog
-from rlhf_spmd.telemetry.logger import Followers
+from rlhf_spmd.telemetry.logger import TrackerProcesses
 from rlhf_spmd.telemetry.progress import Progress
-from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE
+from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE, JsonlLog
 from rlhf_spmd.training.streams import merge_values
 
 
@@ -64,7 +63,7 @@ class Recorder:
         self._logs = [JsonlLog(run_dir / file, resume) for file in files]
         self.rollouts, self.validations, self.metrics = self._logs
         steps = config.run.steps
-        self.followers = Followers(run_dir, config.logger, config.run.name, steps, resume)
+        self.followers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
         self.progress = Progress(steps, start_step=started_at)
 
@@ -72,7 +71,7 @@ class Recorder:
         self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
         """A step's metrics come last in the files: followers then find all of it. Raises LockLost, WriteError."""
-        run_lock.prove(self.run_dir)
+        run_lock.check_still_held(self.run_dir)
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
         self.rollouts.append({"step": number, **sample} for sample in shown)
         self.validations.append({"step": number, **sample} for sample in validated)

@@ -24,9 +24,9 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.training.streams import Data
-from rlhf_spmd.workers import ActorWorker, ArithmeticWorker, ModelWorker
+from rlhf_spmd.workers import ActorWorker, ComputeWorker, ModelWorker
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.weight_sync import AsyncWeightSync
+from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
 EXPERIMENT = re.compile(
@@ -38,7 +38,7 @@ def role_state(worker: ModelWorker) -> RoleState:
     """What this rank holds of a role whose weights change, by reference: saving reads it, loading writes it."""
     engine = worker.engine
     states = engine.optimizer.state_tensors() if engine.optimizer else {}
-    shards, weights = engine.param_shards(), worker.weights()
+    shards, weights = engine.param_shards(), worker.owned.between_calls()
     return RoleState({name: shards[name] for name in engine.trained}, {name: weights[name] for name in engine.trained}, states)
 
 
@@ -65,29 +65,29 @@ def restore_rows_in_flight(directory: Path, saved: Mapping[str, ModelWorker]) ->
 def weights_ahead(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
     """Older weights that generation ahead of training will take, on the ranks that have them: training has newer ones."""
     found: dict[str, RoleState] = {}
-    for role, twin, loan in _loans_ahead(saved):
-        if twin.member:
-            shards = twin.engine.param_shards()
-            found |= {_older(role, version): RoleState(shards, values) for version, values in loan.needed().items()}
+    for role, replica in _async_replicas(saved):
+        if replica.member:
+            shards = replica.engine.param_shards()
+            found |= {_older(role, version): RoleState(shards, values) for version, values in replica.needed().items()}
     return found
 
 
 def restore_weights_ahead(directory: Path, saved: Mapping[str, ModelWorker]) -> None:
     """Collective over the world: every rank of it must call, in program order. Raises CheckpointError."""
-    for role, twin, loan in _loans_ahead(saved):
-        versions = twin.controller.versions
-        for version in sorted(versions.to_come(role) - {versions.newest(role)}):
-            values = loan.keep(version)
-            if twin.member:
-                state = RoleState(twin.engine.param_shards(), values)
-                load_checkpoint(directory, _older(role, version), state, twin.mesh.pool)
+    for role, replica in _async_replicas(saved):
+        versions = replica.context.controller.versions
+        for version in sorted(versions.needed_later(role) - {versions.newest(role)}):
+            values = replica.keep(version)
+            if replica.member:
+                state = RoleState(replica.engine.param_shards(), values)
+                load_checkpoint(directory, _older(role, version), state, replica.mesh.pool)
 
 
-def _loans_ahead(saved: Mapping[str, ModelWorker]) -> Iterator[tuple[str, ModelWorker, AsyncWeightSync]]:
+def _async_replicas(saved: Mapping[str, ModelWorker]) -> Iterator[tuple[str, AsyncWeightReplica]]:
     for role, worker in saved.items():
-        twin = worker.serving("generate_sequences")
-        if isinstance(twin, ModelWorker) and isinstance(twin.loan, AsyncWeightSync):
-            yield role, twin, twin.loan
+        generating = worker.worker_of("generate_sequences")
+        if isinstance(generating, ModelWorker) and isinstance(generating.model, AsyncWeightReplica):
+            yield role, generating.model
 
 
 def _older(role: str, version: int) -> str:
@@ -160,7 +160,7 @@ def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.dev
 
 def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, Any]:
     """The states of roles without a model. Collective over the world: every rank of it must call, in program order."""
-    workers = {role: worker for role, worker in vars(models).items() if isinstance(worker, ArithmeticWorker)}
+    workers = {role: worker for role, worker in vars(models).items() if isinstance(worker, ComputeWorker)}
     found = controller.get(*(worker.progress() for worker in workers.values()))
     return {role: values[0] for role, values in zip(workers, found, strict=True)}
 

@@ -20,7 +20,7 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.stopping import build_ends
+from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
@@ -30,7 +30,7 @@ from rlhf_spmd.reshard import METHODS
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.workers import (
     ActorWorker,
-    ArithmeticWorker,
+    ComputeWorker,
     JudgeWorker,
     ModelWorker,
     ReferenceWorker,
@@ -41,9 +41,9 @@ from rlhf_spmd.workers import (
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 
-ARITHMETIC = "arithmetic"  # the role that every algorithm has
+COMPUTE = "compute"  # the role that every algorithm has
 RENDERED_ROWS = 100  # that a reward model's template must take before the run
-RESERVED = (ARITHMETIC, "rewards", "controller")  # names in ``models`` that no reward can have
+RESERVED = (COMPUTE, "rewards", "controller")  # names in ``models`` that no reward can have
 # with which other metrics begin: a reward of such a name would write over them
 METRICS = re.compile(
     "data|generation|group|logps|memory|perf|prompt_length|reshard|response_length|rollout|rollout_corr|timing_s|training|val"
@@ -156,8 +156,8 @@ def describe_roles(
         for role, config in configs.items()
     }
     plans[exported] = replace(plans[exported], serves=served)
-    for role, role_class in {**roles, ARITHMETIC: ArithmeticWorker}.items():
-        if issubclass(role_class, ArithmeticWorker):
+    for role, role_class in {**roles, COMPUTE: ComputeWorker}.items():
+        if issubclass(role_class, ComputeWorker):
             plans[role] = RolePlan(role_class, RoleConfig(), ResourcePool("unplaced", (0,)), GroupShape(Layout()), None)
     return plans
 
@@ -352,16 +352,16 @@ def check_prompts(
 
     Raises ValueError.
     """
-    own_minimum = data is not None and "min_response_length" in data.beside
+    own_minimum = data is not None and "min_response_length" in data.row_fields
     if data is not None and own_minimum and sampling.max_response_length:
-        least = int(cast(Tensor, data.beside["min_response_length"]).max())
+        least = int(cast(Tensor, data.row_fields["min_response_length"]).max())
         if least > sampling.max_response_length:
             raise ValueError(
                 f"{section}.max_response_length={sampling.max_response_length}, but a row has min_response_length={least}"
             )
     for plan in generating(plans).values():
         assert plan.spec is not None, "a role that generates has a model"
-        ends = build_ends(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
+        ends = build_stop_criteria(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
         sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
 
 
@@ -381,13 +381,13 @@ def added_rewards(rewards: Iterable[str], plans: Mapping[str, RolePlan]) -> tupl
     return tuple(role for role in rewards if role == "reward" or plans[role].is_added)
 
 
-def _build_role(role: str, plan: RolePlan, build: WorkerContext) -> ModelWorker | ArithmeticWorker:
-    if issubclass(plan.worker, ArithmeticWorker):
+def _build_role(role: str, plan: RolePlan, build: WorkerContext) -> ModelWorker | ComputeWorker:
+    if issubclass(plan.worker, ComputeWorker):
         return plan.worker(build, role, plan.pool)
-    home = plan.worker(build, role, plan.pool, plan.shape, plan.config, plan.spec)
+    worker = plan.worker(build, role, plan.pool, plan.shape, plan.config, plan.spec)
     for method, call in plan.calls.items():
-        home.lend(method, plan.worker(replace(build, serves=method), role, call.pool, call.shape, plan.config, plan.spec))
-    return home
+        worker.add_replica(method, call.pool, call.shape)
+    return worker
 
 
 def model_directory(plans: Mapping[str, RolePlan], role: str) -> Path:

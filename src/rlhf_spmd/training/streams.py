@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.controller import Controller, Graph, PartitionSpec, Reference, source
-from rlhf_spmd.data.balance import partition_by_tokens, share_out
+from rlhf_spmd.data.balance import fill_by_speed, partition_by_tokens
 from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.data.loader import Loader, validation_batches
 from rlhf_spmd.data.tokenizer import decode
@@ -128,8 +128,8 @@ class InFlightStream(RowStream):
         self.in_flight = in_flight
         self.cut = PartitionSpec(num_replicas, keep_groups=True, speeds=speeds)
         paces = speeds or (1.0,) * num_replicas
-        gives = share_out(loader.batch_size, paces, np.ones(num_replicas, dtype=np.int64))
-        self._has = share_out(in_flight, paces, gives)  # prompts in flight of each replica
+        gives = fill_by_speed(loader.batch_size, paces, np.ones(num_replicas, dtype=np.int64))
+        self._has = fill_by_speed(in_flight, paces, gives)  # prompts in flight of each replica
         self.num_groups = tuple(gives.tolist())
         self.prompts: Batch | None = None  # one row for each group in flight
         self.homes = np.empty(0, dtype=np.int64)  # the replica of each
@@ -214,7 +214,7 @@ class InFlightStream(RowStream):
         """``homes``: of each prompt; None: balanced by tokens."""
         if homes is None:
             held, lengths = np.bincount(self.homes, minlength=self.cut.num_parts), prompts["prompt_ids"].lengths.numpy()
-            counts = share_out(len(self.homes) + len(lengths), self._has, held) - held
+            counts = fill_by_speed(len(self.homes) + len(lengths), self._has, held) - held
             homes = partition_by_tokens(lengths, self.cut.num_parts, speeds=self.cut.speeds, counts=counts)
         self.prompts = prompts if self.prompts is None else concat([self.prompts, prompts])
         self.homes = np.concatenate([self.homes, homes])
@@ -306,7 +306,7 @@ class Data:
         """``val/reward_mean``, the mean of the scores, means of the rewards' extras, and ``val/...`` of :func:`measures.measure_sets`,
         of prompts whose responses all have a score. The first prompts of each set, with a response each, go to ``shown``.
 
-        ``script`` gets rows, sampling and a function for ``arithmetic.apply``, and returns the rows' ``scores`` (nan: none) and
+        ``script`` gets rows, sampling and a function for ``compute.apply``, and returns the rows' ``scores`` (nan: none) and
         ``answer_codes``, and the calls that report. Raises RewardError where no response has a score.
         Collective over the world: every rank of it must call, in program order.
         """
@@ -333,7 +333,7 @@ class Data:
         return {f"val/{key}": value for key, value in means.items()}
 
     def _reader(self, given: ValidationRows) -> Function:
-        """A function for ``arithmetic.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""
+        """A function for ``compute.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""
         n, sources = self.val_sampling.n, given.dataset.sources
         firsts = [int((sources < number).sum()) for number in range(len(given.sets))]
         shown = {first + i for first in firsts for i in range(self.num_shown)}

@@ -30,7 +30,7 @@ from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.report import write_report
-from rlhf_spmd.telemetry.summary import places
+from rlhf_spmd.telemetry.summary import artifact_lines
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
 from rlhf_spmd.training import resume as restart
 from rlhf_spmd.training.banner import start_facts
@@ -153,7 +153,7 @@ class Trainer:
         self.controller.timeline.begin_step(number)
         start = time.perf_counter()
         calls, rows = self.data.run(number, partial(script, number))
-        if not calls and not self.controller.taken:
+        if not calls and not self.controller.call_stats:
             name = self.context.prepared.algorithm.__name__
             raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
         seconds = time.perf_counter() - start
@@ -166,7 +166,7 @@ class Trainer:
         self.controller.send_report([self.controller.values(*calls), own])
         told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
         preempted = self.controller.vote(self.board.preempted)
-        return MadeStep(number, rows, self.controller.taken, len(calls), told, preempted)
+        return MadeStep(number, rows, self.controller.call_stats, len(calls), told, preempted)
 
     def _moved_bytes(self) -> int:
         """Of weights that this rank has received since this was last asked: they may come between steps, too."""
@@ -225,7 +225,7 @@ class Trainer:
             held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
             held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
-                run_lock.prove(self.run_dir)
+                run_lock.check_still_held(self.run_dir)
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
             keep = self.config.keep_checkpoints
             path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
@@ -265,7 +265,7 @@ class Trainer:
             versions = state.get("versions", Versions().state())  # older checkpoints do not count them
             self.controller.versions.load_state(versions)
         for role, worker in self.saved.items():
-            worker.version = self.controller.versions.newest(role)
+            worker.model.version = self.controller.versions.newest(role)
             if worker.member:
                 held = restart.role_state(worker)
                 load_checkpoint(path, role, held, worker.mesh.pool)
@@ -288,13 +288,13 @@ class Trainer:
         self.controller.settle()
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
-            run_lock.prove(self.run_dir)
+            run_lock.check_still_held(self.run_dir)
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
             write_report(
                 self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
             )
             recorder.close()
-            print(*places(self.run_dir), sep="\n", file=sys.stderr)
+            print(*artifact_lines(self.run_dir), sep="\n", file=sys.stderr)
 
     def _export(self, number: int, ended: bool) -> None:
         if self.board.last_checkpoint is not None:
@@ -304,7 +304,7 @@ class Trainer:
 def start_controller(context: ProgramContext[Any]) -> Controller:
     """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
 
-    It waits for the work of the present stream only: weights on loan are sent from another one while the script goes on.
+    It waits for the work of the present stream only: weights are sent to replicas from another one while the script goes on.
     """
     world, plans = context.world, context.prepared.plans.values()
     names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})

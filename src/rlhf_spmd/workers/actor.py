@@ -1,4 +1,4 @@
-"""The actor: it generates with its training weights, scores what it generated, and learns. One copy of the weights does all three."""
+"""The actor generates with its training weights, scores what it generated, and learns. One copy of the weights does all three."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
+from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.reference import ReferenceWorker
@@ -28,14 +29,14 @@ class ActorWorker(ModelWorker):
     trained = True
 
     def build_more(self) -> None:
-        build = self.build
+        build = self.context
         if not build.environments:
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
         if not (build.partial_rollouts or self.controller.versions.ahead):
             self.absent |= {"rollout_versions"}
-        # rows that move between replicas go together at the end
-        self.hands_out = not self.config.generation.rebalance_steps
-        if not self.serves("generate_sequences"):
+        # rows that move between replicas leave together, at the end
+        self.streams_rollouts = not self.config.generation.rebalance_steps
+        if not self.runs("generate_sequences"):
             return
         self.generating = build_generating(self, build.tokenizer)
         if self.generating is not None:
@@ -44,21 +45,21 @@ class ActorWorker(ModelWorker):
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
-        old = call.intakes[0].fields.get("old_log_probs", ()) if call.intakes else ()
+        old = call.inputs[0].fields.get("old_log_probs", ()) if call.inputs else ()
         self.checks_rollouts = (
             bool(old) and not self.config.lora.dropout and all(self._is_exact(piece, call.version) for piece in old)
         )
 
     def _is_exact(self, piece: FieldShard, version: int) -> bool:
-        """Whether the log-probs of a generation are what a training forward of these weights gives, bit for bit."""
+        """True if these log-probs of a generate call equal those of a training forward with these weights, bit for bit."""
         maker = piece.producer
-        if not (self.build.exact_rollouts and isinstance(maker, CallRecord) and maker.spec.kind == "generate"):
+        if not (self.context.exact_rollouts and isinstance(maker, CallRecord) and maker.spec.kind == "generate"):
             return False
         common = next(value for value in maker.args if isinstance(value, SamplingConfig))
         own = next((value for value in maker.args if isinstance(value, (list, tuple))), ())
         samplings = [sampling for rows, sampling in own if np.isin(piece.ids, rows.rows.row_ids).any()]
         is_current = maker.role.name == self.name and maker.version == version
-        return is_current and all(s.log_prob_temperature == self.build.temperature for s in (common, *samplings))
+        return is_current and all(s.log_prob_temperature == self.context.temperature for s in (common, *samplings))
 
     @register(
         MICRO_DP,
@@ -76,19 +77,20 @@ class ActorWorker(ModelWorker):
         num_groups: Sequence[int] | None = None,
         own: Sequence[tuple[Reference, SamplingConfig]] = (),
     ) -> tuple[Batch, dict[str, Any]]:
-        """``response_ids``: ragged int64, stop token included; ``rollout_log_probs``: ragged, at the sampling temperature; ``stopped``:
-        bool [rows], false where a response was cut at its limit.
+        """Generate a response for each row.
 
-        ``own``: the rows of each of these references are drawn by temperature, top_p, top_k and min_p of its sampling, in the same
-        batch as the others; the rest of ``sampling`` counts for all. Greedy rows have log-probs at temperature 1.
+        - ``response_ids``: ragged int64, with the stop token. ``rollout_log_probs``: ragged, at the sampling temperature; greedy rows
+          have those of temperature 1. ``stopped``: bool [rows], false if the response was cut at its limit.
+        - ``rollout_versions``: ragged int64, the step whose weights drew each token; if rows may cross steps, or generation may be
+          ahead of training.
+        - With an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
+          ``environment_reward``: float64 [rows].
 
-        Where rows may cross steps, or generation may be ahead, ``rollout_versions``: ragged int64, the step whose weights drew the
-        token.
-        With an environment also ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
-        ``environment_reward`` float64 [rows].
-        ``number`` is the step, one of the things (with seed, row id and position) that a sample depends on.
-        With ``num_groups`` (of each replica) the call ends when every one has that many whole groups, and makes only their rows:
-        ``groups`` names them. The others are held as far as they have come, and go on when they are asked for again.
+        ``number``: the step. A sample depends on seed, step, row id and position. ``own``: rows of each of these references use
+        temperature, top_p, top_k and min_p of its sampling, in the same batch as all others. ``num_groups`` (per replica): the call
+        ends when every replica has that many whole groups, and returns only their rows; the value ``groups`` names them. Unfinished
+        rows are kept and continue when they are asked for again.
+
         Collective over the pool: every rank of it must call, in program order.
         """
         requests = _requests(batch, sampling, own)
@@ -97,9 +99,8 @@ class ActorWorker(ModelWorker):
         assert generating is not None
         with generating.generation_weights():
             if num_groups is None:
-                environments = self._environments(
-                    batch
-                )  # of a replica its first rank waits for their answers, and ticks meanwhile
+                # with environments, a replica's first rank waits for their answers and ticks meanwhile
+                environments = self._environments(batch)
                 tick = generating.tick_together if environments is None else generating.tick
                 options = environments, weights, self._portions(batch, requests)
                 completions = self.generator.generate(requests, sampling, sampling.seed, number, tick, *options)
@@ -117,7 +118,7 @@ class ActorWorker(ModelWorker):
         return self._made(batch, completions), report | _episode_report(completions)
 
     def _made(self, batch: Batch, completions: Sequence[Completion]) -> Batch:
-        """The rows of ``completions``, at least one."""
+        """The batch of ``completions``, at least one."""
         fields: dict[str, Field] = {
             "response_ids": ragged([c.token_ids for c in completions], torch.int64),
             "rollout_log_probs": ragged([c.log_probs for c in completions]),
@@ -134,42 +135,44 @@ class ActorWorker(ModelWorker):
         return made.with_fields(**fields)
 
     def _portions(self, batch: Batch, requests: Sequence[Request]) -> FinishedGroups | None:
-        handing_out = self.controller.handing_out
-        if handing_out is None or not self.hands_out:
+        rollout_streamer = self.controller.rollout_streamer
+        if rollout_streamer is None or not self.streams_rollouts:
             return None
-        begin = (lambda ended: handing_out.begin(self._made(batch, ended))) if handing_out.early else None
+        begin = (lambda ended: rollout_streamer.begin(self._made(batch, ended))) if rollout_streamer.early else None
         return FinishedGroups(
-            requests, handing_out.num_portions, lambda ended: handing_out.send(self._made(batch, ended)), begin
+            requests, rollout_streamer.num_portions, lambda ended: rollout_streamer.send(self._made(batch, ended)), begin
         )
 
     def _environments(self, batch: Batch) -> Environments | None:
-        if not self.build.environments or not len(batch):
+        if not self.context.environments or not len(batch):
             return None
         rows = dict(zip(batch.row_ids.tolist(), decode_json(batch["row"]), strict=True))
-        return Environments(self.build.environments, rows, self.build.tokenizer, self.build.encoding)
+        return Environments(self.context.environments, rows, self.context.tokenizer, self.context.encoding)
 
     def rollout_state(self) -> dict[str, Tensor]:
-        """Of a replica's first rank: the rows in flight here, as one tensor of bytes, for a checkpoint; {} elsewhere."""
-        worker = self.serving("generate_sequences")
+        """The rows in flight on this replica as one tensor of bytes, for a checkpoint; {} except on a replica's first rank."""
+        worker = self.worker_of("generate_sequences")
         assert isinstance(worker, ActorWorker)
         members = worker.members(MICRO_DP)
-        index = members.answered(self.controller.rank)
-        if index is None or not worker.build.partial_rollouts:
+        index = members.part_sent_by(self.controller.rank)
+        if index is None or not worker.context.partial_rollouts:
             return {}
         return {f"{self.name}.{index}": pack(worker.held.state())}
 
     def restore_rollouts(self, states: Iterable[Tensor]) -> None:
-        """The rows that were in flight on all replicas; each goes on with those that it is asked for."""
-        worker = self.serving("generate_sequences")
+        """Take the rows that were in flight on all replicas. Each replica continues those that it is asked for."""
+        worker = self.worker_of("generate_sequences")
         assert isinstance(worker, ActorWorker)
         if worker.member:
             worker.held.take_back([unpack(state) for state in states])
 
     def _known_log_probs(self, batch: Reference) -> Reference | None:
-        """The rollout's own, where these are wanted, or where a training forward would give the same bits; the next update then
-        compares them with its own."""
+        """The rollout's own log-probs, if they are wanted, or if a training forward would give the same bits. Else None.
+
+        The next update then compares them with its own.
+        """
         made, version = batch.fields.get("rollout_log_probs", ()), self.controller.versions.newest(self.name)
-        if not made or not (self.build.rollout_log_probs or all(self._is_exact(piece, version) for piece in made)):
+        if not made or not (self.context.rollout_log_probs or all(self._is_exact(piece, version) for piece in made)):
             return None
         return Reference(batch.rows, {"old_log_probs": made})
 
@@ -189,14 +192,14 @@ class ActorWorker(ModelWorker):
         report=_compare_log_probs,
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
-        """``old_log_probs``: ragged [response tokens], from a training forward. Reported is their distance from the generator's.
+        """``old_log_probs``: ragged [response tokens], from a training forward. Reports their distance from the generator's.
 
-        Nothing is computed where generation on these weights is exact: its log-probs are the result then.
+        Nothing is computed if generation with these weights is exact. Then the generator's log-probs are the result.
         """
-        result = self.log_probs(batch, self.build.temperature)
+        result = self.log_probs(batch, self.context.temperature)
         return batch.with_fields(old_log_probs=result) if result is not None else None
 
-    compute_ref_log_prob = ReferenceWorker.compute_ref_log_prob  # of an actor with adapters, which has its reference with it
+    compute_ref_log_prob = ReferenceWorker.compute_ref_log_prob  # an actor with adapters contains its reference
 
     @register(THREE_D, inputs=ROW_INPUTS, split_groups=True)
     def compute_loss(self, batch: Batch) -> dict[str, float]:
@@ -207,8 +210,17 @@ class ActorWorker(ModelWorker):
         return {"sum": -float(log_probs.values.double().sum()), "tokens": int(model_tokens(batch).sum())}
 
 
+class ActorCriticWorker(ActorWorker, CriticWorker):
+    """Actor and critic in one model (APP's AC-share): one trunk with two heads, and one update of both.
+
+    The value head starts at zero. It is in checkpoints, not in exports.
+    """
+
+    head = "both"
+
+
 def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Metrics of rows that environments have extended; empty without."""
+    """Metrics of rows that environments have extended; {} without environments."""
     masks = [completion.mask for completion in completions if completion.mask is not None]
     if not masks:
         return {}
@@ -221,15 +233,15 @@ def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def _requests(batch: Batch, sampling: SamplingConfig, own: Sequence[tuple[Reference, SamplingConfig]] = ()) -> list[Request]:
-    """A row's own limits count up to the common one; 0: it has none."""
+    """One request per row. A row's own limit counts up to the common one; 0 means that it has none."""
     limit = sampling.max_response_length
     assert limit is not None
-    drawing = {row: its.drawing for rows, its in own if rows.rows is not None for row in rows.rows.row_ids.tolist()}
+    overrides = {row: its.overrides for rows, its in own if rows.rows is not None for row in rows.rows.row_ids.tolist()}
     columns = [batch.row_ids, batch.group_ids]
     for name in ("max_response_length", "min_response_length"):
         columns.append(batch[name] if name in batch else torch.zeros(len(batch), dtype=torch.int64))
     prompts = batch["prompt_ids"].rows() if len(batch) else []
     return [
-        Request(row, group, ids.tolist(), min(most or limit, limit), least, drawing.get(row))
+        Request(row, group, ids.tolist(), min(most or limit, limit), least, overrides.get(row))
         for row, group, most, least, ids in zip(*(column.tolist() for column in columns), prompts, strict=True)
     ]

@@ -1,17 +1,24 @@
-"""``models.<role>``: what a role is made of, where it lives, how it is split."""
+"""``models.<role>``: what a role is made of, where it lives, how it is split; and what workers are built from besides."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from rlhf_spmd.controller import Controller
+from rlhf_spmd.data.encoding import EncodingConfig
+from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels import ATTENTION, capabilities
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.parallel.layout import LayoutConfig
-from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -109,8 +116,41 @@ class RoleConfig(ComputeConfig):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How a role cuts its rows into micro-batches: by token budget, or by a fixed number of rows. ``where``: the setting's name."""
+    """How a role cuts rows into micro-batches: by a token budget, or by a number of rows. ``where``: the setting's name."""
 
     max_tokens: int = 16384
     rows: int | None = None
     where: str = "algorithm.ppo_max_token_len_per_gpu"
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What every role is built from, besides its own configuration.
+
+    - ``total_updates``: role -> optimizer steps of the whole run. ``temperature``: of sampling, and so of log-probs.
+    - ``rewards``: by role. ``added_rewards``: those whose scores are added up.
+    - ``encoding``: how messages between turns are rendered. ``num_samples``: scored rows that come back as text for people to read.
+    - ``max_prompt_length``, ``max_response_length``: limits of sampling; 0: unknown.
+    - ``exact_rollouts``: generation's log-probs equal training's, bit for bit. ``rollout_log_probs``: the old log-probs are always
+      generation's. ``partial_rollouts``: rows may cross steps.
+    - ``checkpointing``: the level that this rank's memory needs, for ``activation_checkpointing=auto``.
+    """
+
+    controller: Controller
+    world: World
+    limits: BatchLimits
+    seed: int
+    total_updates: Mapping[str, int] = field(default_factory=dict)
+    temperature: float = 1.0
+    rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
+    added_rewards: tuple[str, ...] = ()
+    environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    encoding: EncodingConfig | None = None
+    tokenizer: Any = None
+    num_samples: int = 0
+    max_prompt_length: int = 0
+    max_response_length: int = 0
+    exact_rollouts: bool = False
+    partial_rollouts: bool = False
+    rollout_log_probs: bool = False
+    checkpointing: str = "none"

@@ -1,4 +1,4 @@
-"""Roles with a trained value head: the critic, values of every response position; a model of rewards or costs, a score per row."""
+"""Roles with a trained value head: a critic (a value per response position), and reward or cost models (a score per row)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_spmd.workers.objective import ROW_INPUTS, response_values
 
 
 class ScoreWorker(ModelWorker):
-    """A reward or cost model that learns: its score is the value head at a row's last token (``row_values`` of an objective)."""
+    """A reward or cost model in training. Its score is the value head at a row's last token (an objective's ``row_values``)."""
 
     head = "value"
     trained = True

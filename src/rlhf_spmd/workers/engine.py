@@ -1,17 +1,17 @@
-"""The training engine of one role: its part of the decoder on this rank, ZeRO in dp, the pipeline over pp, the optimizer.
+"""The training engine of one role on this rank: its part of the decoder, ZeRO over dp, the pipeline over pp, the optimizer.
 
 Parallelism is applied in one fixed order, on the meta device: tensor slices (in the decoder), activation checkpointing, FSDP2. Only
-then do the shards of this rank get memory and values. What the rank holds between calls are these local shards, plain tensors
-that checkpoints and resharding read and write by boxes. Its part of the decoder is one pipeline stage, or with
-``layout.vpp`` > 1 as many chunks; parameter names then start with ``chunks.<i>.``.
+then the shards of this rank get memory and values. Between calls the rank holds these local shards, plain tensors that checkpoints
+and resharding read and write by boxes. Its part of the decoder is one pipeline stage, or ``layout.vpp`` chunks if that is above 1;
+parameter names then start with ``chunks.<i>.``.
 
-ZeRO over the ranks of a shard group: 0 keeps plain parameters and sums gradients once per optimizer step; 1 sums each gradient into
-its owner's shard once, after the last micro-batch; 2 after every micro-batch; 3 also gathers parameters layer by layer, in every
-pass. 1 and 2 hold the gathered parameters from the first micro-batch to the last one. A shard group is all of dp, or
-``layout.zero_size`` neighbours in it; then the shards' gradients are summed over these groups once per optimizer step.
+ZeRO stages, over the ranks of a shard group. 0 keeps plain parameters and sums gradients once per optimizer step. 1 sums each gradient
+into its owner's shard once, after the last micro-batch. 2 does so after every micro-batch. 3 also gathers parameters layer by layer,
+in every pass; 1 and 2 hold the gathered parameters from the first micro-batch to the last. A shard group is all of dp, or
+``layout.zero_size`` neighbours in it. Then the shards' gradients are also summed over these groups, once per optimizer step.
 
-Gradients are summed in a fixed order, so equal runs give equal bits: over the micro-batches of a chunk in their order (of the
-schedule), then over ranks as the collectives do it. Half-precision parameters sum theirs in fp32, over ranks too.
+Gradients are summed in a fixed order, so equal runs give equal bits: over the micro-batches of a chunk in the schedule's order, then
+over ranks in the collectives' order. Gradients of half-precision parameters are summed in fp32, over ranks too.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, sc
 from rlhf_spmd.parallel.zero import FSDPModel, allocate, local_part, stage_of_zero
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import Muon
-from rlhf_spmd.workers.optimizer import OptimConfig, Optimizer, accumulation_dtype
+from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
+from rlhf_spmd.workers.optimizer import Optimizer
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
 
-    ``extra`` holds the fields of the same rows that heads and losses use. No rows at all is a valid micro-batch.
-    ``places``: where sequences share tokens, so that lengths sum to more, see :class:`~rlhf_spmd.models.attention.PackedAttention`.
+    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``places``: given if sequences share
+    tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
     """
 
     tokens: Tensor
@@ -66,10 +67,10 @@ Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class TrainEngine:
-    """A model on a mesh, for training (``optim`` given) or only for forward passes.
+    """A model on a mesh, for training (with ``optim``) or only for forward passes.
 
-    Construction and all methods that compute are collective over the pool: every rank of it must call, in program order, and the
-    ranks of one replica with the same rows.
+    Construction and all methods that compute are collective over the pool: every rank of it must call, in program order. The ranks of
+    one replica pass the same rows.
     """
 
     def __init__(
@@ -92,15 +93,15 @@ class TrainEngine:
         lora: LoraConfig | None = None,
         exact_gpu: bool = False,
     ) -> None:
-        """Weights come from the Hugging Face directory ``path``, or are drawn from ``seed`` (the same in every layout), or without
-        ``fill`` are not set here and have no memory: ``storages`` gives it to them.
+        """Read the weights from the Hugging Face directory ``path``, or draw them from ``seed``, the same in every layout.
 
-        ``head``: "lm", "value" or "none". ``total_updates``: optimizer steps in the whole run, for the schedule.
-        ``new_head``: a value head that the directory has not starts at zero; otherwise that is an error.
-        ``activation_checkpointing`` and ``activation_offload``: see :meth:`Decoder.keep_activations`.
-        ``attention``, ``exact_gpu``: see ``kernels.choose_ops``.
-        ``lora``: adapters are trained, and a value head; the other weights stay. ``trained``: names of what an optimizer changes.
-        Raises ValueError for weights that do not fit the model.
+        - ``fill`` false: the weights are not set and have no memory; ``storages`` gives it to them.
+        - ``head``: "lm", "value", "both" or "none". ``new_head``: a value head that the directory lacks starts at zero.
+        - ``total_updates``: optimizer steps in the whole run, for the schedule.
+        - ``activation_*``: see :meth:`Decoder.keep_activations`. ``attention``, ``exact_gpu``: see ``kernels.choose_ops``.
+        - ``lora``: train adapters and a value head; other weights stay.
+
+        ``trained``: names of the parameters that an optimizer changes. Raises ValueError for weights that do not fit the model.
         """
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
@@ -146,8 +147,7 @@ class TrainEngine:
                 self._accumulate_wide()
 
     def _connect(self, trains: bool) -> None:
-        """Connect the groups that passes, and updates if it ``trains``, communicate over. Collective over the pool: every rank of it
-        must call, in program order."""
+        """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
         mesh = self.mesh
         ends = [mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
         for group in (mesh.tp, *[mesh.dp_shard] * (self.zero > 0), *([mesh.dp_replicate, *ends, mesh.pool] if trains else ())):
@@ -155,7 +155,7 @@ class TrainEngine:
         connect_stages(mesh, self.device)
 
     def _plan_shards(self, head: str) -> None:
-        """What this rank holds, what of it it answers for in the gradient norm, and what other tp ranks hold in part."""
+        """Plan what this rank holds, which part it counts in the gradient norm, and which part other tp ranks share."""
         mesh, tp, layout = self.mesh, self.mesh.tp, self.mesh.layout
         assert isinstance(layout, Layout)
         plan = partial(rank_shards, self.spec, head, layout, lora=self.lora)
@@ -174,7 +174,7 @@ class TrainEngine:
             assert tensor.shape == planned, f"{name}: local shard {list(tensor.shape)}, planned {list(planned)}"
 
     def _rows_of(self, plan: dict[str, ParamShard]) -> dict[str, ParamShard]:
-        """The plan cut down to the rows that ZeRO leaves on this rank."""
+        """The plan, restricted to the rows that ZeRO leaves on this rank."""
         group = self.mesh.dp_shard
         return zero_shards(plan, group.rank, group.size) if self.zero else plan
 
@@ -204,8 +204,8 @@ class TrainEngine:
     def forward(self, micro_batches: Sequence[Packed], head: Head) -> list[Any]:
         """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients.
 
-        All replicas must give equally many micro-batches, of which some may have no rows. Returns its values on the last stage;
-        None elsewhere and for micro-batches without rows.
+        All replicas must pass equally many micro-batches, some of which may have no rows. Returns its values on the last stage; None
+        on other stages and for micro-batches without rows.
         """
         outputs: list[Any] = [None] * len(micro_batches)
 
@@ -227,19 +227,19 @@ class TrainEngine:
         return outputs
 
     def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss) -> dict[str, Tensor]:
-        """Add the gradients of the micro-batches' losses to the gradients so far; (interleaved) 1F1B over the pipeline.
+        """Add the gradients of the micro-batches' losses to those so far, in (interleaved) 1F1B over the pipeline.
 
-        ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``: the loss is a scalar, already divided by the
-        global count of its mini-batch (over all replicas), so that the gradient is the plain sum over micro-batches and
-        replicas; stats are scalars to be summed. It is called for micro-batches without rows too, whose stats alone count. All
-        replicas must give equally many micro-batches: under ZeRO each has collectives over dp.
+        ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``. The loss is a scalar, already divided by the global count
+        of its mini-batch over all replicas, so the gradient is the plain sum over micro-batches and replicas. Stats are scalars to
+        sum. It is also called for micro-batches without rows, of which only the stats count. All replicas must pass equally many
+        micro-batches, because under ZeRO each has collectives over dp.
 
-        Returns on the last stage the sums over this replica's micro-batches in float64, the loss under "loss"; {} elsewhere.
-        Gradients are complete only inside :meth:`optimizer_step`; until then further calls add to them.
+        Returns on the last stage the sums over this replica's micro-batches in float64, the loss as "loss"; {} on other stages.
+        Gradients are complete only in :meth:`optimizer_step`. Until then further calls add to them.
         """
-        assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
+        assert self.optimizer is not None, "this engine was built without an optimizer"
         passes, self._num_calls = _Passes(self, micro_batches, loss), self._num_calls + 1
-        with torch.random.fork_rng(devices=()):  # adapters take the seeds of their dropout from it, alike on all tp ranks
+        with torch.random.fork_rng(devices=()):  # seeds the dropout of adapters, alike on all tp ranks
             torch.default_generator.manual_seed(hash((*self._seeds, self.optimizer.step_count, self._num_calls)))
             self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
         self.reshard()
@@ -255,7 +255,7 @@ class TrainEngine:
     def pass_through(
         self, chunk: Decoder, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]
     ) -> Any:
-        """One micro-batch through a chunk. One without rows goes through as a single token, whose result nobody uses."""
+        """Run one micro-batch through a chunk. Without rows it is a single token, whose result nobody uses."""
         attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.places)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
@@ -264,11 +264,11 @@ class TrainEngine:
     # -- the optimizer step
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip by the global norm, update, forget the gradients. Returns ``grad_norm`` (before clipping) and ``lr``.
+        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping) and ``lr``.
 
-        Raises FloatingPointError on every rank of the pool, before any parameter has changed, where the norm is not finite.
+        If the norm is not finite, raises FloatingPointError on every rank of the pool, before any parameter has changed.
         """
-        assert self.optimizer is not None, "this engine was built without an optimizer: forward only"
+        assert self.optimizer is not None, "this engine was built without an optimizer"
         grads = self._summed_gradients()
         norm = self._gradient_norm(grads)
         if not math.isfinite(norm):
@@ -282,7 +282,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def _summed_gradients(self) -> dict[str, Tensor]:
-        """The gradient of each local shard, summed over everything that it has to be summed over: once per step."""
+        """The gradient of each local shard, summed over all ranks that contribute to it. Once per step."""
         grads = {name: self._gradient(name, self._params[name]) for name in self.trained}
         sum_partial(grads, self._partial, self.mesh.tp)
         if self.lora is None and self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
@@ -304,13 +304,13 @@ class TrainEngine:
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
         """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
         square = squared_norm(grads, self._owned)
-        if self.mesh.dp_replicate.rank > 0:  # copies hold equal gradients: the first one answers for all
+        if self.mesh.dp_replicate.rank > 0:  # copies hold equal gradients, so only the first one counts
             square.zero_()
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
 
     @torch.no_grad()
     def weights_finite(self) -> bool:
-        """Whether this rank's local shards are. No communication; on GPUs it waits for the work that was started."""
+        """True if this rank's local shards are finite. No communication. On GPUs it waits for the work that was started."""
         return bool(squared_norm(self.local_tensors(), self._shards).isfinite())
 
     def zero_grad(self) -> None:
@@ -322,32 +322,32 @@ class TrainEngine:
     # -- what lies on this rank
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameter name -> the parameter: plain, or under ZeRO FSDP2's DTensor over this rank's rows."""
+        """Parameter name -> the parameter: a plain one, or under ZeRO FSDP2's DTensor over this rank's rows."""
         return self._params
 
     def param_shards(self) -> dict[str, ParamShard]:
-        """Parameter name -> shape and boxes of this rank's local shard, ZeRO's rows included; also of what is quantized instead."""
+        """Parameter name -> shape and boxes of this rank's local shard, after ZeRO; also of matrices that are quantized instead."""
         return self._shards
 
     @torch.no_grad()
     def local_tensors(self) -> dict[str, Tensor]:
-        """Parameter name -> this rank's local shard: the storage itself."""
+        """Parameter name -> this rank's local shard, not a copy."""
         self.reshard()
         return {name: local_part(param) for name, param in self._params.items()}
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """Those of :meth:`local_tensors` that an optimizer changes."""
+        """The :meth:`local_tensors` that an optimizer changes."""
         local = self.local_tensors()
         return {name: local[name] for name in self.trained}
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that the local shards are all that there is. No communication."""
+        """Free gathered parameters, so that only the local shards are left. No communication."""
         for zero in self.zeros:
             zero.reshard()
 
 
 class _Passes:
-    """The passes of one :meth:`TrainEngine.forward_backward`: what is alive between the two of a micro-batch, and the sums so far."""
+    """The passes of one :meth:`TrainEngine.forward_backward`: what lives between forward and backward, and the sums so far."""
 
     def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: Loss) -> None:
         self._engine, self._batches, self._loss = engine, batches, loss
@@ -362,7 +362,7 @@ class _Passes:
         return None if chunk.is_last else out.detach()
 
     def _end(self, batch: Packed, decoder: Decoder, hidden: Tensor) -> Tensor:
-        """The loss of a micro-batch behind the last layer."""
+        """The loss of a micro-batch, after the last layer."""
         empty = not len(batch.lengths)
         with torch.set_grad_enabled(not empty):
             value, stats = self._loss(decoder, hidden[:0] if empty else hidden, batch)
@@ -381,7 +381,7 @@ class _Passes:
 
 
 def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """What there is for each chunk of a rank by its own parameter names, under the engine's: ``chunks.<i>.`` if there are several."""
+    """Join the chunks' dictionaries by parameter name. With several chunks, names get the prefix ``chunks.<i>.``."""
     prefixes = [f"chunks.{i}." for i in range(len(parts))] if len(parts) > 1 else [""]
     return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
 
@@ -389,12 +389,12 @@ def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
 def rank_shards(
     spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int, lora: LoraConfig | None = None
 ) -> dict[str, ParamShard]:
-    """Parameter name -> shape and boxes on a rank of these coordinates, before ZeRO cuts out its rows. Pure."""
+    """Parameter name -> shape and boxes on the rank at (pp_rank, tp_rank), before ZeRO cuts out its rows. Pure."""
     num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
     return named_by_chunk([plan_params(spec, head, s, num_stages, tp_rank, layout.tp, lora=lora) for s in stages])
 
 
 def _zero_loss(decoder: Decoder, hidden: Tensor) -> Tensor:
-    """0 with a gradient of 0 for every parameter: FSDP reduces what has a gradient, which must be the same on all dp ranks."""
+    """0, with a gradient of 0 for every parameter. FSDP reduces whatever has a gradient, and that must be the same on all dp ranks."""
     outside = [param.sum() for name, param in decoder.named_parameters() if not name.startswith("layers.")]
     return torch.stack([hidden.sum(), *outside]).sum() * 0.0

@@ -1,4 +1,4 @@
-"""What a step computes, in floating-point operations, and what the device could do: model FLOPs utilisation."""
+"""Floating-point operations of a step, and the peak of the device: for model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.models.spec import ModelSpec
 
-# TFLOP/s of dense matrix products in bf16 and fp16, and in fp32 without TF32, as NVIDIA's data sheets have them at the end of 2025.
-# By the name of a device after "NVIDIA", of which FORM may follow; 0: the sheets do not agree.
+# TFLOP/s of dense matrix products in bf16 and fp16, and in fp32 without TF32, from NVIDIA's data sheets at the end of 2025. Keys: a
+# device's name after "NVIDIA", which FORM may follow. 0: the data sheets disagree.
 RATED = {
     "A100": (312.0, 19.5),
     "A10": (125.0, 31.2),
@@ -32,8 +32,8 @@ FORM = r"([ -](SXM\d|PCIe|PCIE|\d+GB|HBM\w+))*"
 def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> float:
     """FLOPs of one forward pass over ``num_tokens`` tokens in sequences of ``mean_length``.
 
-    Two per matrix weight and token (of experts, those that a token takes), and causal attention: 2 * heads * head_dim * length
-    per layer and token (half of the square), or with a window, what of that it leaves.
+    Two per matrix weight and token (only the experts that a token uses), and causal attention: 2 * heads * head_dim * length per
+    layer and token (half of the square), or less with a window.
     """
     attention_width = spec.num_attention_heads * spec.head_dim
     kv_width = spec.num_key_value_heads * spec.head_dim
@@ -45,17 +45,17 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
             columns = experts.count + 3 * experts.per_token * experts.intermediate_size
         weights += spec.hidden_size * (2 * attention_width + 2 * kv_width + columns)
         seen = min(window or mean_length, mean_length)
-        keys += seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # how many a query sees, on average
+        keys += seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # keys that a query sees, on average
     return num_tokens * (2.0 * weights + 4.0 * attention_width * keys)
 
 
 @cache
 def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -> float:
-    """FLOP/s of square matrix products on this rank's device, the best of three: the peak that utilisation is measured by.
+    """FLOP/s of square matrix products on this rank's device, the best of three: the peak for utilisation.
 
-    On CPUs by the time that this process computes, times the cores that it has (its threads, at most its share of the cores among
-    ``local_size`` ranks): what other processes compute meanwhile does not make the peak lower. Measured once in a process: it takes a
-    quarter of a second on CPUs, and a notebook trains more than once.
+    On CPUs it counts this process's own CPU time, times its cores (its threads, at most its share of the cores among ``local_size``
+    ranks), so other processes do not lower the peak. It is measured once per process: that takes a quarter of a second on CPUs, and
+    a notebook trains more than once.
     """
     on_gpu = capabilities(device).streams
     size, clock = (8192, time.perf_counter) if on_gpu else (768, time.process_time)
@@ -71,13 +71,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -
 
 
 def rated_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU by its data sheet (RATED). None: on CPUs, on cards that are not in the table, on parts of one (MIG), and in fp32
-    where products are allowed to be in TF32."""
+    """FLOP/s of a GPU by its data sheet (RATED).
+
+    None on CPUs, for cards that are not in the table, for parts of a card (MIG), and in fp32 if TF32 is allowed.
+    """
     return rating_of(torch.cuda.get_device_name(device), dtype) if capabilities(device).streams else None
 
 
 def rating_of(name: str, dtype: torch.dtype) -> float | None:
-    """:func:`rated_flops` of a card by the name that its driver gives it."""
+    """:func:`rated_flops` of a card with this driver name."""
     name = name.removeprefix("NVIDIA ")
     fitting = [known for known in RATED if re.fullmatch(re.escape(known) + FORM, name)]
     if not fitting or dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -1,9 +1,8 @@
-"""Muon's whole matrices (Jordan 2024; Liu et al. 2025, arXiv 2502.16982) out of the slices of them that ranks hold.
+"""Muon (Jordan 2024; Liu et al. 2025, arXiv 2502.16982), which needs whole matrices, from the slices that ranks hold.
 
-Each matrix of a bucket has an owner among the ranks of dp and tp, so that all of them compute at the same time. Slices go to it over
-tp, then, where ZeRO has cut rows, over its shard group. What it makes of them goes to its fellows in the other copies, then in every
-copy back the same way. What travels is bfloat16, in which torch's
-Muon computes anyway: no bit is lost.
+Each matrix of a bucket has an owner among the ranks of dp and tp, so all of them compute at the same time. Slices go to the owner over
+tp, and then over its shard group if ZeRO has cut rows. The result goes to the owner's peers in the other copies of the model, and in
+every copy back the same way. Messages are bfloat16, in which torch's Muon computes anyway, so no bit is lost.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.data.balance import greedy_partition
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import Group, wait_all
 from rlhf_spmd.parallel.data_parallel import MATRIX_ELEMENTS
 from rlhf_spmd.parallel.mesh import Mesh
-from rlhf_spmd.workers.eight_bit import Kept, States, Tensors
-
-if TYPE_CHECKING:
-    from rlhf_spmd.workers.optimizer import OptimConfig
+from rlhf_spmd.workers.optim_config import OptimConfig, StateForms, States, Tensors
 
 LABEL = "muon_matrices"
 
@@ -37,23 +34,23 @@ class Slice(NamedTuple):
     box: Box
 
 
-class Owner(NamedTuple):
-    """The ranks of a matrix's owner in the groups ``dp_replicate``, ``dp_shard`` and ``tp``."""
+class MatrixOwner(NamedTuple):
+    """The rank that orthogonalizes a matrix, as its indices in the groups ``dp_replicate``, ``dp_shard`` and ``tp``."""
 
     copy: int
     shard: int
     tp: int
 
 
-Owners = Mapping[str, Owner]  # by a matrix's name at Hugging Face
-Route = tuple[Slice, int, int]  # what goes from which rank of a group to which
+MatrixOwners = Mapping[str, MatrixOwner]  # by the matrix's Hugging Face name
+Route = tuple[Slice, int, int]  # a slice, and the group indices of its sender and receiver
 
 
 class Muon:
-    """For the matrices of a stage's layers as Hugging Face stores them: fused q, k and v are three. Embeddings and heads are none.
+    """Updates the matrices of a stage's layers as Hugging Face stores them: fused q, k and v are three. Not embeddings and heads.
 
-    ``shards_at``: rank of tp -> its parameters, before ZeRO cuts out rows. ``sizes``: name of a parameter -> elements that a rank
-    handles of it at a time, at most: what it holds, or its share of the whole matrices.
+    ``shards_at``: tp rank -> its parameters, before ZeRO cuts out rows. ``sizes``: parameter name -> the most elements of it that a
+    rank handles at a time: what it holds, or its share of the whole matrices.
     """
 
     bucket = MATRIX_ELEMENTS
@@ -70,12 +67,12 @@ class Muon:
             name: max(-(-whole[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
         }
 
-    def kept(self, shape: Sequence[int], dtype: torch.dtype) -> Kept:
-        """What is kept of a parameter."""
+    def state_forms(self, shape: Sequence[int], dtype: torch.dtype) -> StateForms:
+        """The states of a parameter."""
         return {"momentum_buffer": (shape, dtype)}
 
     def update(self, config: OptimConfig, params: Tensors, grads: list[Tensor], states: States, step: int, lr: float) -> None:
-        """Parameters and states in place. Collective over dp and tp: every rank of them must call, in program order."""
+        """Update parameters and states in place. Collective over dp and tp: every rank of them must call, in program order."""
         momenta = [state["momentum_buffer"] for state in states]
         torch._foreach_lerp_(momenta, grads, 1 - config.momentum)
         both = zip(params, grads, momenta, strict=True)
@@ -83,24 +80,23 @@ class Muon:
         self._orthogonalize(steps)
         torch._foreach_mul_(list(params.values()), 1 - lr * config.weight_decay)
         for name, made in steps.items():
-            for box in self._boxes(
-                name, self._shard.rank, self._tp.rank
-            ):  # the size of AdamW's steps: section 2.2 of Liu et al.
+            for box in self._boxes(name, self._shard.rank, self._tp.rank):
                 at = box.local_slices
+                # steps of the size of AdamW's: section 2.2 of Liu et al.
                 params[name][at].add_(made[at], alpha=-lr * 0.2 * max(box.shape) ** 0.5)
 
     def _find_boxes(self, name: str, shard: int, tp: int) -> tuple[Box, ...]:
         return zero_shards({name: self._shards_at(tp)[name]}, shard, self._shard.size)[name].boxes
 
     def _orthogonalize(self, steps: Tensors) -> None:
-        """This rank's part of steps, in place."""
+        """Replace this rank's part of each step by its orthogonalized values, in place."""
         copies, shard, tp, device = self._copies, self._shard, self._tp, next(iter(steps.values())).device
         names = {tensor: name for name in steps for tensor in self._shapes[name]}
         shapes = {tensor: self._shapes[name][tensor] for tensor, name in names.items()}
         owners = self._owners(shapes)
         here = [Slice(shard.rank, tp.rank, box) for name in steps for box in self._boxes(name, shard.rank, tp.rank)]
         held = {one: steps[names[one.box.name]][one.box.local_slices] for one in here}
-        mine = {tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank}  # matrices owned in this copy
+        mine = {tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank}  # of this copy of the model
         held = exchange(tp, self._over_tp(names, mine), held, device)
         held = exchange(shard, self._over_shard(names, mine), held, device)
         own = [tensor for tensor, owner in mine.items() if owner[1:] == (shard.rank, tp.rank)]
@@ -119,22 +115,23 @@ class Muon:
         for one, part in exchange(tp, [(one, owner, holder) for one, holder, owner in over_tp], made, device).items():
             steps[names[one.box.name]][one.box.local_slices] = part
 
-    def _owners(self, shapes: Mapping[str, tuple[int, ...]]) -> Owners:
+    def _owners(self, shapes: Mapping[str, tuple[int, ...]]) -> MatrixOwners:
         shards, slices = self._shard.size, self._tp.size
-        shared = share_out(shapes, self._copies.size * shards * slices)
+        shared = assign_matrices(shapes, self._copies.size * shards * slices)
         return {
-            tensor: Owner(rank // (shards * slices), rank // slices % shards, rank % slices) for tensor, rank in shared.items()
+            tensor: MatrixOwner(rank // (shards * slices), rank // slices % shards, rank % slices)
+            for tensor, rank in shared.items()
         }
 
-    def _over_tp(self, names: Mapping[str, str], owners: Owners) -> Iterator[Route]:
-        """Slices of this rank's tp group, from their holders to the owner's rank of tp; those that this rank gives or takes."""
+    def _over_tp(self, names: Mapping[str, str], owners: MatrixOwners) -> Iterator[Route]:
+        """The slices in this rank's tp group that it sends or receives: from their holders to the owner's tp rank."""
         tp = self._tp
         for tensor, owner in owners.items():
             for holder in range(tp.size) if owner.tp == tp.rank else [tp.rank]:
                 yield from ((one, holder, owner.tp) for one in self._slices(names, tensor, self._shard.rank, holder))
 
-    def _over_shard(self, names: Mapping[str, str], owners: Owners) -> Iterator[Route]:
-        """Then, of all ranks of tp, to the owner's rank in the shard group."""
+    def _over_shard(self, names: Mapping[str, str], owners: MatrixOwners) -> Iterator[Route]:
+        """Then the slices of all tp ranks, to the owner's rank in the shard group."""
         shard, tp = self._shard, self._tp
         for tensor, owner in owners.items():
             if owner.tp == tp.rank:
@@ -146,20 +143,18 @@ class Muon:
         return [Slice(shard, tp, box) for box in self._boxes(names[tensor], shard, tp) if box.name == tensor]
 
 
-def share_out(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """The rank that orthogonalizes each matrix, the longest first to whoever has least. Pure."""
+def assign_matrices(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+    """Matrix -> the rank that orthogonalizes it: the most expensive first, each to the least loaded rank. Pure."""
     work = {tensor: math.prod(shape) * min(shape) for tensor, shape in shapes.items()}
-    loads, found = [0] * ranks, dict[str, int]()
-    for tensor in sorted(work, key=lambda one: -work[one]):
-        found[tensor] = loads.index(min(loads))
-        loads[found[tensor]] += work[tensor]
+    order = sorted(work, key=lambda one: -work[one])
+    found = dict(zip(order, greedy_partition([work[tensor] for tensor in order], ranks), strict=True))
     return {tensor: found[tensor] for tensor in shapes}
 
 
 def exchange(group: Group, routes: Iterable[Route], held: Mapping[Slice, Tensor], device: torch.device) -> dict[Slice, Tensor]:
-    """What this rank has afterwards; a message for each other rank that it gives to, of bfloat16.
+    """Move slices along ``routes``, in one bfloat16 message per pair of ranks. Returns what this rank has afterwards.
 
-    Collective over the ranks that take part, which list what goes between two of them in the same order.
+    Collective over the ranks that take part. Two ranks must list what goes between them in the same order.
     """
     after: dict[Slice, Tensor] = {}
     out, into = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Slice]](list)
@@ -180,7 +175,7 @@ def exchange(group: Group, routes: Iterable[Route], held: Mapping[Slice, Tensor]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """[m, n] -> about the nearest matrix with orthonormal rows or columns: the step of torch's Muon without memory and scale."""
+    """Approximately the nearest matrix [m, n] with orthonormal rows or columns: torch's Muon step without momentum and scale."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     param = torch.nn.Parameter(torch.zeros(wide.shape, dtype=torch.float32, device=matrix.device))
     param.grad = wide.float().contiguous()

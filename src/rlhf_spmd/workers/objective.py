@@ -1,4 +1,4 @@
-"""What roles learn from and compute with, row by row: the rows of a micro-batch, objectives, and what objectives take of a model."""
+"""Objectives: what a loss is computed from, the rows it sees, and what it takes from a model's forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW_INPUTS = ("prompt_ids", "response_ids", f"{MASK}?")  # what a model reads of
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of a mini-batch over all data-parallel ranks: what its loss is divided by. ``tokens``: of responses."""
+    """Counts of a mini-batch over all data-parallel ranks, by which its loss is divided. ``tokens``: of responses."""
 
     tokens: int
     rows: int
@@ -29,8 +29,11 @@ class Totals:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows that an objective or arithmetic works on, as int64 [rows] on the CPU. ``lengths``: response tokens of the model, so
-    those of environments are left out as if they were not there; fields per token are packed likewise, [sum(lengths)]."""
+    """The rows that an objective or a function works on: int64 [rows] on the CPU.
+
+    ``lengths``: response tokens of the model. Tokens of environments are left out as if they were not there. Fields per token are
+    packed likewise, [sum(lengths)].
+    """
 
     row_ids: Tensor
     group_ids: Tensor
@@ -52,7 +55,7 @@ class Rows:
         return field if self.mask is None else field.spread(self.mask)
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """A number of each row [rows] for each of its tokens, [sum(lengths)]."""
+        """Repeat a number of each row [rows] for each of its tokens: [sum(lengths)]."""
         return torch.repeat_interleave(per_row, on_device(self.lengths, per_row.device), output_size=int(self.lengths.sum()))
 
 
@@ -64,15 +67,17 @@ Loss = Callable[[dict[str, Tensor], Rows, Totals], tuple[Tensor, dict[str, Tenso
 class Objective:
     """A loss, and what it is computed from.
 
-    ``reads``: fields of the batch, per token or per row. ``model``: what the forward pass gives, of
-    ``log_probs``, ``entropy`` and ``values`` [tokens], at ``temperature``, and ``row_values`` [rows], the value head at a row's last
-    token. ``keep_groups``: the rows of one group come in one micro-batch. ``weight``: of the loss, among several. ``on_cpu``: of
-    ``reads``, those that stay on the CPU. ``names_loss``: the loss is a statistic of its own name already, so that an update does not
-    report it as ``<role>/loss``. ``only``: a field, bool [rows], of the rows that are learnt: an update counts no tokens of the others.
+    - ``inputs``: fields of the batch, per token or per row. ``on_cpu``: those of them that stay on the CPU.
+    - ``model``: results of the forward pass at ``temperature``: ``log_probs``, ``entropy``, ``values`` [tokens], and ``row_values``
+      [rows], the value head at a row's last token.
+    - ``keep_groups``: all rows of a group are in one micro-batch.
+    - ``weight``: of this loss among several. ``names_loss``: the loss is already a statistic, so an update does not report it again
+      as ``<role>/loss``.
+    - ``only``: a field, bool [rows], that marks the rows to learn. An update counts no tokens of other rows.
     """
 
     loss: Loss
-    reads: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     model: tuple[str, ...] = ("log_probs",)
     temperature: float = 1.0
     keep_groups: bool = False
@@ -82,17 +87,17 @@ class Objective:
     only: str | None = None
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """What an update needs of a row."""
-        return (*ROW_INPUTS, *self.reads, *([] if self.only is None else [self.only]))
+    def row_inputs(self) -> tuple[str, ...]:
+        """All fields of a row that an update needs."""
+        return (*ROW_INPUTS, *self.inputs, *([] if self.only is None else [self.only]))
 
     def evaluate(self, fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """What ``loss`` gives. Raises TypeError where that is something else."""
+        """The loss and its statistics. Raises TypeError if ``loss`` returns something else."""
         found = self.loss(fields, rows, totals)
         if not (isinstance(found, tuple) and len(found) == 2):
             given = f"{type(found).__name__} of {len(found)}" if isinstance(found, tuple) else type(found).__name__
             raise TypeError(
-                f"the loss {getattr(self.loss, '__name__', self.loss)} gives a {given}, not (loss, statistics by name)"
+                f"the loss {getattr(self.loss, '__name__', self.loss)} returned a {given}, not (loss, statistics by name)"
             )
         return found
 
@@ -102,22 +107,22 @@ def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:
 
 
 def joint(*objectives: Objective) -> Objective:
-    """One objective on one forward pass for several on the same rows: the sum of their weighted losses."""
+    """One objective for several on the same rows: one forward pass, and the sum of their weighted losses."""
     first = objectives[0]
     assert len({(one.temperature, one.keep_groups, one.only) for one in objectives}) == 1, "one pass"
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         parts = [(one.weight, *one.evaluate(fields, rows, totals)) for one in objectives]
-        told = {name: value for _, _, stats in parts for name, value in stats.items()}
-        return torch.stack([weight * value for weight, value, _ in parts]).sum(), told
+        statistics = {name: value for _, _, stats in parts for name, value in stats.items()}
+        return torch.stack([weight * value for weight, value, _ in parts]).sum(), statistics
 
-    keys = "reads", "model", "on_cpu"
-    reads, model, on_cpu = (tuple(dict.fromkeys(sum((getattr(one, key) for one in objectives), ()))) for key in keys)
-    return Objective(loss, reads, model, first.temperature, first.keep_groups, on_cpu=on_cpu, only=first.only)
+    keys = "inputs", "model", "on_cpu"
+    inputs, model, on_cpu = (tuple(dict.fromkeys(sum((getattr(one, key) for one in objectives), ()))) for key in keys)
+    return Objective(loss, inputs, model, first.temperature, first.keep_groups, on_cpu=on_cpu, only=first.only)
 
 
 def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
-    """What ``objective.model`` names."""
+    """The results of a forward pass that ``objective.model`` names."""
     found: dict[str, Tensor] = {}
     if "log_probs" in objective.model or "entropy" in objective.model:
         log_probs, entropy = response_log_probs(decoder, hidden, micro, objective.temperature, "entropy" in objective.model)
@@ -130,7 +135,7 @@ def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro:
 
 
 def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
-    """A field for objectives: of the model's response tokens, packed, or per row."""
+    """A field for objectives: per row, or packed over the model's response tokens."""
     if not len(batch):
         return torch.empty(0, device=device)
     field = batch[name]
@@ -145,9 +150,11 @@ def sequence_lengths(batch: Batch) -> list[int]:
 
 
 def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
-    """Prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows. Rows of one prompt
-    share its tokens but the last one: what is read of the hidden states, from there on, is each row's own. ``least``: the part of
-    all tokens that must be saved so."""
+    """Pack prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows.
+
+    Rows of one prompt share its tokens except the last one: the hidden states that are read, from there on, are each row's own. They
+    share only if that saves more than the part ``least`` of all tokens.
+    """
     if not len(batch):
         return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
     parts: list[Tensor] = []
@@ -156,7 +163,7 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
     for prompt, response in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True):
         begin = prompt[:-1]
         first = first_of.setdefault(begin.numpy().tobytes(), num_tokens)
-        if first == num_tokens:  # not held yet
+        if first == num_tokens:  # a new prompt
             parts.append(begin)
             num_tokens += len(begin)
         own = len(prompt) - len(begin) + len(response)
@@ -169,7 +176,7 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
 
 
 def learnt_rows(batch: Batch, only: str | None) -> Batch:
-    """``batch``, where it has ``only``, bool [rows], false, without response tokens of the model."""
+    """``batch``, with no response tokens of the model in rows where the field ``only``, bool [rows], is false."""
     if only is None or not len(batch) or bool(batch[only].all()):
         return batch
     lengths = batch["response_ids"].lengths
@@ -179,13 +186,13 @@ def learnt_rows(batch: Batch, only: str | None) -> Batch:
 
 
 def model_tokens(batch: Batch) -> Tensor:
-    """Response tokens of each row that the model drew, int64 [rows]: all, or with an environment those of its mask."""
+    """Response tokens that the model drew, int64 [rows]: all tokens, or those of the mask if there is an environment."""
     counts: Tensor = batch[MASK].counts() if MASK in batch else batch["response_ids"].lengths
     return counts
 
 
 def response_positions(micro: Packed) -> Tensor:
-    """Which of the packed tokens' hidden states predicts each response token of the model, int64 [response tokens]."""
+    """The index of the packed hidden state that predicts each response token of the model, int64 [response tokens]."""
     if not len(micro.lengths):
         return torch.empty(0, dtype=torch.int64, device=micro.tokens.device)
     responses: Tensor = micro.extra["response_ids"].lengths
@@ -200,13 +207,13 @@ def response_positions(micro: Packed) -> Tensor:
 def response_log_probs(
     decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of every response token of the model, and the entropy of its distribution: [response tokens] each."""
+    """The log-prob of every response token of the model, and the entropy of its distribution: [response tokens] each."""
     labels = on_device(drawn(micro.extra, "response_ids").long(), hidden.device)
     return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
 
 
 def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
-    """Value of the state before each response token of the model, [response tokens]."""
+    """The value of the state before each response token of the model, [response tokens]."""
     return values(decoder, hidden[response_positions(micro)])
 
 
@@ -217,7 +224,7 @@ def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
 
 
 def drawn(batch: Batch, name: str) -> Tensor:
-    """A ragged field's entries for the response tokens of the model, packed; none of a batch without rows."""
+    """The entries of a ragged field for the model's response tokens, packed; empty without rows."""
     if not len(batch):
         return torch.empty(0)
     field: Ragged = batch[name]
@@ -225,7 +232,7 @@ def drawn(batch: Batch, name: str) -> Tensor:
 
 
 def log_prob_differences(difference: Tensor) -> dict[str, Any]:
-    """Of generation's log-probs from training's, |difference| [tokens] of this rank's rows."""
+    """Metrics of |generation's log-prob - training's log-prob| [tokens] of this rank's rows."""
     if not len(difference):
         return {}
     mean = [float(difference.double().sum()), len(difference)]

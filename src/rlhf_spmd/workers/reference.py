@@ -1,16 +1,31 @@
-"""The reference policy: log-probabilities that the KL term measures against, of weights that stay or follow the actor's."""
+"""The reference policy, whose log-probs the KL term compares with. Its weights stay fixed, or follow the actor's."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.workers.adapters import without_adapters
+from rlhf_spmd.workers.engine import TrainEngine
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS
 from rlhf_spmd.workers.weight_sync import WeightSync
+
+
+@contextmanager
+def without_adapters(engine: TrainEngine) -> Iterator[None]:
+    """Run passes of the model without its low-rank adapters."""
+    for chunk in engine.chunks:
+        chunk.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for chunk in engine.chunks:
+            chunk.enable_adapters(True)
 
 
 class ReferenceWorker(ModelWorker):
@@ -22,7 +37,7 @@ class ReferenceWorker(ModelWorker):
         if call.spec.name != "follow":
             return
         if self._from_actor is None:
-            self._from_actor = WeightSync(call.args[0], self, "follow")
+            self._from_actor = WeightSync(call.args[0].owned, self.model, "follow")
         self._arrived = {}
         if self.member:
             self._arrived = {name: torch.empty_like(shard) for name, shard in self.engine.local_tensors().items()}
@@ -31,8 +46,10 @@ class ReferenceWorker(ModelWorker):
 
     @register(ONE_TO_ALL, kind="train")
     def follow(self, actor: ModelWorker, alpha: float) -> None:
-        """weights = ``alpha`` * the actor's + (1 - ``alpha``) * weights, in float32 at least. Collective over both pools: every rank
-        of them must call, in program order."""
+        """weights = ``alpha`` * the actor's + (1 - ``alpha``) * weights, at least in float32.
+
+        Collective over both pools: every rank of them must call, in program order.
+        """
         arrived, self._arrived = self._arrived, {}
         with torch.no_grad():
             for name, shard in self.engine.local_tensors().items():
@@ -41,7 +58,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True, streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
-        """``ref_log_prob``: ragged [response tokens], at the sampling temperature; of a role with adapters those without them."""
+        """``ref_log_prob``: ragged [response tokens], at the sampling temperature. A role with adapters computes without them."""
         with without_adapters(self.engine):
-            result = self.log_probs(batch, self.build.temperature)
+            result = self.log_probs(batch, self.context.temperature)
         return batch.with_fields(ref_log_prob=result) if result is not None else None

@@ -1,4 +1,4 @@
-"""Rows for a model with a tokenizer of its own, a reward model or a judge: decoded, rendered through its template, tokenised again."""
+"""Rows for a reward model or judge with its own tokenizer: decoded, rendered through its template, tokenised again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.ends import end_token_ids, turn_frame
-from rlhf_spmd.data.tokenizer import Decoding, decode, load_tokenizer
+from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer, turn_frame
 from rlhf_spmd.rewards.binding import chat_messages
 from rlhf_spmd.rewards.config import RewardConfig
 
 
 class Retokenizer:
-    """``own``: the reward model's tokenizer, ``actor``: that of the responses. ``limit``: tokens of a row that the model can read;
-    ``vocab_size``: the model's. ``where``: key of the reward's configuration, for messages. ``template``: the actor's chat template, in
-    place of its tokenizer's."""
+    """Turns rows of the actor's tokens into tokens of another model.
+
+    ``own``: that model's tokenizer. ``actor``: the tokenizer of the responses. ``limit``: the most tokens of a row that the model can
+    read. ``vocab_size``: the model's. ``where``: the key of the reward's configuration, for messages. ``template``: the actor's chat
+    template, if it is not its tokenizer's.
+    """
 
     def __init__(
         self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str, template: str | None = None
@@ -29,11 +31,13 @@ class Retokenizer:
         self.opening, self.actor_ends = turn_frame(actor, template).opening, end_token_ids(actor, template)
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
-        """Tokens of a row's prompt and ``response``. Chat messages, which the response is the last of, go through the template, which
-        writes the special tokens. Text does not: the tokenizer begins it, and its end token follows a response that ``ended``. The
-        last token is the one that the model has learnt to read its value at: the one that closes a turn, without what follows it.
+        """The tokens of a row's prompt and ``response``.
 
-        Raises DataError where there is no template, or it refuses the messages.
+        Chat messages, of which the response is the last, go through the template, which writes the special tokens. Text does not: the
+        tokenizer adds its start, and its end token follows a response that ``ended``. The last token is the one at which the model has
+        learnt to give its value: the one that closes a turn, without anything after it.
+
+        Raises DataError if there is no template, or it refuses the messages.
         """
         applies = self.encoder.config.apply_chat_template
         messages = None if applies is False else chat_messages(row)
@@ -48,7 +52,7 @@ class Retokenizer:
         return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
 
     def __call__(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
-        """``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the row's last token), and as :meth:`read` says."""
+        """``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the row's last token); and refusals as :meth:`read`."""
         if not len(batch):
             return batch, {}
         whole, refused = self.read(batch)
@@ -56,8 +60,7 @@ class Retokenizer:
         return batch.with_fields(prompt_ids=ragged(first, torch.int64), response_ids=ragged(last, torch.int64)), refused
 
     def read(self, batch: Batch) -> tuple[list[list[int]], dict[int, str]]:
-        """The model's tokens of each row, and for rows that the model cannot read, which are replaced, why not. The same on every
-        rank that has the rows."""
+        """The model's tokens of each row, and why it cannot read some rows, which are replaced. The same on all ranks."""
         responses = [ids.tolist() for ids in batch["response_ids"].rows()]
         whole, refused = [], {}
         rows = zip(decode_json(batch["row"]), responses, decode(self.actor, responses), strict=True)
@@ -70,7 +73,7 @@ class Retokenizer:
         return whole, refused
 
     def refusal(self, ids: Sequence[int]) -> str | None:
-        """Why the model cannot read these tokens, None if it can."""
+        """Why the model cannot read these tokens; None if it can."""
         if not ids:
             return "the reward model's tokenizer makes no token of the row"
         if len(ids) > self.limit:
@@ -81,8 +84,10 @@ class Retokenizer:
 
 
 class JudgePrompts(Retokenizer):
-    """What a judge is asked about a row: the template's text, as a user's message where the judge has a chat template (or
-    ``apply_chat_template``). ``limit`` is of the tokens of question and verdict together."""
+    """What a judge is asked about a row: the judge template's text, as a user's message if the judge has a chat template.
+
+    ``apply_chat_template`` decides otherwise. ``limit``: of the tokens of question and verdict together.
+    """
 
     def __init__(self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str) -> None:
         assert config.judge is not None
@@ -98,7 +103,7 @@ class JudgePrompts(Retokenizer):
         self.special = re.compile("|".join(map(re.escape, Decoding(own).special_ids)) or r"\Z(?!\Z)")
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
-        """Raises DataError where there is no chat template, or it refuses a user's message."""
+        """The question's tokens. Raises DataError if there is no chat template, or it refuses a user's message."""
         messages = chat_messages(row)
         prompt = row["prompt"] if messages is None else messages[0]["content"]
         if messages is not None and len(messages) > 1:
@@ -110,7 +115,7 @@ class JudgePrompts(Retokenizer):
         return next(self.encoder.tokenize([text], special_tokens=not self.chats))
 
     def _without_special(self, text: str) -> str:
-        """A policy that writes the names of the judge's special tokens must not end its message and begin another one."""
+        """Remove the names of the judge's special tokens: with them a policy could end its message and start another one."""
         while (less := self.special.sub("", text)) != text:
             text = less
         return text
@@ -119,8 +124,11 @@ class JudgePrompts(Retokenizer):
 def build_retokenizer(
     config: RewardConfig, path: str, actor: Any, limit: int, vocab_size: int, where: str, template: str | None = None
 ) -> Retokenizer | None:
-    """None if the model in ``path`` reads the actor's tokens as they are: it has no tokenizer, or with ``retokenize=auto`` the
-    actor's vocabulary. Local: reads files. Raises DataError, ValueError, one line."""
+    """The retokenizer of the model in ``path``; None if the model reads the actor's tokens as they are.
+
+    That is so if it has no tokenizer, or with ``retokenize=auto`` if it has the actor's vocabulary. Local: reads files. Raises
+    DataError and ValueError, each of one line.
+    """
     if config.judge is not None:
         return JudgePrompts(load_tokenizer(path), actor, config, limit, vocab_size, where)
     own = None if config.retokenize is False else load_tokenizer(path, required=config.retokenize is True)

@@ -14,67 +14,69 @@ from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
-from rlhf_spmd.rewards.binding import Row, chat_messages
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.sequence import Request
+from rlhf_spmd.rewards.binding import RewardRow, chat_messages
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.rewards.results import RewardError, add_up, check_failures, source_metric
+from rlhf_spmd.rewards.results import RewardError, check_failures, merge_sums, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
-from rlhf_spmd.telemetry.progress import say
-from rlhf_spmd.telemetry.samples import pick, stretches
+from rlhf_spmd.telemetry.progress import equal_runs, pick_samples, say
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
+from rlhf_spmd.workers.rollout_engine import build_generating
 
 COUNTED = ("calls", "failures", "timeouts", "clipped")  # in what each run notes
 
 
 class RewardWorker(ModelWorker):
-    """A named reward, ``build.rewards[name]``, which reports under its name. The first of them also reports what is the same for
-    all (lengths, samples) and adds the environment's reward.
+    """A named reward, ``context.rewards[name]``, which reports under its name.
 
-    With a model its layout is the model's; without one every rank of the pool scores some rows.
+    The first reward also reports what all share (lengths, samples) and adds the environment's reward. With a model the layout is the
+    model's; without one, every rank of the pool scores some rows.
     """
 
     head = "value"
 
     def build_more(self) -> None:
-        self.reward = self.build.rewards[self.name]
-        self.first = self.name == next(iter(self.build.rewards))
+        self.reward = self.context.rewards[self.name]
+        self.first = self.name == next(iter(self.context.rewards))
         one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0
-        self.answers = one_for_each_replica and self.serves("compute_reward")
-        self.called = False  # the function, by any rank
-        self.told = False  # of the first call that failed
-        self.failing_since: int | None = None  # the step; all calls failed from there on
+        self.answers = one_for_each_replica and self.runs("compute_reward")
+        self.called = False  # whether any rank has called the function
+        self.warned = False  # of the first call that failed
+        self.failing_since: int | None = None  # the step since which all calls have failed
         scores_text = self.answers and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
         by_rule = self.spec is None and self.reward.function is not None
         self.by_parts = by_rule and (self.reward.by_group or not self.reward.bind(reward_key(self.name)).batched)
         self.retokenizer: Retokenizer | None = None
-        if self.member and self.spec is not None and self.build.tokenizer is not None:
+        if self.member and self.spec is not None and self.context.tokenizer is not None:
             assert self.config.path is not None
             longest = self.longest(self.spec.max_position_embeddings)
-            own = (self.reward, self.config.path, self.build.tokenizer, longest, self.spec.vocab_size, reward_key(self.name))
-            encoding = self.build.encoding
+            own = (self.reward, self.config.path, self.context.tokenizer, longest, self.spec.vocab_size, reward_key(self.name))
+            encoding = self.context.encoding
             template = None if encoding is None else read_template(encoding.chat_template, "data.chat_template")
             self.retokenizer = build_retokenizer(*own, template)
 
     def longest(self, context: int) -> int:
-        """Tokens of a row that the model can hold."""
-        limits = self.build.limits
+        """The most tokens of a row that the model can hold."""
+        limits = self.context.limits
         return context if limits.rows is not None else min(context, limits.max_tokens)
 
-    def begins_early(self, method: str) -> bool:
+    def starts_early(self, method: str) -> bool:
         return method == "compute_reward" and self.by_parts
 
-    def begin(self, rows: Batch, ranks: int) -> None:
-        assert self.runner is not None, "rows have begun on a rank that scores none"
+    def start_early(self, rows: Batch, ranks: int) -> None:
+        assert self.runner is not None, "rows were started on a rank that scores none"
         self.runner.grow(ranks * self.reward.num_workers)
         self.runner.begin(*self._asked(rows, *self._texts(rows)))
 
-    def go_on(self) -> None:
+    def continue_early(self) -> None:
         assert self.runner is not None
         self.runner.pump()
 
-    def drop(self) -> None:
+    def drop_early(self) -> None:
         assert self.runner is not None
         self.runner.drop()
 
@@ -83,13 +85,14 @@ class RewardWorker(ModelWorker):
         rows = call.rows if self.first else None
         self.shown: frozenset[int] = frozenset()
         if rows is not None:
-            self.shown = frozenset(rows.row_ids[pick(rows.group_ids.tolist(), self.build.num_samples)].tolist())
+            self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.context.num_samples)].tolist())
 
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
-        """Statistics of the global batch's scored rows, and as samples the texts of the call's first rows. ``noted``: of each run.
+        """Statistics of the scored rows of the global batch, and the texts of some rows as samples. ``noted``: of each run.
 
-        Raises RewardError if more calls failed than ``max_failure_rate`` allows, or all in the first step, or if a reward
-        to which no other one adds scores none of the first rows that it is asked for.
+        Raises RewardError if more calls failed than ``max_failure_rate`` allows, if all failed in the first step, or if a reward that
+        stands alone scores none of the first rows.
+
         Collective over the pool: every rank of it must call, in program order.
         """
         report: dict[str, Any] = {name: sum(note[name] for note in noted) for name in COUNTED}
@@ -99,7 +102,7 @@ class RewardWorker(ModelWorker):
         scores = torch.zeros(len(batch)) if made is None else made["scores"]
         scored = ~scores.isnan()
         report |= self._statistics(batch, scores[scored], report)
-        report["extras"] = add_up([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
+        report["extras"] = merge_sums([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
         report["samples"] = [
             self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
@@ -113,13 +116,15 @@ class RewardWorker(ModelWorker):
         report=_report,
     )
     def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
-        """``scores`` [rows]: weight * function + model_weight * model, nan for rows that this reward does not score; of the first
-        reward + weight * reward of the row's environment. ``failed`` bool [rows]: it has no score because a call failed, and so
-        none with what other rewards say. Raises RewardError where a score is beyond float32.
+        """Score each row.
+
+        ``scores`` [rows]: weight * function + model_weight * model; nan for rows that this reward does not score. The first reward
+        adds weight * reward of the row's environment. ``failed`` bool [rows]: a call failed, so the row has no score, whatever other
+        rewards say. Raises RewardError for a score beyond float32.
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        # sums of weighted scores: at least float32, also for a model in bfloat16
+        # weighted scores are summed at least in float32, also for a model in bfloat16
         dtype = torch.promote_types(self.config.torch_dtype(torch.device("cpu")), torch.float32)
         scores = torch.zeros(len(batch), dtype=dtype)
         failed, refused = torch.zeros(len(batch), dtype=torch.bool), dict[int, str]()
@@ -132,7 +137,7 @@ class RewardWorker(ModelWorker):
         note = self._score_text(batch, scores, failed, refused)
         failed &= self.reward.default is None
         if self.first and "environment_reward" in batch:
-            known = self.build.environments
+            known = self.context.environments
             names = [environment_of(known, row) for row in decode_json(batch["row"])]
             weights = [torch.nan if name is None else known[name].weight for name in names]
             more = torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
@@ -141,12 +146,12 @@ class RewardWorker(ModelWorker):
         if len(beyond := (scores.abs() > torch.finfo(torch.float32).max).nonzero()):
             row = decode_json(batch["row"])[int(beyond[0])].get("id")
             raise RewardError(
-                f"{reward_key(self.name)}: the score of row {row} is beyond float32, by what it sums or by its weights"
+                f"{reward_key(self.name)}: the score of row {row} is beyond float32; lower the weights, or what the function returns"
             )
         return (batch.with_fields(scores=scores, failed=failed) if self.mesh.last_stage and len(batch) else None), note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
-        """The model's value of each row [rows], None off the last stage and without rows; and which rows it cannot read, and why.
+        """The model's value of each row [rows] (None except on the last stage, and without rows), and why it cannot read some rows.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -154,16 +159,19 @@ class RewardWorker(ModelWorker):
         found = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
         return (None if found is None else found.values.cpu()), refused
 
-    def _by_source(self, texts: list[Row], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
-        """For the ``data_source`` of each scored row that has one its score, and 1."""
+    def _by_source(self, texts: list[RewardRow], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
+        """For each scored row with a ``data_source``: the source's metric -> (score, 1)."""
         for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
             source = row.get("data_source")
             if counts and source is not None:
                 yield {source_metric(self.name, source): (score, 1)}
 
-    def sample(self, batch: Batch, i: int, text: Row, scores: Tensor) -> dict[str, Any]:
-        """The i-th row for people to read. ``versions``: runs of tokens, each with the step whose weights drew it, and its length.
-        ``messages``: the prompt, where the data have it as a chat; ``turns``: who wrote what of the response, if not all the model."""
+    def sample(self, batch: Batch, i: int, text: RewardRow, scores: Tensor) -> dict[str, Any]:
+        """The i-th row for people to read.
+
+        ``versions``: runs of tokens as [step whose weights drew them, length]. ``messages``: the prompt, if the data have it as a
+        chat. ``turns``: who wrote which part of the response, if the model did not write all of it.
+        """
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
         sample["length"] = int(batch["response_ids"].lengths[i])
         if "stopped" in batch:
@@ -175,21 +183,22 @@ class RewardWorker(ModelWorker):
             sample["messages"] = messages
         if MASK in batch:
             ids, mask = batch["response_ids"].rows()[i].tolist(), batch[MASK].rows()[i].tolist()
-            parts = stretches(mask)
-            texts = decode(self.build.tokenizer, [ids[begin:end] for _, begin, end in parts])
+            parts = equal_runs(mask)
+            texts = decode(self.context.tokenizer, [ids[begin:end] for _, begin, end in parts])
             names = ("model" if drawn else "environment" for drawn, *_ in parts)
             sample["turns"] = [list(turn) for turn in zip(names, texts, strict=True)]
         return sample
 
     def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:
-        """Of the global batch, summed in float64; ``scores`` of the rows that are scored.
+        """Statistics of the global batch, summed in float64. ``scores``: of the scored rows.
 
         Raises RewardError on every rank of the pool if too many calls failed.
+
         Collective over the pool: every rank of it must call, in program order.
         """
         sums = torch.zeros(11, dtype=torch.float64)
         largest = torch.full((7,), -torch.inf, dtype=torch.float64)
-        prompt_limit = self.build.max_prompt_length
+        prompt_limit = self.context.max_prompt_length
         if self.answers and len(batch):
             x, lengths, prompts = scores.double(), model_tokens(batch).double(), batch["prompt_ids"].lengths.double()
             counts = [report["calls"], report["failures"], report["timeouts"], len(batch), len(x), report["clipped"]]
@@ -210,9 +219,11 @@ class RewardWorker(ModelWorker):
             self._report_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"], again)
         if calls:
             self.failing_since = None if not all_failed else step if self.failing_since is None else self.failing_since
-        others = set(self.build.added_rewards) - {self.name} if self.name in self.build.added_rewards else ()
-        if calls and not scored and not self.called and not others:  # which may score them
-            raise RewardError(f"{reward_key(self.name)}.{self.reward.scorer} gave None for all of the first {int(calls)} rows")
+        others = set(self.context.added_rewards) - {self.name} if self.name in self.context.added_rewards else ()
+        if calls and not scored and not self.called and not others:  # other rewards may score them
+            raise RewardError(
+                f"{reward_key(self.name)}.{self.reward.scorer} returned None for all of the first {int(calls)} rows"
+            )
         self.called = self.called or calls > 0
         found = {"failures": failures, "timeouts": timeouts, "unscored": rows - scored}
         if scored:
@@ -227,7 +238,7 @@ class RewardWorker(ModelWorker):
         return found
 
     def _report_failures(self, failed: int, calls: int, source: int, error: str | None, again: bool) -> None:
-        """End the run, or tell once. ``source``: the first rank of the pool with an ``error``. ``again``: all calls of the step before
+        """End the run, or warn once. ``source``: the first rank of the pool with an ``error``. ``again``: all calls of the last step
         failed too.
 
         Collective over the pool: every rank of it must call, in program order.
@@ -235,21 +246,21 @@ class RewardWorker(ModelWorker):
         said = self.mesh.pool.broadcast_bytes((error or "").encode(errors="replace"), "control", source).decode()
         where = reward_key(self.name)
         check_failures(self.reward, where, failed, calls, said, not self.called, again)
-        if not self.told and source == self.mesh.pool.rank:
+        if not self.warned and source == self.mesh.pool.rank:
             say(
                 f"{where}.{self.reward.scorer} failed; {where}.{self.reward.after_failure}, and they count in "
                 f"{self.name}/failures or {self.name}/timeouts: {said}"
             )
-        self.told = True
+        self.warned = True
 
-    def _texts(self, batch: Batch) -> tuple[list[Row], Tensor]:
-        """(prompt, response, row) of each row, without special tokens in the response; which are scored, bool [rows]."""
+    def _texts(self, batch: Batch) -> tuple[list[RewardRow], Tensor]:
+        """(prompt, response without special tokens, row) of each row; and which rows are scored, bool [rows]."""
         ids, rows = [response.tolist() for response in batch["response_ids"].rows()], decode_json(batch["row"])
-        texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.build.tokenizer, ids), strict=True)]
+        texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.context.tokenizer, ids), strict=True)]
         return texts, torch.tensor([self.reward.chooses(row) for row in rows])
 
-    def _asked(self, batch: Batch, texts: list[Row], scored: Tensor) -> tuple[list[int], list[Row], list[int]]:
-        """What the runner is asked, of the rows that are scored: their ids, the rows, their groups."""
+    def _asked(self, batch: Batch, texts: list[RewardRow], scored: Tensor) -> tuple[list[int], list[RewardRow], list[int]]:
+        """The runner's arguments for the scored rows: their ids, the rows, their groups."""
         assert self.runner is not None
         chosen = scored.nonzero()[:, 0]
         rows = [texts[i] for i in chosen.tolist()]
@@ -260,10 +271,11 @@ class RewardWorker(ModelWorker):
         return batch.row_ids[chosen].tolist(), rows, batch.group_ids[chosen].tolist()
 
     def _score_text(self, batch: Batch, scores: Tensor, failed: Tensor, refused: dict[int, str]) -> dict[str, Any]:
-        """Add the function's scores to ``scores`` in place, nan for rows that are not scored, and its failures to ``failed`` (bool
-        [rows]), the same on all tp ranks of the last stage. Returns what :meth:`_report` has to know of the calls, on tp 0 with
-        (prompt, response, row) of each row id, without special tokens in the response. ``refused``: rows that the model could not
-        read, and why."""
+        """Add the function's scores to ``scores`` and its failures to ``failed`` (bool [rows]), in place.
+
+        Rows that are not scored get nan. All tp ranks of the last stage get the same. Returns what :meth:`_report` needs to know, on tp
+        0 with the texts of each row id. ``refused``: why the model cannot read some rows.
+        """
         report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}}
         if not self.mesh.last_stage or not len(batch):
             return report
@@ -272,7 +284,7 @@ class RewardWorker(ModelWorker):
             report["texts"] = dict(zip(batch.row_ids.tolist(), texts, strict=True))
             scores[~scored], failed[~scored] = torch.nan, False
             limits = torch.tensor([row.get("max_response_length") or math.inf for _, _, row in texts])
-            limits = limits.clamp(max=self.build.max_response_length or math.inf)
+            limits = limits.clamp(max=self.context.max_response_length or math.inf)
             report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
             if self.retokenizer is not None:
                 errors = [f"row {texts[index][2].get('id')}: {why}" for index, why in refused.items() if scored[index]]
@@ -293,3 +305,52 @@ class RewardWorker(ModelWorker):
             scores.copy_(both[0])
             failed.copy_(both[1] > 0)
         return report
+
+
+class JudgeWorker(RewardWorker):
+    """A reward whose model generates a verdict on each response; the number in it is the score (``reward.judge``).
+
+    It generates in the role's own layout. A row fails if its verdict cannot be read or its question is too long.
+    """
+
+    head = "lm"
+
+    def build_more(self) -> None:
+        super().build_more()
+        self.verdicts: dict[int, str] = {}  # of the last call, by row id
+        if self.runs("compute_reward"):
+            self.generating = build_generating(self, None)
+
+    def enter(self, call: CallRecord) -> None:
+        super().enter(call)
+        self.verdicts = {}
+
+    def longest(self, context: int) -> int:
+        config = self.config.generation
+        pages = math.inf if config.num_pages is None else config.num_pages * config.page_size + 1
+        return int(min(context, pages, math.inf if config.enable_chunked_prefill else config.max_num_batched_tokens))
+
+    def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
+        assert self.reward.judge is not None and self.retokenizer is not None and self.generating is not None
+        judge, generating = self.reward.judge, self.generating
+        questions, refused = self.retokenizer.read(batch) if len(batch) else ([], {})
+        chosen = [self.reward.chooses(row) for row in decode_json(batch["row"])] if len(batch) else []
+        asked = [i for i, chooses in enumerate(chosen) if chooses and i not in refused]
+        ids = batch.row_ids.tolist()
+        requests = [Request(ids[i], ids[i], questions[i], judge.max_response_length) for i in asked]
+        sampling = SamplingConfig(temperature=judge.temperature, max_response_length=judge.max_response_length)
+        with generating.generation_weights():
+            completions = generating.generator.generate(requests, sampling, self.context.seed, 0, generating.tick)
+        generating.report()
+        given = torch.zeros(len(batch), dtype=torch.float64)
+        texts = decode(self.retokenizer.own, [completion.token_ids for completion in completions])
+        for i, verdict, completion in zip(asked, texts, completions, strict=True):
+            self.verdicts[ids[i]] = verdict
+            try:
+                given[i] = judge.score(verdict, cut=completion.finish_reason == "length")
+            except ValueError as error:
+                refused[i] = str(error)
+        return (given if self.mesh.last_stage and len(batch) else None), refused
+
+    def sample(self, batch: Batch, i: int, text: RewardRow, scores: Tensor) -> dict[str, Any]:
+        return super().sample(batch, i, text, scores) | {"verdict": self.verdicts.get(int(batch.row_ids[i]))}

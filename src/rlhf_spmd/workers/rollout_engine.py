@@ -14,33 +14,41 @@ from torch import Tensor
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.pipeline_channels import connect_ways
+from rlhf_spmd.generation.pipeline_channels import connect_channels
+from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.lora import is_adapter
 from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.parallel.boxes import zero_rows
+from rlhf_spmd.parallel.data_parallel import sum_in_buckets
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import HybridWeights, choose_method
-from rlhf_spmd.workers.adapters import merge_adapters, merged_names
-from rlhf_spmd.workers.engine import rank_shards
+from rlhf_spmd.workers.engine import TrainEngine, named_by_chunk, rank_shards
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.weight_sync import AsyncWeightSync
+from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 
 class RolloutEngine:
-    """``hybrid``: the weights of ``worker`` on this rank, a member of its pool, in the layout that it generates in; ``generator``.
-    ``merged``: what ``hybrid`` takes in place of the matrices that have adapters."""
+    """The generator of a role on this rank, and its weights in the generation layout (``hybrid``).
+
+    ``merged``: matrices with their adapters added, which ``hybrid`` takes in place of the plain ones.
+    """
 
     def __init__(self, worker: ModelWorker, hybrid: HybridWeights, generator: Generator, merged: dict[str, Tensor]) -> None:
         self.worker, self.hybrid, self.generator, self._merged = worker, hybrid, generator, merged
 
     @contextmanager
     def generation_weights(self) -> Iterator[None]:
-        """Collective over the pool: every rank of it must call, in program order."""
+        """Have the weights in the generation layout inside the context.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
             merge_adapters(self.worker.engine, self._merged)
-            # a graph's replay runs no hooks, and where weights and pages lie where they lay the call may begin with one
+            # the replay of a CUDA graph runs no hooks, and a call whose weights and pages did not move may start with one
             late = self.worker.config.generation.overlap and not (self.hybrid.keep and self.generator.kept)
-            self.hybrid.to_generation(not late, self.worker.version)
+            self.hybrid.to_generation(not late, self.worker.model.version)
             self.generator.reserved_bytes = self.hybrid.pending_bytes
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
@@ -49,21 +57,21 @@ class RolloutEngine:
             self._merged.clear()
 
     def tick(self) -> None:
-        """After each step, and on a replica that waits for others: those may be waiting for this rank's weights."""
+        """Runs after each step, also while a replica waits for others: they may be waiting for this rank's weights."""
         self.hybrid.finish()
         self.worker.controller.tick()
 
     def tick_together(self) -> None:
-        """As :meth:`tick`, where all ranks of a replica call it equally often: weights that arrive meanwhile are received from here.
+        """As :meth:`tick`, when all ranks of a replica call it equally often: it also receives weights that arrive meanwhile.
 
         Collective over the replica: every rank of it must call, in program order.
         """
         self.tick()
-        if isinstance(self.worker.loan, AsyncWeightSync):
-            self.worker.loan.poll(self.generator.mesh.replica)
+        if isinstance(self.worker.model, AsyncWeightReplica):
+            self.worker.model.poll(self.generator.mesh.replica)
 
     def report(self) -> dict[str, Any]:
-        """Of the last call of the generator, also into the trace, where idle are waits for other stages and replicas."""
+        """Metrics of the generator's last call. Adds its busy and idle seconds (waits for other stages and replicas) to the trace."""
         stats, span, transition = self.generator.stats, self.worker.controller.span, self.hybrid.transition
         assert transition is not None, "no weights have been taken"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
@@ -82,23 +90,23 @@ class RolloutEngine:
 
 
 def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | None:
-    """None on ranks outside the pool. ``tokenizer``: of the worker's model, for stop strings.
+    """Build a worker's rollout engine; None on ranks outside the pool. ``tokenizer``: of its model, for stop strings.
 
     Collective over the pool: every rank of it must call, in program order.
     """
-    build, pool, layout, spec = worker.build, worker.pool, worker.shape.generating, worker.spec
-    mesh = build_mesh(build.world, pool.ranks, layout)
-    # a twin generates in the layout that its weights come in, so there is nothing to choose
-    name = "zero_redundancy" if build.serves else worker.config.generation.engine
+    context, pool, layout, spec = worker.context, worker.pool, worker.shape.generating, worker.spec
+    mesh = build_mesh(context.world, pool.ranks, layout)
+    # a replica generates in the layout in which it receives its weights, so there is nothing to choose
+    name = "zero_redundancy" if worker.method else worker.config.generation.engine
     method = choose_method(name, layout)
     if not worker.member:
         return None
-    # a channel of its own: the next bucket is on its way while the ranks' other groups compute
-    gather = build.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
+    # a channel of its own: the next bucket is in flight while other groups of these ranks compute
+    gather = context.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
     assert spec is not None and gather is not None
     gather.connect(worker.device)
     mesh.tp.meet(worker.device)
-    connect_ways(mesh, worker.device)
+    connect_channels(mesh, worker.device)
     dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops)
     decoder.requires_grad_(False)
@@ -106,7 +114,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
     merged: dict[str, Tensor] = {}
     laid, held = worker.engine.param_shards(), worker.engine.parameters()
-    # of quantized matrices there are only shapes until they are merged
+    # quantized matrices are only shapes until they are merged
     absent = {name: torch.empty(laid[name].shape, dtype=dtype, device="meta") for name in mine if name not in held}
     hybrid = HybridWeights(
         shards,
@@ -118,11 +126,47 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         layout,
         mesh.index,
         worker.config.generation.buffers,
-        host_of=lambda i: pool.ranks[i] // build.world.launch.local_size,
+        host_of=lambda i: pool.ranks[i] // context.world.launch.local_size,
         passing=frozenset(merged_names(worker.engine)),
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
     backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
     config = replace(config, attention=backend)
-    generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), build.world.launch.local_size)
+    generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), context.world.launch.local_size)
     return RolloutEngine(worker, hybrid, generator, merged)
+
+
+def merged_names(engine: TrainEngine) -> list[str]:
+    """Names of the matrices that have adapters."""
+    end = ".lora.a"
+    return [f"{name.removesuffix(end)}.weight" for name in engine.parameters() if name.endswith(end)]
+
+
+@torch.no_grad()
+def merge_adapters(engine: TrainEngine, into: dict[str, Tensor]) -> None:
+    """Store in ``into``, by name, the local shards of the matrices that have adapters, with the adapters added.
+
+    The weights themselves do not change. On batch-invariant devices a forward pass multiplies by the same bits. Under ZeRO collective
+    over dp_shard: every rank of it must call, in program order.
+    """
+    if engine.lora is None:
+        return
+    local, shapes = engine.local_tensors(), named_by_chunk([chunk.shards for chunk in engine.chunks])
+    halves, group = {name: local[name] for name in local if is_adapter(name)}, engine.mesh.dp_shard
+    if engine.zero:  # each rank's rows beside zeros: the sum is exact
+        for name, rows in halves.items():
+            halves[name] = rows.new_zeros(shapes[name].shape)
+            halves[name][slice(*zero_rows(len(halves[name]), group.rank, group.size))] = rows
+        sum_in_buckets(halves, group, "adapters")
+    modules = named_by_chunk([dict(chunk.named_modules()) for chunk in engine.chunks])
+    for name in merged_names(engine):
+        module = name.removesuffix(".weight")
+        adapter = modules[f"{module}.lora"]
+        assert isinstance(adapter, Adapter)
+        first, last = zero_rows(shapes[name].shape[0], group.rank, group.size) if engine.zero else (0, shapes[name].shape[0])
+        rows = local[name] if adapter.base is None else adapter.base.values()[first:last]
+        merged = adapter.merged(rows, halves[f"{module}.lora.a"], halves[f"{module}.lora.b"], first)
+        if name in into:
+            into[name].copy_(merged)
+        else:
+            into[name] = merged

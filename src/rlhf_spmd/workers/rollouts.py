@@ -1,4 +1,4 @@
-"""Rows that take more than one step (partial rollouts): what one generation replica holds of them."""
+"""Rows that take more than one step (partial rollouts): what one generation replica keeps of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NOTED = ("log_probs", "log_probs_t1", "versions")
 
 
 class PartialRollouts:
-    """The same on every rank of the replica.
+    """The rows in flight of one replica, the same on each of its ranks.
 
-    ``groups``: row ids of each group in flight; ``ended``: the completions among them; the others are the generator's ``kept``.
-    ``saved``: rows of a checkpoint, which go on where they stood when they are asked for again.
+    ``groups``: the row ids of each group in flight. ``ended``: completions among them; the generator's ``kept`` has the others.
+    ``saved``: rows from a checkpoint. They continue where they stood when they are asked for again.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -42,9 +42,10 @@ class PartialRollouts:
         num_groups: int,
         tick: Callable[[], None],
     ) -> tuple[list[Completion], list[int]]:
-        """Generate for ``requests``, of which some may be held already, until ``num_groups`` whole groups have ended; the oldest
-        of these, whose rows are held no longer, and the groups' ids. ``number``: of the step; ``weights``: the step that began with
-        the weights that are here.
+        """Generate until ``num_groups`` whole groups have ended. Returns the completions of the oldest such groups, and their ids.
+
+        ``requests``: rows in flight, some of which may be kept already. ``number``: the step. ``weights``: the step that started with
+        the weights of this rank.
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
@@ -55,7 +56,7 @@ class PartialRollouts:
             self.groups.setdefault(request.group_id, []).append(request.row_id)
         num_whole = len(self._whole())
         fraction = (num_groups - num_whole) / max(len(self.groups) - num_whole, 1)
-        if fraction <= 0:  # what ended together with the last step's rows is enough
+        if fraction <= 0:  # rows that ended in the last step are enough
             self.generator.kept += [SequenceState(request, number) for request in fresh]
             self.generator.stats = GenerationStats()
         else:
@@ -68,17 +69,19 @@ class PartialRollouts:
         return [self.ended.pop(row) for row in rows], taken
 
     def _whole(self) -> list[int]:
-        """Groups all of whose rows have ended, the oldest first."""
+        """Groups whose rows have all ended, the oldest first."""
         return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
 
     def state(self) -> Batch:
-        """The rows that :meth:`advance` goes on with, as far as they have come, for a checkpoint. Those of another checkpoint that
-        nobody has asked for yet are the same on every replica."""
+        """The rows that :meth:`advance` continues, for a checkpoint.
+
+        Rows from another checkpoint that nobody has asked for yet are the same on every replica.
+        """
         if self.saved is not None:
             return self.saved
         none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
         rows: dict[int, tuple[Any, ...]] = {
-            row.request.row_id: (row.step, 0, row.token_ids, *(row.notes or none)[:3]) for row in self.generator.kept
+            row.request.row_id: (row.step, 0, row.token_ids, *(row.token_logprobs or none)[:3]) for row in self.generator.kept
         }
         for row, c in self.ended.items():
             rows[row] = 0, REASONS.index(c.finish_reason), c.token_ids, c.log_probs, c.log_probs_t1, c.versions
@@ -90,14 +93,16 @@ class PartialRollouts:
         return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, noted, kinds, strict=True)})
 
     def take_back(self, states: Sequence[Batch]) -> None:
-        """What the replicas saved; several may have saved the same rows."""
+        """Take what the replicas saved. Several may have saved the same rows."""
         rows = concat(states)
         _, first = np.unique(rows.row_ids.numpy(), return_index=True)
         self.saved = rows.take(first)
 
     def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
-        """Take back those that a checkpoint has; returns the others. ``num_top``: likeliest tokens noted for each token. Raises
-        CheckpointError where a row has come further than it now may."""
+        """Restore the rows that a checkpoint has; returns the other requests. ``num_top``: likeliest tokens noted for each token.
+
+        Raises CheckpointError if a row is longer than its limit now allows.
+        """
         if self.saved is None:
             return list(requests)
         saved, self.saved = self.saved, None

@@ -1,128 +1,160 @@
-"""Per-call layouts (ReaL's execution plan): a role's weights on loan to a worker that serves one of its methods elsewhere.
+"""Weights on their way from one pool and layout to another: replicas for single methods (ReaL's execution plan), and followers.
 
-The twin is a worker of the same class on the call's pool and layout, without an optimizer; between calls its parameters have no
-storage (with ``delta`` they keep it, and what has not changed is not sent). For a call they get some, and the home's weights are
-transferred into them: every rank of both pools takes part, each member of the home only as a sender where it does not run the call,
-and it goes on while it sends.
+``models.<role>.calls.<method>`` gives the calls of a method their own ranks and layout. A :class:`WeightReplica` holds the weights
+there, without an optimizer. For each call the owner's weights are transferred into it. Every rank of both pools takes part; a rank
+that only sends goes on while it sends. After the call the parameters lose their storage (with ``delta`` they keep it, and only
+elements that have changed are sent).
 
-Where generation is ahead of training (:class:`AsyncWeightSync`), the twin keeps its weights. Each version sets out when the first
-generate
-call after its update is reached, which on the ranks that train is at once, and is put into place when a call takes it.
+If generation runs ahead of training, the replica is an :class:`AsyncWeightReplica` and keeps its weights. Each version is sent when
+the first generate call after its update is reached, which on the training ranks is at once. A call that takes it loads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.controller import CallRecord, GroupShape, ResourcePool
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.process.program import fail_beside
-from rlhf_spmd.reshard import BackgroundTask, Delta, Transfer, holdings, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import Step
-
-if TYPE_CHECKING:
-    from rlhf_spmd.workers.model_worker import ModelWorker
+from rlhf_spmd.reshard import (
+    WEIGHT_SYNC_LABEL,
+    BackgroundTask,
+    Delta,
+    Transfer,
+    TransferStep,
+    holdings,
+    plan_transfer,
+    start_transfer,
+    transfer_steps,
+)
+from rlhf_spmd.workers.model_weights import ModelWeights, OwnedWeights
 
 NOTICE = 1  # the tag of notices, which must not be taken for weights
-POLLED = 8  # steps of generation between two questions of a replica whether a version has set out
+POLL_INTERVAL = 8  # steps of generation between two checks of a replica for a new version
 
 
 class WeightSync:
-    """The weights of ``home`` for the calls that ``twin`` serves. Collective over both pools; every rank of the world makes one."""
+    """Copies the weights of ``source`` into tensors laid out as those of ``target``.
 
-    def __init__(self, home: ModelWorker, twin: ModelWorker, method: str) -> None:
-        world, spec = home.build.world, home.spec
-        assert spec is not None, f"{home.name} has no weights to lend"
-        self.home, self.twin, self._rank = home, twin, world.rank
-        ranks = sorted({*home.pool.ranks, *twin.pool.ranks})
-        # a channel of its own: weights may still be on their way while the same ranks compute, or lend others
-        self._group = world.group(ranks, "loan", channel=f"{home.name}.{method}")
+    Made once and used for many transfers. Construction is collective over the world, transfers over both pools.
+    """
+
+    def __init__(self, source: OwnedWeights, target: ModelWeights, name: str, delta: bool = False) -> None:
+        world, spec = source.context.world, source.spec
+        assert spec is not None, f"{source.name} has no weights to send"
+        self.source, self.target, self._rank = source, target, world.rank
+        ranks = sorted({*source.pool.ranks, *target.pool.ranks})
+        # a channel of its own: weights may be in flight while the same ranks compute, or send others
+        self.group = world.group(ranks, WEIGHT_SYNC_LABEL, channel=f"{source.name}.{name}")
+        self.delta = Delta() if delta else None
         self._transfer: Transfer | None = None
-        call = home.config.calls.get(method)
-        self._delta = Delta() if call is not None and call.delta else None
-        self._steps: list[Step] | None = None  # of every transfer; made for the first
-        if self._group is not None:
-            if capabilities(home.device).nccl:  # before any transfer is open
-                self._group.connect(home.device)
-            here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (home, twin))
+        self._steps: list[TransferStep] | None = None  # of every transfer; made for the first
+        if self.group is not None:
+            if capabilities(source.device).nccl:  # before any transfer is open
+                self.group.connect(source.device)
+            here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (source, target))
             self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
 
-    def take(self, version: int) -> None:
-        """Fill the twin's parameters. Collective over both pools: every rank of them must call, in program order."""
-        if self.twin.member and not (self._delta and self._delta.begun):
-            self.twin.engine.storages.allocate()
-        self.copy(self.twin.engine.local_tensors() if self.twin.member else {})
-
     def copy(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill ``targets``, which on the twin's ranks are like its local shards. Collective as :meth:`take`."""
-        self._get_ready()
-        if self._group is not None:
-            self._set_out(targets)
+        """Fill ``targets``: on the target's ranks tensors like its local shards, on others {}.
+
+        A rank that receives returns when it has them; a rank that only sends returns at once, and its weights must not change
+        before :meth:`settle`. Collective over both pools: every rank of them must call, in program order.
+        """
+        self.get_ready()
+        if self.group is not None:
+            self.send(targets)
 
     def settle(self) -> None:
-        """Wait until this rank has sent and received what it had to: the home's weights may change then."""
+        """Wait until this rank has sent and received its part. Then the source's weights may change."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
 
-    def give_back(self) -> None:
-        if self.twin.member:
-            self.twin.engine.reshard()
-            if self._delta is None:
-                self.twin.engine.storages.free()
-
-    def _get_ready(self) -> None:
-        """For a transfer: the one before has ended, and ``_call`` is the call that this one leaves for. When it fails the main thread
-        may be in another one."""
+    def get_ready(self) -> None:
+        """Finish the last transfer and note the current call, for errors: the main thread may be in another one by then."""
         self.settle()
-        if self._group is not None:
-            self._group.connect(self.home.device)
-        board = self.home.controller.board
+        if self.group is not None:
+            self.group.connect(self.source.device)
+        board = self.source.context.controller.board
         self._call = board.call if board is not None else (0, "", "")
 
-    def _set_out(self, targets: Mapping[str, Tensor]) -> None:
-        """Start a transfer. A rank that the weights come to waits for it, and one whose own go back to host memory."""
-        home, resting = self.home, self.home.resting
-        if resting is not None:
-            resting.reload()
-        self._transfer = self._start(home.engine.local_tensors() if home.member else {}, targets)
-        if resting is None and not self.twin.member:
-            self._transfer.proceed(self._fail)
+    def send(self, targets: Mapping[str, Tensor]) -> None:
+        """Start a transfer. Waits for it on ranks that receive, and on ranks whose weights go back to host memory."""
+        source, offloaded = self.source, self.source.offloaded
+        if offloaded is not None:
+            offloaded.reload()
+        self._transfer = self.start(source.local_tensors(), targets)
+        if offloaded is None and not self.target.member:
+            self._transfer.proceed(self.fail)
             return
         self.settle()
-        if resting is not None:
-            resting.rest(home.engine.local_tensors().values())
+        if offloaded is not None:
+            offloaded.offload(source.local_tensors().values(), ())
 
-    def _start(
+    def start(
         self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None
     ) -> Transfer:
-        assert self._group is not None, "a rank of neither pool has no part in it"
-        dtype = self.twin.config.torch_dtype(self.twin.device)
+        """This rank's part of a transfer."""
+        assert self.group is not None, "a rank of neither pool has no part in it"
+        dtype = self.target.config.torch_dtype(self.target.device)
         if self._steps is None:
-            self._steps = transfer_steps(self._plan, self._rank, sources, targets, self._group.ranks, dtype)
-        return start_transfer(self._steps, sources, targets, self._group, dtype, delta=self._delta, stream=stream)
+            self._steps = transfer_steps(self._plan, self._rank, sources, targets, self.group.ranks, dtype)
+        return start_transfer(self._steps, sources, targets, self.group, dtype, delta=self.delta, stream=stream)
 
-    def _fail(self, error: BaseException) -> None:
-        """Of a thread beside the main one: the others must not wait for this rank until their time is up."""
-        board = self.home.controller.board
+    def fail(self, error: BaseException) -> None:
+        """End the job from a background thread: the other ranks must not wait for this one until their timeout."""
+        board = self.source.context.controller.board
         if board is not None:
             fail_beside(board, error, self._call)
 
 
-class AsyncWeightSync(WeightSync):
-    """For generation on ranks apart from the home's, which may be some steps ahead. ``kept``: on the twin's ranks the versions that
-    have come or are coming, besides ``held``, the one in its parameters; elsewhere their names. The same versions on all ranks of
-    both pools.
+class WeightReplica(ModelWeights):
+    """A copy of a role's weights for the calls of one method, on their own pool and layout. It has storage only during a call."""
+
+    def __init__(self, owner: OwnedWeights, method: str, pool: ResourcePool, shape: GroupShape) -> None:
+        super().__init__(owner.context, owner.name, pool, shape, owner.config, owner.spec, owner.head)
+        self.owner = owner
+        self.build_engine(None, owner.config.activation_checkpointing, fill=False)
+        self.sync = WeightSync(owner, self, method, owner.config.calls[method].delta)
+
+    def enter(self, call: CallRecord) -> None:
+        with self.context.controller.timeline.span(f"{self.name}.reallocate", category="reshard"):
+            self.receive(call.version)
+            self.version = call.version
+
+    def leave(self, call: CallRecord) -> None:
+        if self.member:
+            self.engine.reshard()
+            if self.sync.delta is None:
+                self.engine.storages.free()
+
+    def settle(self) -> None:
+        """Wait until this rank has sent and received its part. Then the owner's weights may change."""
+        self.sync.settle()
+
+    def receive(self, version: int) -> None:
+        """Fill the parameters. Collective over both pools: every rank of them must call, in program order."""
+        if self.member and not (self.sync.delta and self.sync.delta.begun):
+            self.engine.storages.allocate()
+        self.sync.copy(self.local_tensors())
+
+
+class AsyncWeightReplica(WeightReplica):
+    """A replica whose pool lies apart from the owner's and generates, possibly some steps ahead of training.
+
+    ``loaded``: the version in its parameters. ``kept``: received or in-flight versions, except the loaded one; other ranks keep only
+    version numbers. All ranks of both pools have the same versions.
     """
 
-    def __init__(self, home: ModelWorker, twin: ModelWorker, method: str) -> None:
-        super().__init__(home, twin, method)
-        self.held: int | None = None
+    def __init__(self, owner: OwnedWeights, method: str, pool: ResourcePool, shape: GroupShape) -> None:
+        super().__init__(owner, method, pool, shape)
+        self.loaded: int | None = None
         self.kept: dict[int, dict[str, Tensor]] = {}
         self._arrivals: dict[int, _Arrival] = {}  # by version, in the order in which they come
         self._last: _Arrival | None = None
@@ -130,65 +162,67 @@ class AsyncWeightSync(WeightSync):
         self._notices: list[tuple[Work | None, Tensor]] = []
         self._base: dict[str, Tensor] = {}
 
-    def take(self, version: int) -> None:
-        """Put ``version`` of the weights into place. The newest sets out if the twin has not got it yet, and is waited for only if it
-        is that one.
+    def receive(self, version: int) -> None:
+        """Load ``version``. Start to send the newest version if the replica lacks it; wait for it only if it is ``version``.
 
         Collective over both pools: every rank of them must call, in program order.
         """
-        versions, role = self.home.controller.versions, self.home.name
-        if self._group is None:
+        versions = self.context.controller.versions
+        if self.sync.group is None:
             return
-        to_come, newest = versions.to_come(role), versions.newest(role)
-        if version in self.kept:  # first of all, so that there is room for another one
-            self._place(version, to_come)
-        for old in self.kept.keys() - to_come:
+        needed_later, newest = versions.needed_later(self.name), versions.newest(self.name)
+        if version in self.kept:  # before a new version comes, so that there is room for it
+            self._load(version, needed_later)
+        for old in self.kept.keys() - needed_later:
             self._arrive(old)
             del self.kept[old]
-        if newest not in (self.held, *self.kept):
+        if newest not in (self.loaded, *self.kept):
             self._send(newest)
-        if version != self.held:
-            self._place(version, to_come)
+        if version != self.loaded:
+            self._load(version, needed_later)
 
-    def give_back(self) -> None:
-        """The twin keeps what it has, and begins to receive what it has not: no other call may, and the home's next update waits for
-        it. The home need not have come so far: for that it needs nothing of what this rank does from here on."""
+    def leave(self, call: CallRecord) -> None:
+        """Keep the weights, and start to receive what is missing: no other call may do so, and the owner's next update waits for it.
+
+        The owner may not have come so far yet; it needs nothing from this rank for that.
+        """
         for arrival in self._arrivals.values():
             arrival.begin()
 
     def poll(self, replica: Group) -> None:
-        """Begin to receive the next version, if it has set out.
+        """Start to receive the next version, if it has been sent.
 
-        Collective over ``replica``, ranks of the twin: every rank of it must call, in program order, as often as the others between two
-        calls of :meth:`take`.
+        Collective over ``replica``, the ranks of one generation replica: every rank of it must call, in program order, as often as
+        the others between two calls of :meth:`receive`.
         """
         waiting = next((arrival for arrival in self._arrivals.values() if arrival.to_begin), None)
         if waiting is None:
             return
         self._polls += 1
-        if self._polls % POLLED == 0 and bool(replica.broadcast(torch.tensor([waiting.has_set_out]), 0, "control")):
+        if self._polls % POLL_INTERVAL == 0 and bool(replica.broadcast(torch.tensor([waiting.was_sent]), 0, "control")):
             waiting.begin()
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """On GPUs, where versions arrive, one after the other."""
-        return torch.cuda.Stream(self.twin.device)
+        """The stream on GPUs on which versions arrive, one after the other."""
+        return torch.cuda.Stream(self.device)
 
     def needed(self) -> dict[int, Mapping[str, Tensor]]:
-        """Versions that steps to come take and that the home does not have, on the twin's ranks. Local; waits for them to come."""
-        versions, role = self.home.controller.versions, self.home.name
-        return {version: self._values(version) for version in sorted(versions.to_come(role) - {versions.newest(role)})}
+        """Versions that later steps take and the owner no longer has, on the replica's ranks. Waits for them to arrive."""
+        versions = self.context.controller.versions
+        later = sorted(versions.needed_later(self.name) - {versions.newest(self.name)})
+        return {version: self._values(version) for version in later}
 
     def keep(self, version: int) -> dict[str, Tensor]:
-        """Room for a version that comes from a checkpoint; the same on all ranks of both pools."""
-        self.kept[version] = self._room()
+        """Empty tensors for a version that comes from a checkpoint. Call it on all ranks of both pools."""
+        self.kept[version] = self._empty()
         return self.kept[version]
 
-    def receives(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a transfer goes into: with ``delta`` the values that came last, which then are copied to ``targets``."""
-        if self._delta is None:
+    def transfer_target(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that a transfer fills. With ``delta``: those of the last transfer, which are copied to ``targets`` later."""
+        if self.sync.delta is None:
             return targets
-        self._base = self._base or self._room()
+        self._base = self._base or self._empty()
         return self._base
 
     def settle(self) -> None:
@@ -197,50 +231,48 @@ class AsyncWeightSync(WeightSync):
         self._notices.clear()
 
     def _values(self, version: int) -> Mapping[str, Tensor]:
-        if version == self.held:
-            return self.twin.engine.local_tensors() if self.twin.member else {}
+        if version == self.loaded:
+            return self.local_tensors()
         self._arrive(version)
         return self.kept[version]
 
     @torch.no_grad()
-    def _place(self, version: int, to_come: set[int]) -> None:
-        """In place of the version that is held, which is kept if a step to come takes it."""
+    def _load(self, version: int, needed_later: set[int]) -> None:
+        """Replace the loaded version, and keep that one if a later step takes it."""
         self._arrive(version)
         before: dict[str, Tensor] = {}
-        if self.twin.member:
-            if self.held is None:
-                self.twin.engine.storages.allocate()
-            parameters = self.twin.engine.local_tensors()
-            if self.held in to_come:
+        if self.member:
+            if self.loaded is None:
+                self.engine.storages.allocate()
+            parameters = self.engine.local_tensors()
+            if self.loaded in needed_later:
                 before = {name: tensor.clone() for name, tensor in parameters.items()}
             for name, tensor in self.kept[version].items():
                 parameters[name].copy_(tensor)
         del self.kept[version]
-        if self.held is not None and self.held in to_come:
-            self.kept[self.held] = before
-        self.held = version
+        if self.loaded is not None and self.loaded in needed_later:
+            self.kept[self.loaded] = before
+        self.loaded = version
 
     def _send(self, version: int) -> None:
-        """Start it on its way, on the home's ranks from its weights, which must not change before :meth:`settle`."""
-        home, group = self.home, self._group
+        """Start to send a version. On the owner's ranks the weights must not change before :meth:`settle`."""
+        owner, group = self.owner, self.sync.group
         assert group is not None
-        self._get_ready()
-        self.kept[version], self._polls = self._room(), 0
-        first = group.ranks.index(home.pool.ranks[0])
-        if not home.member:
+        self.settle()
+        self.sync.get_ready()
+        self.kept[version], self._polls = self._empty(), 0
+        first = group.ranks.index(owner.pool.ranks[0])
+        if not owner.member:
             self._last = self._arrivals[version] = _Arrival(self, self.kept[version], group, first, self._last)
             return
         if group.rank == first:
             notice = torch.tensor([version])
-            others = [group.ranks.index(rank) for rank in self.twin.pool.ranks]
+            others = [group.ranks.index(rank) for rank in self.pool.ranks]
             self._notices = [(group.isend(notice, member, "control", NOTICE), notice) for member in others]
-        self._set_out({})
+        self.sync.send({})
 
-    def _room(self) -> dict[str, Tensor]:
-        if not self.twin.member:
-            return {}
-        local = self.twin.engine.local_tensors()
-        return {name: torch.empty(x.shape, dtype=x.dtype, device=self.twin.device) for name, x in local.items()}
+    def _empty(self) -> dict[str, Tensor]:
+        return {name: torch.empty(x.shape, dtype=x.dtype, device=self.device) for name, x in self.local_tensors().items()}
 
     def _arrive(self, version: int) -> None:
         for earlier in [known for known in self._arrivals if known <= version]:
@@ -248,43 +280,44 @@ class AsyncWeightSync(WeightSync):
 
 
 class _Arrival:
-    """A version on its way into ``targets``, received after ``before``: this rank may be generating, or waiting for others. A thread
-    waits for the notice that the version has set out, from group index ``first``: on GPUs a kernel that receives would otherwise wait
-    for it beside all of the generation.
+    """A version on its way into ``targets``, received after ``before`` while this rank generates or waits for others.
 
-    Over gloo that thread receives, too. NCCL's kernels are started by the main thread (:meth:`begin`), where all ranks of the replica
-    have agreed to. Threads would start them in another order on each rank, beside those that generate: where the allocator then
-    frees memory, which waits for the device, two ranks would each wait for the other's receive.
+    A thread waits for the notice, from group index ``first``, that the version was sent: on GPUs a kernel that receives would
+    otherwise wait beside the whole generation. Over gloo that thread also receives. NCCL's kernels are started by the main thread
+    (:meth:`begin`), where all ranks of the replica agree. Threads would start them in a different order on each rank, beside the
+    kernels that generate. When the allocator then frees memory, which waits for the device, two ranks could each wait for the other's
+    receive.
     """
 
     def __init__(
-        self, loan: AsyncWeightSync, targets: dict[str, Tensor], group: Group, first: int, before: _Arrival | None
+        self, replica: AsyncWeightReplica, targets: dict[str, Tensor], group: Group, first: int, before: _Arrival | None
     ) -> None:
-        self._loan, self._targets, self._before = loan, targets, before
+        self._replica, self._targets, self._before = replica, targets, before
         notice = torch.zeros(1, dtype=torch.int64)
         self._notice = notice, group.irecv(notice, first, "control", NOTICE)
-        device = loan.twin.device
-        self._free = (
-            torch.cuda.current_stream().record_event() if capabilities(device).streams else None
-        )  # ``targets`` are, from then on
+        can = capabilities(replica.device)
+        self._free = torch.cuda.current_stream().record_event() if can.streams else None  # from then on ``targets`` are free
         self._arrived: torch.cuda.Event | None = None
-        self.to_begin = capabilities(device).nccl
-        self._thread = BackgroundTask(self._hear if self.to_begin else self._receive, "weights", loan._fail)
+        self.to_begin = can.nccl
+        self._thread = BackgroundTask(self._hear if self.to_begin else self._receive, "weights", replica.sync.fail)
 
     @property
-    def has_set_out(self) -> bool:
+    def was_sent(self) -> bool:
         return not self._thread.is_alive()
 
     def begin(self) -> None:
-        """Start all of its transfers and copies, if the thread does not. On GPUs the host waits for none of them, but with ``delta``
-        for the numbers that come first. Collective over both pools: every rank of the replica at the same point of its program."""
+        """Start all transfers and copies, unless the thread does.
+
+        On GPUs the host waits for none of them; with ``delta`` it waits for the counts that come first. Collective over both pools:
+        every rank of the replica must call at the same point of its program.
+        """
         if not self.to_begin:
             return
         self.to_begin, self._before = False, None
         if self._free is None:
             self._fill()
             return
-        stream = self._loan.stream  # no other transfer, which this rank may have begun sooner than its peers, stands before it
+        stream = self._replica.stream  # apart from other transfers, which this rank may have started sooner than its peers
         stream.wait_event(self._free)
         with torch.cuda.stream(stream):  # only the stream waits for what comes
             self._fill()
@@ -295,7 +328,7 @@ class _Arrival:
         self._thread.wait()
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
-        self._targets = {}  # the next one holds this one
+        self._targets = {}  # the next arrival holds this one
 
     def _hear(self) -> None:
         wait_all([self._notice[1]])
@@ -309,8 +342,8 @@ class _Arrival:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        came = self._loan.receives(self._targets)
-        self._loan._start({}, came, None if self._free is None else self._loan.stream).wait()
+        came = self._replica.transfer_target(self._targets)
+        self._replica.sync.start({}, came, None if self._free is None else self._replica.stream).wait()
         if came is not self._targets:
             for name, tensor in self._targets.items():
                 tensor.copy_(came[name])

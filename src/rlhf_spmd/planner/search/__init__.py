@@ -1,4 +1,5 @@
-"""Searches for the fastest plan that fits: ``search(problem, limit, seed)`` of each module. ``Found`` is what they return."""
+"""Searches for the fastest plan that fits. Each module is one ``search(problem, limit, seed)``, which returns a
+:class:`SearchResult`."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from rlhf_spmd.planner.problem import Plan, Problem
 
 
 @dataclass(frozen=True)
-class Found:
-    """``seconds``: of a step of ``plan``. ``lower_bound``: no plan takes fewer, as far as the search knows (0: it proves nothing);
-    ``optimal``: it is ``seconds``. ``evaluations``: schedules that were computed. ``search_seconds``: how long it took."""
+class SearchResult:
+    """``seconds``: of a step of ``plan``. ``lower_bound``: no plan takes fewer seconds; 0 if the search proves nothing.
+    ``optimal``: the bound is ``seconds``. ``evaluations``: schedules that were computed. ``search_seconds``: how long the
+    search took."""
 
     plan: Plan
     seconds: float
@@ -22,16 +24,16 @@ class Found:
 
 
 class NoPlanError(ValueError):
-    """No plan fits into the ranks' memory; says what is missing."""
+    """No plan fits into the ranks' memory; the message says what is missing."""
 
 
 def no_plan(problem: Problem, searched: str) -> NoPlanError:
-    """What stands in the way: a call that fits nowhere by itself, or else the roles together.
+    """The error for a problem without a plan: it names a call that fits nowhere by itself, or else what the roles hold together.
 
-    ``searched``: the search's words for plans that it has not tried, empty where it has tried all.
+    ``searched``: words that limit what was tried; empty if all plans were.
     """
     size, most = problem.size, max(problem.memory)
-    needs = (  # of each call (bytes on each rank, ranks) where it needs least
+    needs = (  # (bytes on each rank, ranks) of each call's smallest option
         (min((option.active + option.held * call.home, option.size) for option in call.options), f"{call.name} of {call.role}")
         for call in problem.calls
     )
@@ -56,4 +58,4 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
 
 
 def _remedy(total: float, memory: float) -> str:
-    return f"{-(-total // memory):.0f} ranks or more would hold it if it is divided evenly, or choose devices with more memory"
+    return f"{-(-total // memory):.0f} ranks or more would hold it if it divides evenly; or use devices with more memory"

@@ -1,39 +1,103 @@
-"""The fastest way to run a call in the memory that is left, as tables; and which options a best plan may need. Pure."""
+"""What the searches choose from: ranges of ranks, and the fastest options of a call in the memory that is left. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 
-from rlhf_spmd.planner.meshes import RankRanges
-from rlhf_spmd.planner.problem import Choice, Layout, Problem, RankRange
+from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, WeightLayout
 
-Held = tuple[tuple[RankRange, float], ...]  # bytes that homes keep on each rank of a mesh
+Held = tuple[tuple[RankRange, float], ...]  # bytes that homes keep on each rank of a range
 
 
-class Steps:
-    """Of (bytes, seconds, option): the fewest seconds among those that need at most so many bytes, and the option."""
+def halves(ranks: RankRange, local_size: int) -> tuple[RankRange, RankRange]:
+    """Two halves, of whole hosts if there are several, the larger half first. Halves of equal size have the same halves again."""
+    hosts = -(-ranks.end // local_size) - ranks.first // local_size
+    cut = (ranks.first // local_size + -(-hosts // 2)) * local_size if hosts > 1 else ranks.first + -(-ranks.count // 2)
+    return RankRange(ranks.first, cut - ranks.first), RankRange(cut, ranks.end - cut)
 
-    def __init__(self, ways: Iterable[tuple[float, float, int]]) -> None:
+
+class RankRanges:
+    """The ranges of ranks that a plan may give a call: the cluster, its halves, their halves and so on, and what the first or
+    the last of these leave. Only sizes for which some call has an option count.
+
+    ``by_size``: size -> its ranges, from the first rank on. ``left``: those that are no halves.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.whole, self.local_size = RankRange(0, problem.size), problem.local_size
+        sizes = {option.size for call in problem.calls for option in call.options}
+        nodes, todo = set(), [self.whole]
+        while todo:
+            node = todo.pop()
+            nodes.add(node)
+            todo += halves(node, self.local_size) if node.count > 1 else ()
+        left = {RankRange(node.end, problem.size - node.count) for node in nodes if node.first == 0 and node != self.whole}
+        left |= {RankRange(0, node.first) for node in nodes if node.end == problem.size and node.first > 0}
+        self.left = sorted(ranks for ranks in left - nodes if ranks.count in sizes)
+        self.by_size: dict[int, list[RankRange]] = {}
+        for ranks in sorted({*nodes, *self.left}):
+            if ranks.count in sizes:
+                self.by_size.setdefault(ranks.count, []).append(ranks)
+        self._memory = problem.memory_runs
+        self.distinct = cache(self._distinct)
+
+    def _distinct(self, size: int, taken: frozenset[RankRange]) -> tuple[RankRange, ...]:
+        """The ranges of this size, one of all that differ only by a symmetry of what is ``taken``.
+
+        Two halves can be exchanged if they are equal in size, memory and what of each taken range lies in them. All that any
+        later call gets in them is exchanged, too: hosts and halves become hosts and halves, and each taken range becomes
+        itself. For ranges that are no halves this holds only as long as halves at the edges of the cluster stay, so these count
+        as different where such ranges exist.
+        """
+        found = [ranks for ranks in self.left if ranks.count == size]
+        todo = [self.whole]
+        while todo:
+            node = todo.pop()
+            if node.count == size:
+                found.append(node)
+            elif node.count > size:
+                first, second = halves(node, self.local_size)
+                todo.append(first)
+                if self._inside(first, taken) != self._inside(second, taken):
+                    todo.append(second)
+        return tuple(sorted(found))
+
+    def _inside(self, node: RankRange, taken: frozenset[RankRange]) -> tuple[object, ...]:
+        edges = (node.first == 0, node.end == self.whole.end) if self.left else ()
+        clips = {(ranks, *_clip(ranks, node)) for ranks in taken if ranks.overlaps(node)}
+        memory = [(*_clip(ranks, node), amount) for ranks, amount in self._memory if ranks.overlaps(node)]
+        return node.count, edges, frozenset(clips), tuple(memory)
+
+
+def _clip(ranks: RankRange, node: RankRange) -> tuple[int, int]:
+    return max(ranks.first - node.first, 0), min(ranks.end - node.first, node.count)
+
+
+class FastestWithin:
+    """The fastest option within a number of bytes, made from (bytes, seconds, option) of each."""
+
+    def __init__(self, options: Iterable[tuple[float, float, int]]) -> None:
         self._needs: list[float] = []
         self._best: list[tuple[float, int]] = []
-        for need, seconds, option in sorted(ways):
+        for need, seconds, option in sorted(options):
             if not self._best or seconds < self._best[-1][0]:
                 self._needs.append(need)
                 self._best.append((seconds, option))
 
     def within(self, room: float) -> tuple[float, int]:
-        """(inf, -1) where nothing fits."""
+        """(seconds, option), or (inf, -1) if nothing fits."""
         at = bisect_right(self._needs, room) - 1
         return self._best[at] if at >= 0 else (float("inf"), -1)
 
 
-class Candidates:
-    """Of a problem; each table is made when it is first asked for."""
+class CandidateTables:
+    """Tables of a problem's options. Each is made when it is first asked for."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -44,21 +108,21 @@ class Candidates:
         self._tables = cache(self._lent)
 
     def _rooms(self, held: Held) -> list[tuple[RankRange, float]]:
-        """Bytes that are left on each rank, by runs of ranks that are alike."""
-        memory, meshes = self.problem.memory, [mesh for mesh, _ in (*self.problem.memory_runs, *held)]
-        cuts = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.end)})
-        kept = [sum(b for at, b in held if at.first <= first < at.end) for first in cuts]
+        """Bytes that are left on each rank, by ranges of ranks that are alike."""
+        memory, ranges = self.problem.memory, [ranks for ranks, _ in (*self.problem.memory_runs, *held)]
+        cuts = sorted({edge for ranks in ranges for edge in (ranks.first, ranks.end)})
+        kept = [sum(amount for ranks, amount in held if ranks.first <= first < ranks.end) for first in cuts]
         return [(RankRange(a, b - a), memory[a] - amount) for (a, b), amount in zip(pairwise(cuts), kept, strict=False)]
 
-    def room(self, held: Held, mesh: RankRange) -> float:
-        """Bytes that are left on the fullest rank of ``mesh``."""
-        return min(left for run, left in self.rooms(held) if run.overlaps(mesh))
+    def room(self, held: Held, ranks: RankRange) -> float:
+        """Bytes that are left on the fullest of these ranks."""
+        return min(left for run, left in self.rooms(held) if run.overlaps(ranks))
 
-    def most_room(self, held: Held, meshes: RankRanges) -> dict[int, float]:
-        """Size -> bytes that are left in the mesh of this size that has most; of small ones, of which there are many, on any rank."""
+    def most_room(self, held: Held, ranges: RankRanges) -> dict[int, float]:
+        """Size -> bytes that are left in the emptiest range of this size; for sizes with many ranges, on the emptiest rank."""
         runs, found = self.rooms(held), {}
         most = max(left for _, left in runs)
-        for size, among in meshes.of.items():
+        for size, among in ranges.by_size.items():
             few = len(among) <= 8
             found[size] = max(min(left for run, left in runs if run.overlaps(at)) for at in among) if few else most
         return found
@@ -68,15 +132,18 @@ class Candidates:
         calls = [self.problem.calls[node] for node in self.problem.tied[role]]
         return self.problem.calls[self.problem.homes[role]].options[option].held, max(c.options[option].active for c in calls)
 
-    def _at_home(self, node: int, size: int) -> Steps:
-        """Of a call that runs at its role's home."""
+    def _at_home(self, node: int, size: int) -> FastestWithin:
+        """The table of a call that runs at its role's home."""
         call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, ())
-        return Steps((sum(self.needs(call.role, o)), call.options[o].seconds, o) for o in numbers)
+        return FastestWithin((sum(self.needs(call.role, o)), call.options[o].seconds, o) for o in numbers)
 
     def _homes(self, role: str, size: int) -> list[int]:
-        """Options of a role's home, the fastest first, without those that another of this size makes superfluous: it takes no longer
-        in any of the calls there, holds and needs no more, and has the same layout where calls are lent. Then it is as good in every
-        plan: on the same mesh, which leaves every schedule no later and every rank no fuller, and with equal layouts equal moves."""
+        """Options of a role's home, the fastest first, without those that another of this size makes superfluous.
+
+        The other one takes no longer in any of the calls there, holds and needs no more, and has the same layout if calls are
+        lent. It is then as good in every plan: on the same ranks every schedule is no later and every rank no fuller, and with
+        equal layouts moves are equal.
+        """
         problem, tied = self.problem, self.problem.tied[role]
         numbers = self.problem.options_by_size[problem.homes[role]].get(size, [])
         rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
@@ -84,28 +151,30 @@ class Candidates:
         options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
         return [numbers[i] for i in best_of(rows, [o.layout if lent else (0, 0, 0, 0) for o in options])]
 
-    def _lent(self, node: int, size: int, holders: int, layout: Layout | None, near: bool) -> Steps:
-        """Of a call on ``size`` ranks that are not its home's, or with ``layout``, the home's, on the same; ``holders`` 0: weights
-        that come for nothing. Of two options in one layout moves are equal, so the better one is as good in every plan."""
+    def _lent(self, node: int, size: int, holders: int, layout: WeightLayout | None, near: bool) -> FastestWithin:
+        """The table of a call on ``size`` ranks that are not its home's, or are the same if ``layout``, the home's, is given.
+        ``holders``: ranks of the home; 0: weights come for nothing. Two options in one layout move the same, so the better one of
+        them is as good in every plan."""
         call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, [])
         options = [call.options[number] for number in numbers]
-        ways = []
+        rows = []
         for i in best_of([[o.seconds, o.active] for o in options], [o.layout for o in options]):
             one = options[i]
             more, moved = self.problem.moved(call.role, layout, holders, one, near) if holders else (0.0, 0.0)
-            ways.append((one.active + moved, one.seconds + more, numbers[i]))
-        return Steps(ways)
+            rows.append((one.active + moved, one.seconds + more, numbers[i]))
+        return FastestWithin(rows)
 
-    def lent(self, node: int, home: Choice, mesh: RankRange) -> Steps:
-        """Of a call on ``mesh`` whose role rests at ``home``, its weights' move included."""
-        layout = self.problem.home_layout(self.problem.calls[node].role, home) if home.mesh == mesh else None
-        return self._tables(node, mesh.count, home.mesh.count, layout, self.problem.on_one_host(home.mesh, mesh))
+    def lent(self, node: int, home: Choice, ranks: RankRange) -> FastestWithin:
+        """The table of a call on ``ranks`` whose role rests at ``home``. Moving the weights is included."""
+        same, near = home.rank_range == ranks, self.problem.on_one_host(home.rank_range, ranks)
+        layout = self.problem.home_layout(self.problem.calls[node].role, home) if same else None
+        return self._tables(node, ranks.count, home.rank_range.count, layout, near)
 
-    def lent_anywhere(self, node: int, home: Choice | None, size: int) -> Sequence[Steps]:
-        """A table for each way in which a mesh of this size can lie to the home's; without a home as if nothing had to move."""
+    def lent_anywhere(self, node: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
+        """A table for each way in which ``size`` ranks can lie to the home's; without a home as if nothing had to move."""
         if home is None:
             return [self._tables(node, size, 0, None, False)]
-        holders, inside = home.mesh.count, self.problem.on_one_host(home.mesh)
+        holders, inside = home.rank_range.count, self.problem.on_one_host(home.rank_range)
         found = [self._tables(node, size, holders, None, inside and size <= self.problem.local_size)]
         if size == holders:
             layout = self.problem.home_layout(self.problem.calls[node].role, home)
@@ -113,9 +182,8 @@ class Candidates:
         return found
 
 
-def best_of(rows: list[list[float]], kinds: list[Layout]) -> list[int]:
-    """Numbers of the rows that no other of the same kind is at least as good as in all columns (of equal ones the first), by the first
-    column."""
+def best_of(rows: list[list[float]], kinds: list[WeightLayout]) -> list[int]:
+    """Indices of the rows that no other of the same kind matches in all columns (of equal rows the first), by the first column."""
     if not rows:
         return []
     values, kind = np.array(rows), np.array(kinds)
@@ -124,3 +192,50 @@ def best_of(rows: list[list[float]], kinds: list[Layout]) -> list[int]:
     worse = (values[:, None] <= values[None]).all(-1) & (kind[:, None] == kind[None]).all(-1)
     beaten = np.triu(worse, 1).any(0)
     return [int(i) for i in order[~beaten]]
+
+
+def fill(
+    tables: CandidateTables,
+    homes: Mapping[str, RankRange],
+    lent: Mapping[int, RankRange],
+    given: Mapping[str, int] = MappingProxyType({}),
+) -> dict[int, Choice] | None:
+    """Options for the calls of roles whose ranks are given, or None if this way finds none that fit.
+
+    ``lent``: the ranks of calls that may run elsewhere. ``given``: options of some homes. One role comes after the other, the one
+    whose calls take longest first, and gets its fastest option; the roles after it are taken to hold the least that they can.
+    """
+    calls, work, those = tables.problem.calls, {}, {}
+    for role, ranks in homes.items():
+        options = [given[role]] if role in given else tables.homes(role, ranks.count)
+        if not options:
+            return None
+        those[role] = options
+        longest = calls[tables.problem.homes[role]].options[options[0]].seconds
+        work[role] = -longest, min(tables.needs(role, o)[0] for o in options)
+    order = sorted(homes, key=lambda role: (role not in given, work[role]))
+    held: list[tuple[RankRange, float]] = []
+    active: dict[str, float] = {}
+    found: dict[int, Choice] = {}
+    for at, role in enumerate(order):
+        ranks, later = homes[role], [(homes[other], work[other][1]) for other in order[at + 1 :]]
+        for option in those[role]:
+            keeps, active[role] = tables.needs(role, option)
+            all_held = (*held, (ranks, keeps), *later)
+            if all(need <= tables.room(all_held, homes[other]) for other, need in active.items()):
+                break
+        else:
+            return None
+        held.append((ranks, keeps))
+        found |= {node: Choice(ranks, option) for node in tables.problem.tied[role]}
+    for node, ranks in lent.items():
+        home = found[tables.problem.homes[calls[node].role]]
+        option = tables.lent(node, home, ranks).within(tables.room(tuple(held), ranks))[1]
+        if option < 0:
+            return None
+        found[node] = Choice(ranks, option)
+    return found
+
+
+def whole_plan(choices: Mapping[int, Choice]) -> Plan:
+    return tuple(choices[node] for node in sorted(choices))

@@ -1,9 +1,10 @@
-"""The best plan, proved: best first over the homes of roles, which alone hold memory between calls, then branch and bound for the rest.
+"""The best plan, proved: best first over the homes of roles, then branch and bound for the other calls. Pure.
 
-Given all homes, a call that is lent has in each mesh one fastest option that fits beside what is held there, so only times couple
-these calls, and phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) are independent of one another. The bound of
-some homes is the sum over phases of the fewest seconds in which they can be packed if the roles that are not decided see only the
-memory that is left so far. Positions that differ by a symmetry of the cluster are tried once. Pure.
+Only homes hold memory between calls. Given all homes, each lent call has one fastest option on each range of ranks that fits
+beside what is held there. Only times couple these calls then, and the phases of a step
+(:func:`~rlhf_spmd.planner.search.packing.phases`) are independent. The bound of some homes is a sum over phases: the fewest
+seconds in which a phase can be packed if undecided roles see only the memory that is left so far. Positions that differ by a
+symmetry of the cluster are tried once.
 """
 
 from __future__ import annotations
@@ -15,39 +16,38 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 
-from rlhf_spmd.planner.meshes import RankRanges
-from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange
-from rlhf_spmd.planner.search import Found, no_plan
-from rlhf_spmd.planner.search.candidates import Candidates, Held
-from rlhf_spmd.planner.search.filling import fill
-from rlhf_spmd.planner.search.packing import Effort, Fixed, OutOfTimeError, Phase, Table, phases
-from rlhf_spmd.planner.simulate import simulate
+from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, simulate
+from rlhf_spmd.planner.search import SearchResult, no_plan
+from rlhf_spmd.planner.search.candidates import CandidateTables, Held, RankRanges, fill
+from rlhf_spmd.planner.search.packing import Fixed, OutOfTimeError, Phase, SearchBudget, Table, phases
 
 Homes = tuple[Choice, ...]  # of the first roles, in the order of the search
 Parts = tuple[float, ...]  # seconds, a lower bound for each phase
 INFINITE = float("inf")
 
 
-def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> Found:
-    """``limit``: seconds after which the best plan so far is returned with the bound that is proved by then; not before there is one.
-    ``seed`` is not read. Raises NoPlanError where no plan fits."""
+def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult:
+    """Returns the best plan, or after ``limit`` seconds the best plan so far and the bound that is proved by then. It never
+    stops without a plan. ``seed`` is not read. Raises NoPlanError if no plan fits."""
     return _Exact(problem, limit).run()
 
 
 class _Exact:
+    """One search. ``open``: entries (priority, bounds of phases, homes, ranks of the next role's home or None)."""
+
     def __init__(self, problem: Problem, limit: float) -> None:
         self.problem, self.started, self.limit = problem, time.perf_counter(), limit
-        self.meshes, self.ways = RankRanges(problem), Candidates(problem)
-        self.effort = Effort(INFINITE)
-        self.phases = [Phase(problem, nodes, self.meshes, self.effort) for nodes in phases(problem)]
+        self.ranges, self.tables = RankRanges(problem), CandidateTables(problem)
+        self.effort = SearchBudget(INFINITE)
+        self.phases = [Phase(problem, nodes, self.ranges, self.effort) for nodes in phases(problem)]
         self.best = INFINITE
         self.plan: Plan | None = None
         self.roles = sorted(problem.homes, key=lambda role: -problem.least_held[role])
         self.numbers = count()
-        self.tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
+        self.last_free: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Parts, Homes, RankRange | None]] = []
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Deepest first until there is a plan, then best first."""
         if self.problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
             apart = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
@@ -61,13 +61,13 @@ class _Exact:
             self.effort.until = self.started + self.limit
         try:
             while self.open:
-                _, parts, homes, mesh = heapq.heappop(self.open)
+                _, parts, homes, ranks = heapq.heappop(self.open)
                 had = self.plan
                 if had:
                     bound = sum(parts)
                     if bound >= self.best:
                         break
-                self.expand(parts, homes, mesh)
+                self.expand(parts, homes, ranks)
                 if self.plan and not had:
                     self.effort.until = self.started + self.limit
                     waiting, self.open = self.open, []
@@ -80,42 +80,42 @@ class _Exact:
             raise no_plan(self.problem, "")
         bound = min(bound, self.best)
         seconds = time.perf_counter() - self.started
-        return Found(self.plan, self.best, bound, bound == self.best, self.effort.evaluations, seconds)
+        return SearchResult(self.plan, self.best, bound, bound == self.best, self.effort.evaluations, seconds)
 
-    def push(self, parts: Parts, homes: Homes, mesh: RankRange | None) -> None:
-        bound, depth = sum(parts), -2 * len(homes) - (mesh is not None)
+    def push(self, parts: Parts, homes: Homes, ranks: RankRange | None) -> None:
+        bound, depth = sum(parts), -2 * len(homes) - (ranks is not None)
         if bound < self.best:
             first = (bound, depth) if self.plan else (depth, bound)
-            heapq.heappush(self.open, ((*first, next(self.numbers)), parts, homes, mesh))
+            heapq.heappush(self.open, ((*first, next(self.numbers)), parts, homes, ranks))
 
-    def expand(self, parts: Parts, homes: Homes, mesh: RankRange | None) -> None:
+    def expand(self, parts: Parts, homes: Homes, ranks: RankRange | None) -> None:
         if len(homes) == len(self.roles):
             self.finish(parts, homes)
             return
-        if mesh is None:
+        if ranks is None:
             self.complete(parts, homes)
         role = self.roles[len(homes)]
         tied = self.problem.tied[role]
         held, fixed, free = self.held(homes), self.fixed(homes), self.free(homes)
         rest = {node: table for node, table in free.items() if node not in tied}
-        if mesh is None:
-            taken = frozenset(home.mesh for home in homes)
-            for size in self.meshes.of:
-                for place in self.meshes.places(size, taken):
-                    room = self.ways.room(held, place)
-                    best = {node: (place, self.ways.at_home(node, size).within(room)[0]) for node in tied}
+        if ranks is None:
+            taken = frozenset(home.rank_range for home in homes)
+            for size in self.ranges.by_size:
+                for there in self.ranges.distinct(size, taken):
+                    room = self.tables.room(held, there)
+                    best = {node: (there, self.tables.at_home(node, size).within(room)[0]) for node in tied}
                     if raised := self.raised(parts, fixed | best, rest):
-                        self.push(raised, homes, place)
+                        self.push(raised, homes, there)
             return
-        for option in self.ways.homes(role, mesh.count):
-            its = {node: (mesh, self.problem.calls[node].options[option].seconds) for node in tied}
-            more = (*homes, Choice(mesh, option))
+        for option in self.tables.homes(role, ranks.count):
+            its = {node: (ranks, self.problem.calls[node].options[option].seconds) for node in tied}
+            more = (*homes, Choice(ranks, option))
             raised = self.raised(parts, fixed | its, rest) if self.fits(more) else None
             if raised and (raised := self.raised(raised, fixed | its, self.free(more))):
                 self.push(raised, more, None)
 
     def raised(self, parts: Parts, fixed: Fixed, free: Mapping[int, Table]) -> Parts | None:
-        """The bounds of phases for these calls, None where they reach the best plan's seconds."""
+        """The bounds of phases with these calls, or None if they reach the best plan's seconds."""
         found = list(parts)
         for number, phase in enumerate(self.phases):
             budget = self.best - (sum(found) - found[number])
@@ -128,66 +128,70 @@ class _Exact:
         return dict(zip(self.roles, homes, strict=False))
 
     def held(self, homes: Homes) -> Held:
-        return tuple((home.mesh, self.ways.needs(role, home.option)[0]) for role, home in self.decided(homes).items())
+        return tuple((home.rank_range, self.tables.needs(role, home.option)[0]) for role, home in self.decided(homes).items())
 
     def fits(self, homes: Homes) -> bool:
-        held, needs, decided = self.held(homes), self.ways.needs, self.decided(homes)
-        return all(needs(role, home.option)[1] <= self.ways.room(held, home.mesh) for role, home in decided.items())
+        held, needs, decided = self.held(homes), self.tables.needs, self.decided(homes)
+        return all(needs(role, home.option)[1] <= self.tables.room(held, home.rank_range) for role, home in decided.items())
 
     def fixed(self, homes: Homes) -> dict[int, tuple[RankRange, float]]:
         calls, tied = self.problem.calls, self.problem.tied
         at = self.decided(homes).items()
-        return {node: (home.mesh, calls[node].options[home.option].seconds) for role, home in at for node in tied[role]}
+        return {node: (home.rank_range, calls[node].options[home.option].seconds) for role, home in at for node in tied[role]}
 
     def free(self, homes: Homes) -> dict[int, Table]:
-        """Of the calls that are not decided: the fewest seconds on each size of mesh, wherever most memory is left."""
-        if homes in self.tables:
-            return self.tables[homes]
-        rooms, decided = self.ways.most_room(self.held(homes), self.meshes), self.decided(homes)
+        """For each undecided call the fewest seconds on each number of ranks, wherever most memory is left."""
+        if homes in self.last_free:
+            return self.last_free[homes]
+        rooms, decided = self.tables.most_room(self.held(homes), self.ranges), self.decided(homes)
         found = {}
         for node, call in enumerate(self.problem.calls):
             lent = node in self.problem.lent
             if call.role in decided and not lent:
                 continue
             table = []
-            for size in self.meshes.of:
-                steps = self.ways.lent_anywhere(node, decided.get(call.role), size) if lent else [self.ways.at_home(node, size)]
+            for size in self.ranges.by_size:
+                steps = (
+                    self.tables.lent_anywhere(node, decided.get(call.role), size) if lent else [self.tables.at_home(node, size)]
+                )
                 if (seconds := min(one.within(rooms[size])[0] for one in steps)) < INFINITE:
                     table.append((size, seconds))
             found[node] = tuple(table)
-        self.tables = {homes: found}
+        self.last_free = {homes: found}
         return found
 
     def complete(self, parts: Parts, homes: Homes) -> None:
-        """A plan with these homes soon: the others where the packing behind the bound has them, if options fit there."""
-        free, fixed, decided, meshes = self.free(homes), self.fixed(homes), self.decided(homes), dict[int, RankRange]()
+        """Tries a plan with these homes, and the others where the packing behind the bound has them."""
+        free, fixed, decided, ranges = self.free(homes), self.fixed(homes), self.decided(homes), dict[int, RankRange]()
         for phase in self.phases:
-            meshes |= phase.packed(fixed, free)
-        where = {role: decided[role].mesh if role in decided else meshes.get(self.problem.homes[role]) for role in self.roles}
-        placed = {role: mesh for role, mesh in where.items() if mesh and self.ways.homes(role, mesh.count)}
-        found = fill(self.ways, placed, {}, {role: home.option for role, home in decided.items()})
+            ranges |= phase.packed(fixed, free)
+        where = {
+            role: decided[role].rank_range if role in decided else ranges.get(self.problem.homes[role]) for role in self.roles
+        }
+        placed = {role: ranks for role, ranks in where.items() if ranks and self.tables.homes(role, ranks.count)}
+        found = fill(self.tables, placed, {}, {role: home.option for role, home in decided.items()})
         if found and len(placed) == len(self.roles):
             self.finish(parts, tuple(found[self.problem.homes[role]] for role in self.roles))
 
     def finish(self, parts: Parts, homes: Homes) -> None:
-        """All homes are decided: the best plan with them, phase by phase."""
+        """Finds the best plan with these homes, which are all decided, phase by phase."""
         held, decided, calls = self.held(homes), self.decided(homes), self.problem.calls
-        free, fixed, taken = self.free(homes), self.fixed(homes), frozenset(home.mesh for home in homes)
+        free, fixed, taken = self.free(homes), self.fixed(homes), frozenset(home.rank_range for home in homes)
 
         @cache
-        def way(node: int, mesh: RankRange) -> tuple[float, int]:
-            return self.ways.lent(node, decided[calls[node].role], mesh).within(self.ways.room(held, mesh))
+        def fastest(node: int, ranks: RankRange) -> tuple[float, int]:
+            return self.tables.lent(node, decided[calls[node].role], ranks).within(self.tables.room(held, ranks))
 
         found, lent = list(parts), dict[int, RankRange]()
         for number, phase in enumerate(self.phases):
             budget = self.best - (sum(found) - found[number])
-            found[number], meshes = phase.pack(fixed, free, budget, lambda node, mesh: way(node, mesh)[0], taken)
-            if meshes is None:
+            found[number], ranges = phase.pack(fixed, free, budget, lambda node, ranks: fastest(node, ranks)[0], taken)
+            if ranges is None:
                 return
-            lent |= meshes
+            lent |= ranges
         if sum(found) < self.best:
             self.best = sum(found)
             self.plan = tuple(
-                Choice(lent[node], way(node, lent[node])[1]) if node in lent else decided[call.role]
+                Choice(lent[node], fastest(node, lent[node])[1]) if node in lent else decided[call.role]
                 for node, call in enumerate(calls)
             )

@@ -1,4 +1,4 @@
-"""Flattening (APP), and what DeepSpeed-Chat and ReaL's heuristic do: every role on all ranks, in turns."""
+"""Every role on all ranks, in turns: APP's flattening, DeepSpeed-Chat, and ReaL's heuristic."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""APP's interleaving: models that need not wait for each other on disjoint ranks, generation on all of them."""
+"""APP's interleaving: models that do not wait for each other run on disjoint ranks, generation runs on all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rlhf_spmd.controller import Graph
-from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, count_work, generating_calls, part_of, waits
+from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, count_work, generating_calls, share_of, waits
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Trained roles share the ranks out, by ratio or else by work, and so do those that only infer; roles without a model run on all.
+    """Trained roles share all ranks, by ratio or by work, and frozen roles share all ranks, too. Roles without a model run on
+    all.
 
-    Roles of which one trains (or infers) on what the other's training (or inference) made stay together.
+    Roles stay together if one of them trains (or infers) on results of the other's training (or inference).
     """
     traced, found = graph(), dict.fromkeys(roles, cluster.everyone)
     generating, work = generating_calls(traced, roles), count_work(traced, roles)
@@ -20,7 +21,7 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
     for kind in ("train", "infer"):
         names = [role for role, facts in roles.items() if facts.weights and facts.trained == (kind == "train")]
         groups = independent_groups(traced, names, kind)
-        parts = [part_of(group, roles, work) for group in groups]
+        parts = [share_of(group, roles, work) for group in groups]
         for group, ranks in zip(groups, cluster.cut(parts), strict=True):
             found |= dict.fromkeys(group, ranks)
     calls = {call: cluster.everyone for call in generating if found[call.split(".")[0]] != cluster.everyone}
@@ -28,7 +29,7 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
 
 
 def independent_groups(graph: Graph, names: Sequence[str], kind: str) -> list[list[str]]:
-    """``names`` in groups, such that no call of ``kind`` of one group's roles waits for one of another's."""
+    """``names`` in groups so that no call of ``kind`` in one group waits for such a call in another."""
     waited, groups = waits(graph), [[name] for name in names]
     nodes = {name: {i for i, c in enumerate(graph.nodes) if c.role.name == name and c.spec.kind == kind} for name in names}
     for name in names:

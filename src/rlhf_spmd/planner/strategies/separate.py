@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace, generating_calls, part_of
+from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace, generating_calls, share_of
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Half of the ranks each, or by ratio of the generating call or of a role. Raises PlacementError where nothing generates."""
+    """Half of the ranks each, or by ratio of the generating call or of a role. Raises PlacementError if nothing generates."""
     traced = graph()
     generating = generating_calls(traced, roles)
     if not generating:
         raise PlacementError("no call generates of a role that names no pool; use colocate, or placement.pools")
-    calls, rest = cluster.cut([part_of(generating, roles, graph=traced), part_of(roles, roles)])
+    calls, rest = cluster.cut([share_of(generating, roles, graph=traced), share_of(roles, roles)])
     return Assignment(dict.fromkeys(roles, rest), dict.fromkeys(generating, calls))

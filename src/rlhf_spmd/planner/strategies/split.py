@@ -1,15 +1,16 @@
-"""HybridFlow's and NeMo-Aligner's split: the policy and what starts from its weights on one side, all others on the other."""
+"""HybridFlow's and NeMo-Aligner's split: the policy and roles that start from its weights on one side, the rest on the other."""
 
 from __future__ import annotations
 
-from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace, generating_calls, part_of
+from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace, generating_calls, share_of
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """First side: roles that generate (of an algorithm without any, the first that is trained), and those that only infer and start
-    from the same weights. Where the others have no model, these go to the second side. Half of the ranks each, or by ratio.
+    """The first side has the roles that generate (if none does, the first trained role) and the frozen roles that start from the
+    same weights. If the other roles have no model, these frozen roles go to the second side. Each side gets half of the ranks, or
+    its ratio.
 
-    Raises PlacementError where all models are on one side.
+    Raises PlacementError if all models are on one side.
     """
     traced = graph()
     policy = [call.split(".")[0] for call in generating_calls(traced, roles)]
@@ -24,5 +25,5 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
         raise PlacementError(
             f"needs models for two sides, and those that name no pool are {', '.join(first) or 'none'}; use colocate or separate"
         )
-    sides = cluster.cut([part_of(side, roles, graph=traced) for side in (first, second)])
+    sides = cluster.cut([share_of(side, roles, graph=traced) for side in (first, second)])
     return Assignment({role: ranks for side, ranks in zip((first, second), sides, strict=True) for role in side})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, count_work, part_of
+from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, count_work, share_of
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
@@ -14,8 +14,8 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
         work.pop(name, None)
     at_home = {role: None if any(name.startswith(f"{role}.") for name in apart) else traced for role in roles}
     models = [role for role, facts in roles.items() if facts.weights]
-    parts = [part_of([role], roles, work, at_home[role]) for role in models]
-    parts += [part_of([name], roles, graph=traced) for name in apart]
+    parts = [share_of([role], roles, work, at_home[role]) for role in models]
+    parts += [share_of([name], roles, graph=traced) for name in apart]
     found = {part.names[0]: ranks for part, ranks in zip(parts, cluster.cut(parts), strict=True)}
     for producer, consumer, _ in traced.edges():
         maker, reader = traced.nodes[producer], traced.nodes[consumer].role.name

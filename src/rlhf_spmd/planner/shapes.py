@@ -1,4 +1,5 @@
-"""What the cost and memory models know of a model, of a call's rows, and of the ways to run it: counts, no tensors. Pure."""
+"""What the cost and memory models count: a model's sizes, a call's rows, and the settings that it may run with. No tensors.
+Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 
-CHECKPOINTING = ("none", "selective", "full")  # of activations; a choice names them by their index
-
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder in elements. ``queries`` and ``keys``: heads * head_dim of queries and of keys (values alike).
-    ``intermediate``: columns of the MLP that a token meets (of experts, those that it takes, together). ``active``: matrix weights of a
-    layer that a token is multiplied with. ``layer``, ``embed``, ``head``: parameters held, of a layer on average, of the embedding,
-    behind the last layer. ``outputs``: numbers per token that the head makes: the vocabulary, or 1 of a value head."""
+    """Sizes of a decoder in elements.
+
+    ``queries`` and ``keys``: heads * head_dim of queries and of keys; values are like keys. ``intermediate``: columns of the
+    MLP that a token meets, in a mixture of experts those of all its experts. ``active``: matrix weights of a layer that a token
+    is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
+    layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head.
+    """
 
     layers: int
     hidden: int
@@ -43,20 +45,20 @@ class ModelShape:
         return self.layers * self.layer + self.embed + self.head
 
     def stage_params(self, pp: Any, tp: Any) -> Any:
-        """Parameters of the fullest (pipeline stage, tp slice), of arrays alike; small replicated ones count as sliced."""
+        """Parameters of the fullest (pipeline stage, tp slice), for numbers or arrays. Small replicated ones count as sliced."""
         per_stage = np.ceil(self.layers / np.asarray(pp)) * self.layer
         ends = np.where(np.asarray(pp) == 1, self.embed + self.head, max(self.embed, self.embed if self.tied else self.head))
         return (per_stage + ends) / tp
 
 
 def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
-    """Elements of a layer's adapters, on average."""
+    """Elements of the adapters of an average layer."""
     plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.rank else {}
     return sum(float(np.prod(shard.shape)) for name, shard in plan.items() if is_adapter(name)) / spec.num_hidden_layers
 
 
 def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
-    """Elements of a layer's matrices that lie in ``lora.bits``, on average."""
+    """Elements of the matrices of an average layer that are quantized to ``lora.bits``."""
     plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
     matrices = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
     return sum(float(np.prod(plan[name].shape)) for name in matrices) / spec.num_hidden_layers
@@ -64,7 +66,7 @@ def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
 
 @cache
 def shape_of(spec: ModelSpec, head: str) -> ModelShape:
-    """``head``: as of ``models.sharding.plan_params``."""
+    """The sizes of a model with this ``head``, as ``models.sharding.plan_params`` names it."""
     held: dict[str, int] = {}
     for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
         part = name.split(".")[0]
@@ -97,9 +99,11 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """The rows of one call, in ``mini_batches`` optimizer steps per epoch where it trains. ``prompt``: tokens of a prompt, on average.
-    ``responses``: lengths at equally likely quantiles, ascending, so the mean over them is the mean length and the last one the
-    longest. ``group``: rows that have the same prompt."""
+    """The rows of one call, and the optimizer steps (``mini_batches``) of each epoch if it trains.
+
+    ``prompt``: tokens of an average prompt. ``responses``: response lengths at equally likely quantiles, ascending, so their
+    mean is the mean length and the last one is the longest. ``group``: rows that have the same prompt.
+    """
 
     rows: int
     prompt: float
@@ -114,31 +118,34 @@ class Workload:
 
     @property
     def length(self) -> float:
-        """Tokens of a row, on average."""
+        """Tokens of an average row."""
         return self.prompt + self.response
 
     @property
     def longest(self) -> float:
         return self.prompt + self.responses[-1]
 
-    def micro_batches(self, rows: float, choices: Choices) -> tuple[np.ndarray, np.ndarray]:
-        """Of ``rows`` whole rows in all, dealt evenly over dp: (how many of each replica, at least one; tokens of each), [n] both."""
-        own = np.maximum(np.ceil(rows / choices.dp), 1)
-        number = np.ceil(own / np.maximum(choices.micro_tokens // self.length, 1))
+    def micro_batches(self, rows: float, settings: CallSettings) -> tuple[np.ndarray, np.ndarray]:
+        """(micro-batches of each replica, tokens of each), [n] both, if ``rows`` whole rows are dealt evenly over dp."""
+        own = np.maximum(np.ceil(rows / settings.dp), 1)
+        number = np.ceil(own / np.maximum(settings.micro_tokens // self.length, 1))
         return number, own * self.length / number
 
     def computed(self, tokens: np.ndarray) -> np.ndarray:
-        """Of the tokens of a micro-batch, those that go through the layers: rows of a group have their prompt in common."""
+        """Tokens of a micro-batch that go through the layers: rows of a group have their prompt in common."""
         together = np.clip(tokens / self.length, 1, self.group)
         return tokens * (self.response + self.prompt / together) / self.length
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Ways to run a call, one per place of these arrays [n], all of int64. ``micro_tokens``: token budget of a micro-batch.
-    ``zero_size``: ranks of dp that ZeRO shards over, 0 for all. ``checkpointing``: index into CHECKPOINTING. ``sequence_parallel``: 0
-    or 1. Of generation: ``dp`` replicas, ``max_num_seqs`` rows in
-    flight on each, ``graphs`` 1 where decode steps are captured as CUDA graphs."""
+class CallSettings:
+    """Settings of a call that are compared: n alternatives, each field an int64 array [n].
+
+    ``micro_tokens``: token budget of a micro-batch. ``zero_size``: ranks of dp that ZeRO shards over, 0 for all.
+    ``checkpointing``: index into ``models.activations.CHECKPOINTING``. ``sequence_parallel``: 0 or 1. For generation ``dp``
+    counts replicas, ``max_num_seqs`` the rows in flight on each, and ``graphs`` is 1 if decode steps are captured as CUDA
+    graphs.
+    """
 
     pp: np.ndarray
     tp: np.ndarray
@@ -156,12 +163,12 @@ class Choices:
 
     @property
     def size(self) -> np.ndarray:
-        """Ranks."""
+        """Ranks of the layout."""
         return self.pp * self.tp * self.dp
 
     @property
     def dp_shard(self) -> np.ndarray:
-        """Neighbouring ranks of dp that share one copy of what ZeRO shards; 1 without ZeRO."""
+        """Neighbouring ranks of dp that share one copy of what ZeRO shards, 1 without ZeRO."""
         return np.where(self.zero > 0, np.where(self.zero_size > 0, self.zero_size, self.dp), 1)
 
     @property
@@ -169,27 +176,27 @@ class Choices:
         """Copies of the model over dp."""
         return self.dp // self.dp_shard
 
-    def take(self, index: Any) -> Choices:
-        """Those at ``index`` (numbers or a mask), as arrays."""
-        return Choices(*(np.atleast_1d(getattr(self, f.name)[index]) for f in fields(self)))
+    def take(self, index: Any) -> CallSettings:
+        """The alternatives at ``index``, which is numbers or a mask."""
+        return CallSettings(*(np.atleast_1d(getattr(self, f.name)[index]) for f in fields(self)))
 
-    def set(self, **values: Any) -> Choices:
-        """With some fields replaced, numbers for all places alike or arrays [n]."""
+    def set(self, **values: Any) -> CallSettings:
+        """The same alternatives with some fields replaced by numbers or arrays [n]."""
         shape = self.pp.shape
         return replace(self, **{name: np.broadcast_to(np.asarray(x, dtype=np.int64), shape) for name, x in values.items()})
 
     def one(self, index: int) -> dict[str, int]:
-        """One of them by name of the field."""
+        """One alternative, field by field."""
         return {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
 
 
-def choices(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> Choices:
-    """All combinations of (pp, tp, dp) with the values of the other fields; of a field that is not given, one usual value."""
+def call_settings(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> CallSettings:
+    """All combinations of (pp, tp, dp) with the given values of other fields. A field that is not given has one usual value."""
     usual = {"zero": 0, "zero_size": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0}
     usual |= {"max_num_seqs": 256, "graphs": 0}
     values = [options.get(name, (one,)) for name, one in usual.items()]
     rows = [(*layout, *rest) for layout in layouts for rest in product(*values)]
-    return Choices(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)
+    return CallSettings(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)
 
 
 def divisors(number: int) -> list[int]:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from generators import row_of
 from places import ROOT
-from rlhf_spmd.generation.block_allocator import BlockAllocator
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.generation.scheduler import Scheduler, Step
-from rlhf_spmd.generation.sequence import PrefixTable, SequenceState
+from rlhf_spmd.generation.page_allocator import PageAllocator, PrefixTable
+from rlhf_spmd.generation.scheduler import Scheduler
+from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 
 
 class FakeCache:
@@ -30,7 +30,7 @@ class FakeCache:
         self.epoch = 0
         self.begun: dict[int, int] = {}  # the epoch in which each row was admitted last
 
-    def run(self, step: Step) -> None:
+    def run(self, step: ScheduledStep) -> None:
         for source, to in step.copies:
             self.slots.update({(to, i): self.slots[source, i] for i in range(self.page_size) if (source, i) in self.slots})
         known = {}
@@ -69,7 +69,7 @@ class Chaos:
         """``lasts``: length of each row at its end."""
         rng = self.rng
         if rng.random() < self.often:
-            scheduler.forget_prompts()
+            scheduler.forget_prefixes()
             cache.epoch += 1
             self.done["forget"] += 1
         for row in [row for row in rows if not row.ended and rng.random() < self.often]:
@@ -96,10 +96,12 @@ class Chaos:
         row.tokens += text[row.length : row.length + more]
         scheduler.resume(row)
 
-    def look_ahead(self, scheduler: Scheduler, step: Step, texts: list[list[int]]) -> None:
+    def look_ahead(self, scheduler: Scheduler, step: ScheduledStep, texts: list[list[int]]) -> None:
         """As the loop on the device: rows have guessed all of their tokens but the last, and rightly."""
         most = self.rng.randint(2, 5) if self.rng.random() < self.often else 0
-        if most and (tokens := scheduler.look_ahead(step, most)) > 1:
+        if most:
+            scheduler.look_ahead(step, most)
+        if (tokens := step.repeats) > 1:
             for i, item in enumerate(step.work):
                 if not item.decodes:
                     continue
@@ -123,7 +125,7 @@ def draw(row: SequenceState, text: list[int], last: int, stops: bool) -> None:
     row.draft = []
 
 
-def end_rows(scheduler: Scheduler, step: Step) -> None:
+def end_rows(scheduler: Scheduler, step: ScheduledStep) -> None:
     for row in (item.row for item in step.work if item.samples):
         if row.stopped or row.length >= row.limit:
             scheduler.end(row)
@@ -132,14 +134,14 @@ def end_rows(scheduler: Scheduler, step: Step) -> None:
 def run_to_the_end(
     limits: GenerationConfig, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
 ) -> Scheduler:
-    interner = PrefixTable(limits.page_size)
+    prefix_table = PrefixTable(limits.page_size)
     responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     lasts = [len(text) - 3 for text in texts]
     scheduler = Scheduler(limits)
     rows = []
     for i, (prompt, n, stop) in enumerate(zip(prompts, response_lengths, stops, strict=True)):
-        rows.append(row_of(i, prompt, n + (3 if stop else 0), contents=interner.contents(prompt)))
+        rows.append(row_of(i, prompt, n + (3 if stop else 0), prefix_ids=prefix_table.prefix_ids(prompt)))
         scheduler.add(rows[-1])
     cache = FakeCache(limits, texts)
     num_steps = 0
@@ -178,7 +180,7 @@ def run_to_the_end(
         assert num_steps <= sum(row.limit for row in rows), "starvation"
     assert scheduler.pages.num_free == limits.num_pages
     assert [row.length for row in rows] == [lasts[row.index] for row in rows] and all(row.ended for row in rows)
-    assert not scheduler._claimed
+    assert not scheduler._pending_prefixes
     return scheduler
 
 
@@ -248,8 +250,8 @@ def run_ahead(rng: random.Random, most: int) -> Scheduler:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
     )
-    scheduler, interner, cache = Scheduler(limits), PrefixTable(page_size), FakeCache(limits, texts)
-    rows = [row_of(i, prompt, news[i], contents=interner.contents(prompt)) for i, prompt in enumerate(prompts)]
+    scheduler, prefix_table, cache = Scheduler(limits), PrefixTable(page_size), FakeCache(limits, texts)
+    rows = [row_of(i, prompt, news[i], prefix_ids=prefix_table.prefix_ids(prompt)) for i, prompt in enumerate(prompts)]
     for row in rows:
         scheduler.add(row)
     launched: list[list[tuple[SequenceState, int, int]]] = []
@@ -280,7 +282,7 @@ def run_ahead(rng: random.Random, most: int) -> Scheduler:
                     del row.tokens[last:]
                     scheduler.end(row)
             check_pages(scheduler)
-    assert scheduler.pages.num_free == limits.num_pages and not scheduler._claimed
+    assert scheduler.pages.num_free == limits.num_pages and not scheduler._pending_prefixes
     assert [row.length for row in rows] == ends and all(row.ended for row in rows)
     return scheduler
 
@@ -321,17 +323,17 @@ def test_pressure_preempts_and_still_ends() -> None:
 def test_rows_that_cannot_fit_are_refused() -> None:
     scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
     with pytest.raises(ValueError, match="num_pages=2: a row may have up to 10 tokens, which need 3 pages of page_size=4"):
-        scheduler.add(row_of(0, [0] * 5, 5, contents=(0, 1)))
-    scheduler.add(row_of(0, [0] * 5, 4, contents=(0, 1)))  # the last token is never written
+        scheduler.add(row_of(0, [0] * 5, 5, prefix_ids=(0, 1)))
+    scheduler.add(row_of(0, [0] * 5, 4, prefix_ids=(0, 1)))  # the last token is never written
     whole = Scheduler(
         GenerationConfig(page_size=4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, enable_chunked_prefill=False)
     )
     with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
-        whole.add(row_of(0, [0] * 15, 2, contents=(0, 1, 2, 3)))
+        whole.add(row_of(0, [0] * 15, 2, prefix_ids=(0, 1, 2, 3)))
 
 
 def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
-    manager = BlockAllocator(2)
+    manager = PageAllocator(2)
     a, b = manager.allocate(), manager.allocate()
     manager.register(a, 10)
     manager.register(b, 11)
@@ -347,19 +349,17 @@ def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
 
 
 def test_the_schedulers_half_imports_no_torch() -> None:
-    names = ", ".join(("sequence", "page_pool", "scheduler"))
+    names = ", ".join(("sequence", "page_allocator", "scheduler"))
     code = f"import sys; from rlhf_spmd.generation import {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, cwd=ROOT).returncode == 0
 
 
 def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:
     """As a fresh one does: in a cached page that nobody holds, a row of one token may have written over that position."""
-    scheduler, contents = (
-        Scheduler(GenerationConfig(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64)),
-        PrefixTable(4),
-    )
+    scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=8, max_num_seqs=4, max_num_batched_tokens=64))
+    table = PrefixTable(4)
     prompt = [1, 2, 3, 4, 5, 6]
-    first, second = (row_of(i, prompt, 14, contents=contents.contents(prompt)) for i in range(2))
+    first, second = (row_of(i, prompt, 14, prefix_ids=table.prefix_ids(prompt)) for i in range(2))
     scheduler.add(first)
     step = scheduler.schedule()
     first.tokens.append(7)

@@ -1,7 +1,8 @@
-"""Responses to the prompts of one set or several, scored where there is a reward: what ``generate`` and ``evaluate`` share.
+"""Sets of prompts that are answered, and scored if there is a reward: what ``generate`` and ``evaluate`` share.
 
-A row's place is (set, row id), its row id ``prompt number * n + sample``. Draws are keyed by it, so a row is the same in every
-layout, beside any other rows, and in a job that was killed and goes on. Rows that are scored are in the :class:`Journal`.
+A row's place is (set, row id), and its row id is ``prompt number * n + sample``. Draws are keyed by the row id, so a row is the
+same in every layout, beside any other rows, and in a job that was killed and goes on. Finished rows are in the
+:class:`Journal`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import inspect
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,26 +27,25 @@ from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
-from rlhf_spmd.generation import Completion, GenerationConfig, Generator, NotFinite, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
-from rlhf_spmd.generation.stopping import build_ends
-from rlhf_spmd.inference.job import InferenceConfig, LoadedModel, gather_records, not_finite, own_rows
-from rlhf_spmd.inference.journal import Journal
-from rlhf_spmd.inference.loading import build_generator, check_generation, generate_in_parts
+from rlhf_spmd.generation.stopping import build_stop_criteria
+from rlhf_spmd.inference.engine import Engine, check_generation, gather_records
+from rlhf_spmd.inference.job import InferenceConfig, Journal, LoadedModel, not_finite
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.process.rank_consistency import sample_of
+from rlhf_spmd.process.agreement import sample_of
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
 
-Record = tuple[tuple[int, int], dict[str, Any]]  # a row: its place, and what was made for it
+Place = tuple[int, int]  # number of the set, row id
+Record = tuple[Place, dict[str, Any]]  # a row's place and its result
 
 
 @dataclass(frozen=True)
 class AnswerConfig(InferenceConfig):
-    """What ``generate`` and ``evaluate`` both take. The generation layout is ``layout``; ``generation`` holds the other knobs."""
+    """The common configuration of ``generate`` and ``evaluate``. Responses are generated in ``layout``."""
 
     data: QuestionsConfig = field(default_factory=QuestionsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -60,8 +59,13 @@ class AnswerConfig(InferenceConfig):
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Checked prompts. ``given``: as the file has them; ``rows``: as rewards see them; ``limits``: least and most tokens of each
-    prompt's responses; ``errors``: by number, those that are not answered. ``key``: of the reward, for messages."""
+    """Checked prompts.
+
+    - key: the configuration key of the reward, for messages
+    - given: the prompts as the file has them; rows: as rewards see them; prompts: as token ids
+    - limits: least and most tokens of each prompt's responses
+    - errors: by number, the prompts that are not answered and why
+    """
 
     name: str
     key: str
@@ -73,21 +77,19 @@ class PromptSet:
     limits: list[tuple[int, int]]
     errors: dict[int, str]
 
-    def requests(self, mesh: Mesh) -> list[list[Request]]:
-        """This replica's rows, a list for each prompt, so that a prompt is computed once; token counts (at most) balanced over
-        replicas. The longest come first: pages that were made for them have room for all that follow."""
+    def requests(self) -> list[list[Request]]:
+        """``n`` requests for each prompt that is answered, in order."""
         n = self.sampling.n
-        longest = [len(prompt) + n * most for prompt, (_, most) in zip(self.prompts, self.limits, strict=True)]
-        order = sorted(
-            (i for i in own_rows(longest, mesh) if i not in self.errors),
-            key=lambda i: -len(self.prompts[i]) - self.limits[i][1],
-        )
-        return [[Request(i * n + j, i, self.prompts[i], self.limits[i][1], self.limits[i][0]) for j in range(n)] for i in order]
+        return [
+            [Request(i * n + j, i, prompt, most, least) for j in range(n)]
+            for i, (prompt, (least, most)) in enumerate(zip(self.prompts, self.limits, strict=True))
+            if i not in self.errors
+        ]
 
 
 @dataclass(frozen=True)
 class InferJob(LoadedModel):
-    """The checked input of a job. ``keeps_tokens``: rows keep their token ids and log-probs, and not only how many there are."""
+    """The checked input of ``generate`` and ``evaluate``. ``keeps_tokens``: rows keep their token ids and log-probs."""
 
     sets: list[PromptSet]
     journal: Journal
@@ -96,7 +98,7 @@ class InferJob(LoadedModel):
 
     @property
     def alike(self) -> dict[str, str]:
-        """See :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         return {"model, set of prompts or setting": self.journal.job}
 
 
@@ -109,9 +111,9 @@ def check_set(
     reward: RewardConfig,
     model: tuple[ModelSpec, Any],
 ) -> PromptSet:
-    """The rows of a set as what is asked of ``model`` (its architecture and tokenizer). Raises ValueError or DataError, one line.
+    """The prompts of a set for ``model`` (its architecture and tokenizer). Raises ValueError or DataError, one line.
 
-    A prompt that leaves no room in the model's context becomes an error of its own; if all do, that is raised.
+    A prompt that leaves no room in the model's context gets an entry in ``errors``; if none leaves room, DataError is raised.
     """
     spec, tokenizer = model
     encoded = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
@@ -128,7 +130,7 @@ def check_set(
         raise DataError(errors[0])
     limits = [(0, 0) if i in errors else limits_of(row, context - len(prompts[i]), sampling) for i, row in enumerate(rows)]
     where = f"{key.rpartition('reward')[0]}sampling"
-    ends = build_ends(sampling, spec.eos_token_ids, decoding(tokenizer), where)
+    ends = build_stop_criteria(sampling, spec.eos_token_ids, decoding(tokenizer), where)
     sampling.check_ids(spec.vocab_size, ends.token_ids, any(least for least, _ in limits), where)
     longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
@@ -143,7 +145,7 @@ def check_set(
 
 
 def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
-    """Least and most tokens: the row's own limits or the common ones, cut at the end of the model's context."""
+    """Least and most tokens of a response: the row's own limits or the common ones, and at most ``room``. Raises DataError."""
     least, own = response_limits(row)
     most = min(room, own or sampling.max_response_length or room)
     if least > most:
@@ -155,22 +157,24 @@ def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
 
 
 def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
-    """What makes rows the same: the weights, as far as samples of their files tell, the prompts, the settings and the reward
-    function's file. Copies of a model on several nodes give the same."""
+    """A hash of what decides the rows: samples of the weight files, the prompts, the settings and the reward function's file.
+
+    Copies of a model on several nodes give the same hash.
+    """
     source = checkpoint or Path(config.model.path)
     files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
-    said = ("model", "sampling", "reward", "environment", "environments", "pass_score")
-    settings = {key: value for key, value in to_dict(config).items() if key in said}
+    sections = ("model", "sampling", "reward", "environment", "environments", "pass_score")
+    settings = {key: value for key, value in to_dict(config).items() if key in sections}
     asked = [[s.name, s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward), code_of(s)] for s in sets]
     return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
 
 
 def code_of(asked: PromptSet) -> str | None:
-    """A hash of the file that the set's reward function is in; None without one."""
+    """A hash of the file that defines the set's reward function; None without a reward."""
     if asked.reward.function is None:
         return None
     function = inspect.unwrap(asked.reward.bind(asked.key).function)
-    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "func", function)  # a partial
     file = getattr(sys.modules.get(function.__module__), "__file__", None)
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
@@ -178,22 +182,22 @@ def code_of(asked: PromptSet) -> str | None:
 def answer(
     ready: InferJob, world: World, tick: Callable[[], None], write: Callable[[list[list[dict[str, Any]]]], None]
 ) -> str | None:
-    """All responses. On rank 0 ``write`` gets for each set its rows, ``n`` for each prompt in order, as :class:`Answerer` made them
-    (empty for prompts that are not answered); returns there what to tell of the work, elsewhere None.
+    """Generate all responses. Returns a line about the work on rank 0, and None elsewhere.
 
-    Collective over the world: every rank of it must call. Raises FloatingPointError where a log-prob is not finite.
+    On rank 0 ``write`` is called with the rows of each set, ``n`` per prompt in order, as :class:`PromptSetRun` made them. They
+    are empty for prompts that are not answered. Collective over the world: every rank of it must call. Raises
+    FloatingPointError if a log-prob is not finite.
     """
     config, started = ready.config, time.perf_counter()
-    generator = build_generator(ready, world)
-    mesh, backend = generator.mesh, generator.config.attention
+    engine = Engine(ready, world, tick)
     loaded = time.perf_counter()
-    answerers = [Answerer(ready, number, mesh, generator, tick) for number in range(len(ready.sets))]
-    places = {(a.number, request.row_id) for a in answerers if a.leads for group in a.requests for request in group}
-    there = ready.journal.read(places) if places else {}
-    records = [record for answerer in answerers for record in answerer.answer(there)]
-    before = int(world.all.all_reduce(torch.tensor(sum(answerer.num_before for answerer in answerers)), "generate:before"))
+    runs = [PromptSetRun(ready, number, engine) for number in range(len(ready.sets))]
+    places = {(run.number, request.row_id) for run in runs for group in run.groups for request in group}
+    there = ready.journal.read(places) if engine.leads and places else {}
+    records = [record for run in runs for record in run.answer(there)]
+    before = int(world.all.all_reduce(torch.tensor(sum(run.num_before for run in runs)), "generate:before"))
     gathered = gather_records(world, records, "generate:results")
-    said = None
+    line = None
     if gathered is not None:
         rows: list[list[dict[str, Any]]] = [[{} for _ in s.prompts for _ in range(s.sampling.n)] for s in ready.sets]
         for (number, row_id), row in gathered:
@@ -201,91 +205,96 @@ def answer(
         write(rows)
         num_tokens = sum(row["length"] for _, row in gathered)
         seconds = time.perf_counter() - loaded
-        missing = sum(len(s.errors) for s in ready.sets)
-        said = f"{counted(len(gathered), 'response')}, {counted(num_tokens, 'token')} in {seconds:.1f} s "
-        said += f"({num_tokens / seconds:.0f} tokens/s; {loaded - started:.1f} s to load) on {ready.layout}, "
-        said += f"{counted(config.threads, 'thread')}, attention {backend}: {config.out}"
-        said += f"; {before} of them were there from an earlier start" if before else ""
-        first = next((error for s in ready.sets for error in s.errors.values()), "")
-        said += f"; {counted(missing, 'prompt')} not answered, the first: {first}" if missing else ""
+        line = f"{counted(len(gathered), 'response')}, {counted(num_tokens, 'token')} in {seconds:.1f} s "
+        line += f"({num_tokens / seconds:.0f} tokens/s; {loaded - started:.1f} s to load) on {ready.layout}, "
+        line += f"{counted(config.threads, 'thread')}, attention {engine.generator.config.attention}: {config.out}"
+        line += f"; {before} of them were there from an earlier start" if before else ""
+        errors = [error for s in ready.sets for error in s.errors.values()]
+        line += f"; {counted(len(errors), 'prompt')} not answered, the first: {errors[0]}" if errors else ""
     world.all.barrier("generate:written")
     if world.rank == 0:
         ready.journal.remove()
-    return said
+    return line
 
 
-class Answerer:
-    """One set's rows on one replica: asked for, made, scored and written down as they end."""
+class PromptSetRun:
+    """One set's rows on one replica: generated, scored and written to the journal as they end.
 
-    def __init__(self, ready: InferJob, number: int, mesh: Mesh, generator: Generator, tick: Callable[[], None]) -> None:
-        self.ready, self.number, self.mesh, self.generator, self.tick = ready, number, mesh, generator, tick
+    ``groups``: the requests of each prompt that this replica answers; ``num_before``: responses that an earlier start had made.
+    """
+
+    def __init__(self, ready: InferJob, number: int, engine: Engine) -> None:
+        self.ready, self.number, self.engine = ready, number, engine
         self.set = ready.sets[number]
-        self.requests = self.set.requests(mesh)
-        self.leads = mesh.replica.rank == 0
-        self.runner: RewardRunner | None = None
-        self.told = False  # of the first call of the reward that failed
-        self.num_before = 0  # responses that were there from an earlier start
+        groups = self.set.requests()
+        self.groups = [groups[i] for i in engine.own_groups(groups)]
+        self.scorer = RewardScorer(self.set, engine.tick)
+        self.num_before = 0
 
-    def answer(self, before: Mapping[tuple[int, int], dict[str, Any]]) -> list[Record]:
-        """((set, row id), row) of this replica's rows, on its first rank; nothing elsewhere. ``before``: those of earlier starts.
+    def answer(self, before: Mapping[Place, dict[str, Any]]) -> list[Record]:
+        """The records of this replica's rows on its first rank, and none elsewhere. ``before``: those of earlier starts.
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        n = self.set.sampling.n
-        there = [group for group in self.requests if all((self.number, request.row_id) in before for request in group)]
+        n, engine = self.set.sampling.n, self.engine
+        there = [group for group in self.groups if all((self.number, request.row_id) in before for request in group)]
         self.num_before = n * len(there)
-        done = set(self.mesh.replica.broadcast_json([group[0].group_id for group in there], "generate:done"))
+        done = set(engine.mesh.replica.broadcast_json([group[0].group_id for group in there], "generate:done"))
         records = [((self.number, request.row_id), before[self.number, request.row_id]) for group in there for request in group]
-        waiting = deque(group for group in self.requests if group[0].group_id not in done)
+        waiting = [group for group in self.groups if group[0].group_id not in done]
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
         scored: Future[list[Record]] | None = None
+        environments = None
+        if self.ready.environments:
+            rows = {request.row_id: self.set.rows[request.group_id] for group in waiting for request in group}
+            environments = Environments(self.ready.environments, rows, self.ready.tokenizer, self.ready.config.data)
         try:
-            with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are made meanwhile
-                for completions in self._generate(waiting):
+            with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are generated meanwhile
+                for completions in engine.complete(waiting, self.set.sampling, self.set.sampling.seed, environments):
                     for completion in completions:
                         begun.setdefault(completion.row_id // n, []).append(completion)
-                    ended = [begun.pop(number) for number in [number for number, its in begun.items() if len(its) == n]]
-                    if self.leads and ended:
+                    ended = [
+                        begun.pop(prompt) for prompt in [prompt for prompt, responses in begun.items() if len(responses) == n]
+                    ]
+                    if engine.leads and ended:
                         records += scored.result() if scored else []
-                        taken = [completion for its in ended for completion in sorted(its, key=lambda c: c.row_id)]
+                        taken = [completion for group in ended for completion in sorted(group, key=lambda c: c.row_id)]
                         scored = pool.submit(self._write_down, taken)
                 records += scored.result() if scored else []
-                if self.runner is not None:
-                    self.runner.close()  # its processes end with the thread that started them
+                self.scorer.close()  # its processes end with the thread that started them
         except NotFinite as error:
-            row = error.row_id // self.set.sampling.n
+            row = error.row_id // n
             raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
-        return records if self.leads else []
-
-    def _generate(self, waiting: deque[list[Request]]) -> Iterator[list[Completion]]:
-        """The completions as they end. Rows that environments extend or that change replicas end together."""
-        sampling, config = self.set.sampling, self.ready.config.generation
-        known = self.ready.environments
-        if known or (config.rebalance_steps and self.ready.layout.dp > 1):
-            requests = [request for group in waiting for request in group]
-            environments = None
-            if known and requests:
-                rows = {request.row_id: self.set.rows[request.group_id] for request in requests}
-                environments = Environments(known, rows, self.ready.tokenizer, self.ready.config.data)
-            yield self.generator.generate(requests, sampling, sampling.seed, 0, self.tick, environments)
-            return
-        yield from generate_in_parts(self.generator, waiting, sampling, sampling.seed, self.tick)
+        return records if engine.leads else []
 
     def _write_down(self, completions: Sequence[Completion]) -> list[Record]:
-        """Scored and in the journal; on the thread that the reward's processes belong to."""
+        """Score ``completions`` and write them to the journal, on the thread that the reward's processes belong to."""
         rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
         if self.set.reward.function is not None:
             prompts = [self.set.rows[completion.row_id // self.set.sampling.n] for completion in completions]
             ids = [completion.token_ids for completion in completions]
             texts = decode(self.ready.tokenizer, ids)
-            for row, text, score in zip(rows, texts, self._score(prompts, texts, ids), strict=True):
+            for row, text, score in zip(rows, texts, self.scorer.score(prompts, texts, ids), strict=True):
                 row |= {"response": text, "score": score}
         made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
         self.ready.journal.append(made)
         return made
 
-    def _score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[float | None]:
-        """None for rows that the reward does not score. Raises RewardError as training does, taking these rows for a step."""
+
+class RewardScorer:
+    """Scores the responses of ``prompt_set`` as training does, taking those of one call for a step."""
+
+    def __init__(self, prompt_set: PromptSet, tick: Callable[[], None]) -> None:
+        self.set, self.tick = prompt_set, tick
+        self.runner: RewardRunner | None = None
+        self.reported = False  # the first failure of the reward
+
+    def close(self) -> None:
+        if self.runner is not None:
+            self.runner.close()
+
+    def score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[float | None]:
+        """The scores of responses; None for rows that the reward does not score. Raises RewardError."""
         reward = self.set.reward
         scores: list[float | None] = [None] * len(texts)
         chosen = [i for i, row in enumerate(prompts) if reward.chooses(row)]
@@ -303,17 +312,17 @@ class Answerer:
         rows = f"the set {self.set.name!r}" if self.set.name else "the rows"
         rows = f"{rows} so far" if first_step else rows
         check_failures(reward, self.set.key, failed, len(chosen), error, first_step, rows=rows)
-        if failed and not self.told:
-            told = f"{self.set.key}.function {reward.function!r} failed; {self.set.key}.{reward.after_failure}"
-            print(f"{told}: {error}", file=sys.stderr)
-            self.told = True
+        if failed and not self.reported:
+            action = f"{self.set.key}.function {reward.function!r} failed; {self.set.key}.{reward.after_failure}"
+            print(f"{action}: {error}", file=sys.stderr)
+            self.reported = True
         for i, score in zip(chosen, result.scores, strict=True):
             scores[i] = None if score is None else reward.weight * score
         return scores
 
 
 def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
-    """What only the replica knows of a row."""
+    """A completion as JSON. ``keeps_tokens``: with its token ids and log-probs, not only their number."""
     row: dict[str, Any] = {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
     if not keeps_tokens:
         return row

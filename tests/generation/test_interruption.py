@@ -71,7 +71,9 @@ def test_whole_groups_leave_before_the_call_ends(path: str, changes: dict[str, A
     requests, number = ragged_requests(num_prompts=7, samples=3), 4
     sent: list[list[Completion]] = []
     wanted = {c.row_id: c for c in build(path, **changes).generate(requests, PENALISED, 1, 2)}
-    found = build(path, **changes).generate(requests, PENALISED, 1, 2, portions=FinishedGroups(requests, number, sent.append))
+    found = build(path, **changes).generate(
+        requests, PENALISED, 1, 2, finished_groups=FinishedGroups(requests, number, sent.append)
+    )
     assert_same(found, list(wanted.values()))
     assert 1 < len(sent) < number
     for portion in sent:
@@ -139,7 +141,7 @@ def test_interrupted_rows_come_out_as_if_never_interrupted(
         assert (a.top_log_probs is None) == (b.top_log_probs is None)
         if a.top_log_probs is not None and b.top_log_probs is not None:
             assert all(map(torch.equal, a.top_log_probs, b.top_log_probs))
-    assert generator._lanes is None and not generator.kept
+    assert generator._micro_batches is None and not generator.kept
 
 
 def test_pages_are_kept_under_the_same_weights_only(path: str) -> None:
@@ -247,10 +249,10 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
         found += generator.generate_until(fresh, PENALISED, 3, 5, GenerationLimits(steps=7), version=1)
         computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
         fresh = []
-        pool = generator._lanes.lanes[0].cache if generator._lanes is not None else None
+        pool = generator._micro_batches.micro_batches[0].cache if generator._micro_batches is not None else None
         if pool is None:
             break
-        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._lanes.lanes[0].scheduler.pages.used)
+        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._micro_batches.micro_batches[0].scheduler.pages.used)
         generator.before_training()
         given_back = whole - live_bytes()
         if kv_cache == "keep":
@@ -261,7 +263,7 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
         computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
     assert_same(sorted(found, key=lambda c: c.row_id), wanted)
     assert computed <= sum(len(r.prompt_ids) for r in requests) + sum(len(c.token_ids) for c in found)  # no token twice
-    assert generator._lanes is None and live_bytes() < before + 100_000
+    assert generator._micro_batches is None and live_bytes() < before + 100_000
 
 
 def test_rows_go_on_from_what_older_weights_computed(path: str, other: str) -> None:

@@ -1,0 +1,315 @@
+"""Records of calls: what each takes, what it made, where the data lie; and the dataflow graph that they form.
+
+Records are bookkeeping, the same on every rank. The data stay with the :class:`CallRecord` on the ranks that made them, as long as
+something refers to it: a variable of the script until the step ends, or longer if the script keeps one (``data.kept``). A record
+also keeps alive the calls whose token counts placed its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlhf_spmd.controller.protocols import GroupShape, Protocol, ProtocolRanks, ResourcePool
+from rlhf_spmd.controller.rows import Partition, PartitionSpec, RowIndex, RowPart
+from rlhf_spmd.controller.signature import PROMPT, MethodSpec
+from rlhf_spmd.data.batch import Batch
+
+_serial = count()
+
+
+class Role:
+    """What the controller knows about a role: its pool, its shape, and hooks around its calls. Every rank has the same object.
+
+    - ``unused``: optional input fields that this role does not take. ``absent``: optional output fields that it does not make.
+    - ``weight_sources``: ranks that send it weights before each call.
+    - ``prefetches``: whether :meth:`prefetch` does anything.
+    - ``streams_rollouts``: whether its generate calls hand over rows as they end (``controller.rollout_streamer``).
+    """
+
+    unused: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+    weight_sources: tuple[int, ...] = ()
+    prefetches = False
+    streams_rollouts = False
+
+    def __init__(self, name: str, pool: ResourcePool, shape: GroupShape, speeds: Sequence[float] = ()) -> None:
+        assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
+        self.name, self.pool, self.shape = name, pool, shape
+        self.members: Callable[[Protocol], ProtocolRanks] = cache(lambda one: ProtocolRanks(one, shape, pool, speeds))
+
+    def enter(self, call: CallRecord) -> None:
+        """Runs before each call of this role: on every rank of the world, in program order."""
+
+    def leave(self, call: CallRecord) -> None:
+        """Runs after each call of this role: on every rank of the world, in program order."""
+
+    def prefetch(self) -> None:
+        """Runs on members before the call that precedes this role's next one on this rank, if both were traced."""
+
+    def starts_early(self, method: str) -> bool:
+        """True if calls of ``method`` may start on whole groups while a generate call on the same rank goes on. They need no model.
+
+        The same on every rank.
+        """
+        return False
+
+    def start_early(self, rows: Batch, ranks: int) -> None:
+        """Start the next call of a method that :meth:`starts_early` on these whole groups. ``ranks`` ranks share the rows.
+
+        Runs between steps of generation, so it must return at once, as must :meth:`continue_early`, which follows each step.
+        """
+
+    def continue_early(self) -> None:
+        """Go on with what was started."""
+
+    def drop_early(self) -> None:
+        """Forget what was started: its call will not come."""
+
+
+@dataclass(eq=False)
+class ReplicatedBatch:
+    """Data that every rank holds in full, before all calls."""
+
+    data: Batch
+    seq: int = -1
+    node: int = -1
+    serial: int = field(default_factory=_serial.__next__)
+
+    def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Tokens in field ``name`` of the rows ``ids``."""
+        return _values_at(self.data.row_ids.numpy(), self.data[name].lengths.numpy(), ids)
+
+
+@dataclass(eq=False, slots=True)
+class FieldShard:
+    """Rows of a field that one producer made.
+
+    ``at`` int64: their positions in the reference; ``ids`` int64: their row ids at the producer.
+    """
+
+    producer: ReplicatedBatch | CallRecord
+    name: str
+    at: np.ndarray
+    ids: np.ndarray
+
+    def same(self, other: FieldShard) -> bool:
+        """True if both are the same data, under whatever name."""
+        pairs = (self.at, other.at), (self.ids, other.ids)
+        is_one = self.producer is other.producer and self.name == other.name
+        return is_one and all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
+
+
+@dataclass(eq=False)
+class CallInput:
+    """What a call takes from one reference: ``fields`` (name here -> shards) of ``rows``, partitioned by ``cut``.
+
+    ``tokens``: the token fields whose lengths balance the parts. ``shares``: what comes from each producer for the same rows, in
+    program order, as a shard and its names (name here -> name there). ``counts_key``: identifies the token counts.
+    ``length_makers``: the calls whose token counts the partition needs. All are plain attributes, because a script makes one for
+    each call and reads it several times.
+    """
+
+    rows: RowIndex
+    fields: Mapping[str, tuple[FieldShard, ...]]
+    tokens: tuple[FieldShard, ...]
+    cut: PartitionSpec
+    shares: list[tuple[FieldShard, dict[str, str]]] = field(default_factory=list)
+    _partition: Partition | None = None
+
+    def __post_init__(self) -> None:
+        if self.fields and not self.shares:
+            self.shares = _shares(self.fields)
+        self.counts_key: Hashable = tuple(
+            [(shard.producer.serial, shard.name, _rows_key(shard, self.rows)) for shard in self.tokens]
+        )
+        self.length_makers: list[CallRecord] = []
+        if self.cut.num_parts > 1 and self.cut not in self.rows.fixed_parts:
+            self.length_makers = [shard.producer for shard in self.tokens if isinstance(shard.producer, CallRecord)]
+
+    @property
+    def partition(self) -> Partition:
+        """May wait for token counts that other ranks make."""
+        if self._partition is None:
+            self._partition = self.rows.partition(self.cut, self.counts_key, self._count)
+        return self._partition
+
+    def _count(self) -> np.ndarray:
+        """int64 [2, rows]: all tokens, and those of the prompt, which a group shares.
+
+        The second row is 0 where only prompts count: those rows are still to grow.
+        """
+        found = np.zeros((2, len(self.rows)), dtype=np.int64)
+        for shard in self.tokens:
+            lengths = shard.producer.lengths(shard.name, shard.ids)
+            found[0, shard.at] += lengths
+            found[1, shard.at] += lengths if shard.name == PROMPT else 0
+        if all(shard.name == PROMPT for shard in self.tokens):
+            found[1] = 0
+        found[0] += not self.tokens
+        return found
+
+    def part(self, index: int) -> RowPart:
+        return self.partition.part(index)
+
+    def made_calls(self) -> list[tuple[CallRecord, np.ndarray]]:
+        """For each share that a call makes: the call, and the ids of its rows there."""
+        return [(shard.producer, shard.ids) for shard, _ in self.shares if isinstance(shard.producer, CallRecord)]
+
+    def forget(self) -> None:
+        """Release what came in, once the call has ended."""
+        self.fields, self.shares = {}, []
+
+
+def _rows_key(shard: FieldShard, rows: RowIndex) -> int:
+    """Identifies which rows of its producer a shard has at which of ``rows``; 0: exactly these rows."""
+    if shard.ids is rows.row_ids or (len(shard.at) == len(rows) and np.array_equal(shard.ids, rows.row_ids)):
+        return 0
+    return hash((shard.at.tobytes(), shard.ids.tobytes()))
+
+
+def _shares(fields: Mapping[str, tuple[FieldShard, ...]]) -> list[tuple[FieldShard, dict[str, str]]]:
+    found: dict[tuple[int, int, int], tuple[FieldShard, dict[str, str]]] = {}
+    for name, shards in fields.items():
+        for shard in shards:
+            its_rows = id(shard.producer), id(shard.at), id(shard.ids)
+            found.setdefault(its_rows, (shard, {}))[1][name] = shard.name
+    return sorted(found.values(), key=lambda share: share[0].producer.seq)
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """One call: its inputs and results, and on the ranks that hold them, the data.
+
+    - ``seq``: the call's number in the run, the same on every rank; -1 in a trace. ``node``: its place in the graph of its script.
+    - ``version``: of the role's weights, counted in calls that trained it.
+    - ``read_lengths``: returns the token counts that the call made, possibly after waiting for other ranks.
+    - ``lengths_sent_to``: the ranks to which its token counts were sent. ``row_lengths``: the counts, once this rank knows them.
+    - ``site``: in a trace, the line of the script. ``in_portions``: it can take its rows while they are generated.
+    """
+
+    seq: int
+    node: int
+    role: Role
+    spec: MethodSpec
+    name: str
+    outputs: tuple[str, ...]
+    inputs: list[CallInput]
+    args: tuple[Any, ...]
+    version: int
+    read_lengths: Callable[[CallRecord], np.ndarray]
+    data: Batch | None = None
+    values: Any = None
+    lengths_sent_to: set[int] = field(default_factory=set)
+    row_lengths: np.ndarray | None = None
+    serial: int = field(default_factory=_serial.__next__)
+    site: str = ""
+    in_portions: bool = False
+
+    def __post_init__(self) -> None:
+        self.members: ProtocolRanks = self.role.members(self.spec.protocol)
+
+    @property
+    def rows(self) -> RowIndex | None:
+        return self.inputs[0].rows if self.inputs else None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all references together."""
+        return sum(len(its.rows) for its in self.inputs)
+
+    @property
+    def num_chunks(self) -> int:
+        """Mini-batches, that is optimizer steps, in each epoch of a train call."""
+        return self.inputs[0].cut.num_chunks if self.inputs else 1
+
+    @property
+    def epochs(self) -> int:
+        return self.inputs[0].cut.epochs if self.inputs else 1
+
+    def keep(self, result: Any, index: int, rank: int) -> None:
+        """Store what the body returned on ``rank`` for part ``index``."""
+        data, self.values = result if isinstance(result, tuple) else (result, None)
+        if isinstance(data, Batch):
+            part, ids = self.inputs[0].part(index), data.row_ids
+            missing = set(self.outputs) - set(data.fields)
+            is_holder = bool(missing) and rank in self.members.holders(index)
+            assert not (is_holder and len(data)), f"{self.name} declares {sorted(missing)}, but did not return it"
+            same = ids is part.row_ids or torch.equal(ids, part.row_ids)
+            some = self.spec.kind == "generate" and bool(torch.isin(ids, part.row_ids).all()) and bool((ids.diff() > 0).all())
+            assert same or some, f"{self.name} returned other rows than it got, or in another order"
+            self.data = data
+        elif data is not None:
+            self.values = data
+
+    def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Tokens in field ``name`` of the rows ``ids``; may wait for the ranks that made them."""
+        assert name == self.spec.lengths_of, (
+            f"{self.name} makes token field {name!r}, but declares lengths_of={self.spec.lengths_of!r}"
+        )
+        return _values_at(self.inputs[0].rows.row_ids, self.read_lengths(self), ids)
+
+    def parts_of(self, ids: np.ndarray) -> np.ndarray:
+        """The part of this call that made each of the rows ``ids``, int64."""
+        own = self.inputs[0]
+        return _values_at(own.rows.row_ids, own.partition.parts[0], ids)
+
+
+def _values_at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """``values`` of the rows ``ids``; ``row_ids`` ascend."""
+    if row_ids is ids:
+        return values
+    found = np.searchsorted(row_ids, ids)
+    assert np.array_equal(row_ids[np.minimum(found, len(row_ids) - 1)], ids), "rows that the call did not make"
+    return values[found]
+
+
+class CallStats(NamedTuple):
+    """A call that a script has made, without its data. ``num_rows``: of all its references together."""
+
+    role: str
+    kind: str
+    num_rows: int
+    epochs: int
+
+
+@dataclass
+class Graph:
+    """The dataflow of one step, traced from the algorithm's own script.
+
+    ``nodes``: the traced calls; a call's ``node`` is its place here. ``returned``: the calls that the script returned.
+    """
+
+    nodes: list[CallRecord] = field(default_factory=list)
+    returned: list[CallRecord] = field(default_factory=list)
+
+    def edges(self) -> list[tuple[int, int, tuple[str, ...]]]:
+        """(producer node, consumer node, fields), in program order. Sources and calls of earlier scripts are no producers."""
+        found: dict[tuple[int, int], dict[str, None]] = {}
+        for call in self.nodes:
+            for name, shards in (item for its in call.inputs for item in its.fields.items()):
+                for maker in (shard.producer for shard in shards):
+                    if 0 <= maker.node < len(self.nodes) and self.nodes[maker.node] is maker:
+                        found.setdefault((maker.node, call.node), {})[name] = None
+        return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]
+
+    def consumers(self) -> dict[int, list[CallRecord]]:
+        """Node -> the calls that read what it makes, in program order."""
+        found: dict[int, list[CallRecord]] = {}
+        for producer, consumer, _ in self.edges():
+            found.setdefault(producer, []).append(self.nodes[consumer])
+        return found
+
+    def to_json(self) -> dict[str, object]:
+        nodes = [
+            {"call": call.name, "kind": call.spec.kind, "site": call.site, "outputs": call.outputs}
+            | {"ranks": call.role.pool.ranks, "rows": call.num_rows, "mini_batches": call.num_chunks, "epochs": call.epochs}
+            for call in self.nodes
+        ]
+        return {"nodes": nodes, "edges": [{"from": a, "to": b, "fields": list(fields)} for a, b, fields in self.edges()]}

@@ -1,0 +1,95 @@
+"""Which row owns which page of the KV cache, and which page holds which part of a prompt.
+
+A page is free when no row refers to it. A free page keeps its content, and can be used again for the same prompt, until it is
+handed out; the page that was freed first is handed out first. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class PageAllocator:
+    """Reference counts of ``num_pages`` pages, a free list, and the prompt prefix that each page holds."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._references = [0] * num_pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._page_of: dict[int, int] = {}  # prefix id -> page
+        self._prefix_of: dict[int, int] = {}  # page -> prefix id
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> list[int]:
+        """Pages that rows refer to."""
+        return [page for page, count in enumerate(self._references) if count]
+
+    def forget_prefixes(self) -> None:
+        """From now on no page is found by its content."""
+        self._page_of.clear()
+        self._prefix_of.clear()
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def find(self, prefix_id: int) -> int | None:
+        """The page that holds the end of this prefix, in use or free."""
+        return self._page_of.get(prefix_id)
+
+    def allocate(self) -> int:
+        """A free page, whose content is forgotten. The caller has checked ``num_free``."""
+        assert self._free, "allocate from an empty free list"
+        page, _ = self._free.popitem(last=False)
+        prefix_id = self._prefix_of.pop(page, None)
+        if prefix_id is not None:
+            del self._page_of[prefix_id]
+        self._references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Add a reference; a free page comes into use again."""
+        if self._references[page] == 0:
+            del self._free[page]
+        self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop a reference to each page. Of those that become free, the first is handed out first."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} released once too often"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free[page] = None
+
+    def register(self, page: int, prefix_id: int) -> None:
+        """Note that ``page`` holds the end of this prefix, unless another page that holds it is known already."""
+        assert self._references[page] > 0, f"page {page} is free and cannot be given content"
+        if prefix_id not in self._page_of:
+            assert page not in self._prefix_of, f"page {page} already holds other content"
+            self._page_of[prefix_id] = page
+            self._prefix_of[page] = prefix_id
+
+
+class PrefixTable:
+    """Numbers the prefixes of prompts, one per page: equal prefixes get equal ids. This addresses content exactly, without hashes.
+
+    A prompt of n tokens is cut into (n - 1) // page_size full pages and a tail of 1 .. page_size tokens. The tail holds the last
+    prompt token, which every row computes by itself to get its first logits. Hence full pages are shared, and tails copied.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def prefix_ids(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """The id of the prefix that ends with each page of the prompt."""
+        parent, found = -1, []
+        for start in range(0, len(prompt_ids), self.page_size):
+            key = (parent, tuple(prompt_ids[start : start + self.page_size]))
+            parent = self._ids.setdefault(key, len(self._ids))
+            found.append(parent)
+        return tuple(found)

@@ -1,0 +1,155 @@
+"""The engine under ``LLM``, ``generate``, ``evaluate`` and ``serve``: a loaded model and what all of them do with it.
+
+Groups of rows are dealt to the replicas, generated so many at a time as keep the generator busy, and their results gathered.
+``score`` deals and gathers its rows by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.config.schema import counted
+from rlhf_spmd.data.balance import partition_by_tokens
+from rlhf_spmd.data.tokenizer import decoding
+from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.backends import choose_backend
+from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.generation.pipeline_channels import connect_channels
+from rlhf_spmd.inference.job import LoadedModel, ModelConfig, base_directory, load_from_checkpoint
+from rlhf_spmd.kernels.devices import total_bytes
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import kv_heads_of
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.parallel.layout import Layout, LayoutConfig
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.world import Launch, World, choose_device
+
+IN_FLIGHT = 8  # the generator has this times generation.max_num_seqs rows: a call builds a runner, and should be worth it
+HANDED_OUT = 0.5  # the share of groups after whose end a call returns and others follow, so that it never lacks rows
+HANDED_OUT_S = 60.0  # seconds after which it returns in any case
+
+
+def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None:
+    """Raises ValueError for settings of training, for what ``layout`` says here, and for what the device cannot do."""
+    for axis in ("pp", "tp"):
+        if getattr(generation, axis) != 1:
+            raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
+    usual = GenerationConfig()
+    for key in ("engine", "buffers", "overlap", "exact", "kv_cache"):
+        if (value := getattr(generation, key)) != getattr(usual, key):
+            raise ValueError(f"generation.{key}={value}: nothing is trained here; leave it out")
+    if layout.zero:
+        raise ValueError(f"layout.zero={layout.zero}: nothing is trained here; allowed is 0")
+    if layout.vpp != 1:
+        raise ValueError(f"layout.vpp={layout.vpp}: generation does not interleave stages; allowed is 1")
+    if layout.sequence_parallel:
+        raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
+    generation.check_device("generation")
+
+
+def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
+    """Raises ValueError if the device has not even the memory for ``num_pages`` (at least one), or there is no device."""
+    device, pages = choose_device(launch), generation.num_pages or 1
+    heads, layers = len(kv_heads_of(spec, 0, layout.tp)), -(-spec.num_hidden_layers // layout.pp)
+    token = 2 * layers * heads * spec.head_dim * model.torch_dtype(device).itemsize
+    needed = pages * generation.page_size * token  # some backends' pages are larger
+    there = total_bytes(device, launch.local_size)
+    if needed > there:
+        raise ValueError(
+            f"generation.num_pages={generation.num_pages} and page_size={generation.page_size}: a rank needs "
+            f"{needed / 2**30:.1f} GiB for {counted(pages, 'page')}, and its device has {there / 2**30:.1f}; lower them"
+        )
+
+
+def build_generator(ready: LoadedModel, world: World) -> Generator:
+    """The generator of ``ready``, with its weights. The configuration has ``generation``.
+
+    Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
+    """
+    config, layout = ready.config, ready.layout
+    mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
+    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device)
+    if (directory := base_directory(config.model.path, ready.checkpoint)) is not None:
+        load_pretrained(decoder, directory)
+    held = RoleState(decoder.shards, dict(decoder.named_parameters()))
+    load_from_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
+    backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
+    generation = replace(config.generation, attention=backend)
+    ends, size = ready.spec.eos_token_ids, world.launch.local_size
+    generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)
+    mesh.tp.meet(world.device)
+    connect_channels(mesh, world.device)
+    # before any rank generates: the others must not wait in a collective for one that cannot load its weights
+    world.all.barrier("generate:loaded")
+    return generator
+
+
+class Engine:
+    """A loaded model on all ranks of ``world``. ``tick`` is called after each step of the generator.
+
+    Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
+    """
+
+    def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+        self.world, self.tick = world, tick
+        self.generator = build_generator(ready, world)
+        self.mesh = self.generator.mesh
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank answers for its replica, whose ranks all have the same completions."""
+        return self.mesh.replica.rank == 0
+
+    def own_groups(self, groups: Sequence[Sequence[Request]]) -> list[int]:
+        """The numbers of the groups that this replica generates; tokens are balanced over replicas. Local.
+
+        The longest rows come first: pages that are allocated for them have room for all that follow.
+        """
+        tokens = [len(group[0].prompt_ids) + sum(request.max_new_tokens for request in group) for group in groups]
+        rows = [len(group[0].prompt_ids) + max(request.max_new_tokens for request in group) for group in groups]
+        return sorted(own_rows(tokens, self.mesh), key=lambda i: -rows[i])
+
+    def complete(
+        self,
+        groups: Iterable[Sequence[Request]],
+        sampling: SamplingConfig,
+        seed: int,
+        environments: Environments | None = None,
+    ) -> Iterator[list[Completion]]:
+        """The completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
+
+        Rows with environments, and rows that move between replicas, end together. Collective over the replica, with
+        ``rebalance_steps`` over the world: every rank of it must call, in program order, a replica's with the same arguments.
+        """
+        generator, waiting = self.generator, deque(groups)
+        generator.drop({row.request.row_id for row in generator.kept})  # of a call that was interrupted
+        if environments is not None or (generator.config.rebalance_steps and self.mesh.layout.dp > 1):
+            requests = [request for group in waiting for request in group]
+            yield generator.generate(requests, sampling, seed, 0, self.tick, environments if requests else None)
+            return
+        most = max(IN_FLIGHT * generator.config.max_num_seqs // len(waiting[0]), 1) if waiting else 0
+        limits = GenerationLimits(fraction=HANDED_OUT, seconds=HANDED_OUT_S)
+        while waiting or generator.kept:
+            room = most - len({row.request.group_id for row in generator.kept})
+            requests = [request for _ in range(min(room, len(waiting))) for request in waiting.popleft()]
+            yield generator.generate_until(requests, sampling, seed, 0, limits, 0, self.tick)
+
+
+def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
+    """The numbers of the rows that this rank's replica computes; ``tokens`` of each are balanced over replicas."""
+    parts = partition_by_tokens(tokens, mesh.layout.dp)
+    return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]
+
+
+def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
+    """On rank 0, all ranks' (place of a row, its result as JSON) in the order of the places; None elsewhere.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
+    parts = world.all.gather_json(records, label)
+    return parts and sorted((record for part in parts for record in part), key=lambda record: record[0])

@@ -1,0 +1,266 @@
+"""Prompts and vLLM's ``SamplingParams`` to requests of the engine, and completions to vLLM's outputs, for ``LLM`` and ``serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config.bounds import SEEDS, check_bounds
+from rlhf_spmd.data.balance import micro_batches_by_tokens
+from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
+from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
+from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
+from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
+from rlhf_spmd.inference.engine import Engine, check_cache, check_generation, gather_records
+from rlhf_spmd.inference.job import LoadedConfig, LoadedModel, read_weights
+from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
+from rlhf_spmd.models.spec import join_ends
+from rlhf_spmd.parallel.world import Launch, World
+
+Prompt = tuple[list[int], str | None]  # token ids, and the text that they encode, if it was given as one
+Entries = list[list[tuple[int, float]]]  # for each token: itself and its log-prob, then the likeliest tokens and theirs
+
+
+@dataclass(frozen=True)
+class EngineConfig(LoadedConfig):
+    """A model that answers requests. It generates in ``layout``.
+
+    - seed: keys the draws of requests without a seed
+    - max_model_len: tokens of a prompt and its response; null: what the model's context has
+    - tokenizer: directory of the tokenizer; null: the model's
+    """
+
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    seed: int = 0
+    max_model_len: int | None = None
+    tokenizer: str | None = None
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_bounds(self, where, "seed", **SEEDS)
+        check_bounds(self, where, "max_model_len", least=2)
+        check_generation(self.layout, self.generation)
+        if self.layout.pp != 1:
+            raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")
+        if self.generation.rebalance_steps:
+            raise ValueError(
+                f"generation.rebalance_steps={self.generation.rebalance_steps}: rows stay where they are; allowed is 0"
+            )
+
+
+def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
+    """Read what ``config`` names, before the ranks meet. Local: no communication. Raises ValueError or DataError, one line."""
+    config, spec, layout, checkpoint = read_weights(config, launch)
+    check_cache(spec, layout, config.generation, config.model, launch)
+    if (config.max_model_len or 0) > spec.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={config.max_model_len}: the model's context is max_position_embeddings={spec.max_position_embeddings}; "
+            "lower it, or leave it out"
+        )
+    tokenizer = load_tokenizer(config.tokenizer or config.model.path, required=config.tokenizer is not None)
+    if config.tokenizer is not None and len(tokenizer) > spec.vocab_size:
+        raise ValueError(
+            f"tokenizer={config.tokenizer}: it has {len(tokenizer)} tokens, and the model's vocabulary {spec.vocab_size}; "
+            "leave it out for the model's own"
+        )
+    return LoadedModel(config, join_ends(spec, tokenizer), layout, checkpoint, tokenizer)
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """A prompt, how it is to be answered, and the engine's requests for it, one per response.
+
+    ``prompt``: its text, if it was given as one. Requests with equal ``sampling`` can be in one call of the generator.
+    """
+
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    sampling: SamplingConfig
+    stop: StopCriteria
+    requests: list[Request]
+
+
+def is_ids(prompt: Any) -> bool:
+    """Whether ``prompt`` is a list of token ids, not a text and not messages."""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Integral)
+
+
+class RequestProcessor:
+    """Answers prompts with an engine. ``longest``: tokens that a prompt and its response may have together."""
+
+    def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+        """Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError."""
+        self.engine = Engine(ready, world, tick)
+        self.seed, self.spec, self.tokenizer = ready.config.seed, ready.spec, ready.tokenizer
+        self.path = ready.config.model.path
+        self.longest = ready.config.max_model_len or ready.spec.max_position_embeddings
+        self._num_rows = 0
+
+    def encode(
+        self, prompts: Sequence[Any], template: str | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[Prompt]:
+        """The token ids of texts, token ids, chat messages, or mappings with ``prompt`` or ``prompt_token_ids``.
+
+        Messages are rendered by ``template``, by default the tokenizer's, with its ``variables``. Local; any thread may call.
+        Raises ValueError or DataError, one line.
+        """
+        given = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
+        given = [p.tolist() if hasattr(p, "tolist") else p for p in given]  # an array
+        names = [f"prompt {number}" for number in range(len(given))]
+        texts = [i for i, p in enumerate(given) if not is_ids(p)]
+        read: dict[int, Prompt] = {i: (list(p), None) for i, p in enumerate(given) if is_ids(p)}
+        if texts:
+            tokenizer = self.tokenizer or load_tokenizer(self.path)
+            encoding = EncodingConfig(chat_template=template, chat_template_kwargs=dict(variables or {}))
+            encoding.check("chat")
+            encoder = PromptEncoder(tokenizer, encoding, "")
+            most = self.longest * longest_token(tokenizer)
+            encoded = encoder.encode([given[i] for i in texts], [names[i] for i in texts], most_characters=most)
+            read |= zip(texts, encoded, strict=True)
+        for i, name in enumerate(names):
+            room = self.longest - len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids"))
+            if room < 1:
+                raise ValueError(
+                    f"{name} has {self.longest - room} tokens, and a row may have {self.longest}, one of which is the response's"
+                )
+        return [read[i] for i in range(len(given))]
+
+    def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
+        """The requests for ``prompts``, as :meth:`encode` returns them. Numbers the responses. Local. Raises ValueError, one line."""
+        checked = {id(each): each.read() for each in params}
+        return [self._request(*prompt, checked[id(each)]) for prompt, each in zip(prompts, params, strict=True)]
+
+    def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
+        where, sampling, config = "sampling_params", params.of_call(), self.engine.generator.config
+        stop = build_stop_criteria(sampling, self.engine.generator.eos_ids, self.engine.generator.decoding, where)
+        sampling.check_ids(self.spec.vocab_size, stop.token_ids, params.min_tokens > 0, where)
+        if (params.prompt_logprobs or 0) > self.spec.vocab_size:
+            raise ValueError(
+                f"{where}.prompt_logprobs={params.prompt_logprobs}: the model's vocabulary has {self.spec.vocab_size} tokens"
+            )
+        room = self.longest - len(ids)
+        most = min(params.max_tokens or room, room)
+        if params.min_tokens > most:
+            raise ValueError(f"{where}.min_tokens={params.min_tokens}: must be at most {most}, the tokens that are left")
+        processors = tuple(params.logits_processors or ())
+        if processors and (config.speculative_tokens or (config.steps_per_sync or 1) > 1):
+            raise ValueError(f"{where}.logits_processors need speculative_tokens=0 and steps_per_sync=1: they see drawn tokens")
+        first, self._num_rows = self._num_rows, self._num_rows + params.n
+        keys = [None if params.seed is None else (params.seed, j) for j in range(params.n)]
+        limits = most, params.min_tokens, params.overrides
+        requests = [Request(first + j, first, ids, *limits, key, processors) for j, key in enumerate(keys)]
+        return PromptRequest(text, ids, params, sampling, stop, requests)
+
+    def generate(
+        self, asked: Sequence[PromptRequest], ended_more: Callable[[int], Any] = lambda count: None
+    ) -> list[RequestOutput]:
+        """The outputs in the order of ``asked``. ``ended_more`` gets the number of this replica's responses that have just ended.
+
+        Collective over the world: every rank of it must call, in program order, with the same arguments. Raises NotFinite.
+        """
+        engine = self.engine
+        mine = engine.own_groups([each.requests for each in asked])
+        calls: dict[str, list[PromptRequest]] = {}
+        for i in mine:
+            calls.setdefault(repr(asked[i].sampling), []).append(asked[i])
+        ended: dict[int, Completion] = {}
+        for together in calls.values():
+            for part in engine.complete([each.requests for each in together], together[0].sampling, self.seed):
+                ended |= {completion.row_id: completion for completion in part}
+                ended_more(len(part))
+        many = {i: number for i in sorted(mine) if (number := asked[i].params.prompt_logprobs) is not None}
+        prompts, at_once = [asked[i].prompt_ids for i in many], engine.generator.config.max_num_batched_tokens
+        scored = dict(zip(many, prompt_log_probs(engine.generator.decoder, prompts, [*many.values()], at_once), strict=True))
+        records = []
+        for i in mine if engine.leads else ():
+            made = [self.record(asked[i], ended[request.row_id]) for request in asked[i].requests]
+            records.append((i, [made, scored.get(i)]))
+        gathered = gather_records(engine.world, records, "generate:results")
+        shared = engine.world.all.broadcast_json(gathered, "generate:results")
+        return [self.output(each, *record) for each, (_, record) in zip(asked, shared, strict=True)]
+
+    def record(self, asked: PromptRequest, completion: Completion) -> dict[str, Any]:
+        """A completion as JSON, which the replica sends to the other ranks."""
+        ids, log_probs, entries = completion.token_ids, completion.log_probs_t1.double(), None
+        if asked.params.logprobs is not None:
+            entries = entries_of(ids, log_probs, completion.top_log_probs)
+        text, reason = self.text_of(asked, ids, completion.finish_reason == "stop")
+        more = {"logprobs": entries, "finish_reason": completion.finish_reason, "stop_reason": reason}
+        return {"text": text, "token_ids": ids, "cumulative_logprob": float(log_probs.sum()), **more}
+
+    def output(self, asked: PromptRequest, records: Sequence[dict[str, Any]], prompt: Entries | None = None) -> RequestOutput:
+        """vLLM's output from the records of all responses; ``prompt``: the log-probs of its tokens."""
+        named = [record | {"logprobs": record["logprobs"] and self.named(record["logprobs"])} for record in records]
+        outputs = [CompletionOutput(j, **fields) for j, fields in enumerate(named)]
+        first = None if prompt is None else [None, *self.named(prompt)]
+        return RequestOutput(str(asked.requests[0].row_id), asked.prompt, asked.prompt_ids, first, outputs)
+
+    def text_of(self, asked: PromptRequest, ids: Sequence[int], stopped: bool) -> tuple[str, int | str | None]:
+        """The text of a response or of its beginning, and what stopped it: a stop string, a token id, or None."""
+        params, whole, stops = asked.params, asked.params.include_stop_str_in_output, asked.sampling.stop
+        token = ids[-1] if stopped and ids[-1] in asked.stop.token_ids else None
+        ended = None if token in self.engine.generator.eos_ids and not params.ignore_eos else token
+        decoding = self.engine.generator.decoding
+        if decoding is None:
+            return "", ended
+        plain = partial(self._decode, skips=params.skip_special_tokens)
+        if stopped and token is None:
+            (text, _), (_, stop) = (StopStrings(stops, each).cut(ids) for each in (plain, decoding))
+            return text + stop * whole, stop
+        special = {token: stop for stop, token in special_stops(stops, decoding.special_ids, "").items()}
+        return plain(ids if whole or token is None else ids[:-1]), None if ended is None else special.get(ended, ended)
+
+    def _decode(self, ids: Sequence[int], skips: bool) -> str:
+        return "" if self.tokenizer is None else decode(self.tokenizer, [ids], skips)[0]
+
+    def named(self, entries: Entries) -> list[dict[int, Logprob]]:
+        """``entries`` with the rank and the text of each token."""
+        texts = {token: self._decode([token], skips=False) for token in {token for entry in entries for token, _ in entry}}
+        named = []
+        for entry in entries:
+            ranks = {token: rank for rank, (token, _) in enumerate(entry[1:], 1)}
+            named.append({token: Logprob(value, ranks.get(token), texts[token]) for token, value in entry})
+        return named
+
+
+def entries_of(token_ids: Sequence[int], log_probs: Tensor, top: Sequence[Tensor] | None) -> Entries:
+    """The entries of a response. ``log_probs`` [tokens]; ``top``: ids and log-probs of the likeliest, [tokens, how many] each."""
+    entries: Entries = [[pair] for pair in zip(token_ids, log_probs.tolist(), strict=True)]
+    for entry, *likeliest in zip(entries, *(part.tolist() for part in top or ()), strict=True):
+        entry += zip(*likeliest, strict=True)
+    return entries
+
+
+def prompt_log_probs(decoder: Decoder, prompts: Sequence[Sequence[int]], many: Sequence[int], max_tokens: int) -> list[Entries]:
+    """The entries of all tokens of the prompts but the first, at temperature 1, as training computes them.
+
+    ``many``: for each prompt, how many of the likeliest tokens; ``max_tokens``: about how many tokens to compute at once.
+    Collective over tp: every rank of it must call, in program order, with the same arguments.
+    """
+    lengths, device = [len(ids) for ids in prompts], decoder.head_weight.device
+    found: list[Entries] = [[] for _ in prompts]
+    chunk = max(decoder.ops.chunk_logits // decoder.head_weight.shape[0], 64)
+    for rows in micro_batches_by_tokens(lengths, max([max_tokens, *lengths])):
+        packed, sizes = torch.tensor([token for i in rows for token in prompts[i]], device=device), [lengths[i] for i in rows]
+        with torch.no_grad():
+            hidden = decoder(packed, PackedAttention(sizes, device))
+        entries: Entries = []
+        for states, labels in zip(hidden.split(chunk), packed.roll(-1).split(chunk), strict=True):
+            logits = local_logits(decoder, states)
+            ids = torch.cat([labels[:, None], gather_logits(decoder, logits).topk(max(many)).indices], 1)
+            values = log_probs_of(decoder, logits, ids)
+            entries += [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+        for i, end in zip(rows, accumulate(sizes), strict=True):
+            found[i] = [entry[: 1 + many[i]] for entry in entries[end - lengths[i] : end - 1]]
+    return found

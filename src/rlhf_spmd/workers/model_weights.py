@@ -1,0 +1,143 @@
+"""A role's weights on this rank, in one layout on one pool: where they come from, and where they are between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.controller import CallRecord, GroupShape, ResourcePool
+from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.boxes import ParamShard
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.reshard import Storages
+from rlhf_spmd.workers.config import RoleConfig, WorkerContext
+from rlhf_spmd.workers.engine import TrainEngine, rank_shards
+from rlhf_spmd.workers.optim_config import OptimConfig
+
+
+@dataclass(eq=False)
+class ModelWeights:
+    """A model on a pool. On ranks outside the pool, and without a ``spec``, it is a description only and has no ``engine``.
+
+    ``head``: "lm", "value" or "both". ``version``: of the weights in ``engine``, counted in calls of this run that trained the role.
+    Construction is collective over the pool: every rank of it must call, in program order.
+    """
+
+    context: WorkerContext
+    name: str
+    pool: ResourcePool
+    shape: GroupShape
+    config: RoleConfig
+    spec: ModelSpec | None
+    head: str
+
+    def __post_init__(self) -> None:
+        self.engine: TrainEngine
+        self.mesh = build_mesh(self.context.world, self.pool.ranks, self.shape.layout)
+        self.device, self.version = self.context.world.device, 0
+
+    @property
+    def member(self) -> bool:
+        return self.mesh.member
+
+    def build_engine(self, optim: OptimConfig | None, checkpointing: str, *, fill: bool, new_head: bool = False) -> None:
+        """Build the engine on members. ``fill``: give the parameters memory and values."""
+        config = self.config
+        if self.member and self.spec is not None:
+            self.engine = TrainEngine(
+                self.spec,
+                None if config.random_init else config.path,
+                self.head,
+                self.mesh,
+                optim,
+                dtype=config.torch_dtype(self.device),
+                device=self.device,
+                activation_checkpointing=checkpointing,
+                activation_offload=config.activation_offload,
+                attention=config.attention,
+                seed=self.context.seed,
+                total_updates=self.context.total_updates.get(self.name, 1),
+                new_head=new_head,
+                fill=fill,
+                lora=config.lora,
+                exact_gpu=config.generation.exact is True,
+            )
+
+    def shards(self, spec: ModelSpec) -> Callable[[int, int], dict[str, ParamShard]]:
+        """(pp, tp) coordinate of the layout -> the parameters of a rank there, before ZeRO cuts out its rows."""
+        return partial(
+            rank_shards, spec, self.head, self.shape.layout, lora=self.config.lora if self.config.lora.rank else None
+        )
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """The local shards on members; {} on other ranks."""
+        return self.engine.local_tensors() if self.member else {}
+
+    def enter(self, call: CallRecord) -> None:
+        """Have the weights of ``call.version`` in the engine. Collective over the world: every rank of it must call."""
+
+    def leave(self, call: CallRecord) -> None:
+        """After a call that used the weights. Collective over the world: every rank of it must call."""
+
+
+@dataclass(eq=False)
+class OwnedWeights(ModelWeights):
+    """The weights that a role trains, saves and sends to replicas.
+
+    ``offloaded``: with ``models.<role>.offload``, the storages that are in host memory between calls.
+    """
+
+    trained: bool = False
+    new_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.offloaded: Storages | None = None
+        if self.member and self.spec is not None:
+            optim = self.config.optim if self.trained else None
+            self.build_engine(optim, self._checkpointing(), fill=True, new_head=self.new_head)
+            if self.config.offload:
+                self.offloaded = Storages(held_tensors(self.engine))
+                self.offloaded.offload()
+
+    def _checkpointing(self) -> str:
+        """The configured level. For ``auto``: the highest that any rank of the pool needs, since all must recompute alike.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        if self.config.activation_checkpointing != "auto" or not self.trained:
+            return self.config.activation_checkpointing
+        level = torch.tensor([CHECKPOINTING.index(self.context.checkpointing)], device=self.device)
+        return CHECKPOINTING[int(self.mesh.pool.all_reduce(level, "control", "max"))]
+
+    def between_calls(self) -> dict[str, Tensor]:
+        """The local shards between calls, on members: on the device or in host memory. Writing there changes the weights."""
+        local, offloaded = self.engine.local_tensors(), self.offloaded
+        return local if offloaded is None else {name: offloaded.on_host(tensor) for name, tensor in local.items()}
+
+    def prefetch(self) -> None:
+        assert self.offloaded is not None, "nothing is in host memory"
+        self.offloaded.prefetch()
+
+    def enter(self, call: CallRecord) -> None:
+        if self.offloaded is not None:
+            with self.context.controller.timeline.span(f"{self.name}.reload", category="reshard"):
+                self.offloaded.reload()
+            self.offloaded.release()  # generation gives the weights other storages; the former ones must not stay beside them
+
+    def leave(self, call: CallRecord) -> None:
+        if call.spec.kind == "train":
+            self.version = call.version + 1
+        if self.offloaded is not None:
+            changed = self.engine.trained_tensors() if call.spec.kind == "train" else {}
+            self.offloaded.offload(held_tensors(self.engine), changed.values())
+
+
+def held_tensors(engine: TrainEngine) -> list[Tensor]:
+    """What an engine holds between calls: local shards, and buffers, which hold the matrices in 4 or 8 bits."""
+    return [*engine.local_tensors().values(), *(buffer for chunk in engine.chunks for buffer in chunk.buffers())]

@@ -1,0 +1,108 @@
+"""``models.<role>.optim``, the learning rate by step, and the types that optimizers share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config.bounds import check_bounds
+
+Tensors = Mapping[str, Tensor]  # by parameter name
+States = Sequence[Tensors]  # of each parameter, by the state's name
+StateForms = dict[str, tuple[Sequence[int], torch.dtype]]  # shape and dtype of a parameter's states, by the state's name
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """``models.<role>.optim``; the names are verl's.
+
+    - name: `adamw`; `adamw_8bit`: bitsandbytes' AdamW, moments in 8 bits but those of biases and norms (needs `rlhf_spmd[optim]`);
+      `muon`: torch's Muon for the matrices of the layers, in steps of the size of AdamW's, so that `lr` and `weight_decay` mean the
+      same, and AdamW for all else; see [parallelism.md](parallelism.md#optimizers)
+    - lr: learning rate; a critic, whose value head starts at zero, wants more, say `1e-5`
+    - head_lr: learning rate of the value head, in a model without one of the output matrix, by the same schedule; null: `lr`
+    - momentum: Muon's
+    - lr_scheduler_type: `constant`, `linear`, `cosine`
+    - lr_warmup_steps: optimizer steps of linear warm-up; negative: by ratio
+    - lr_warmup_steps_ratio: share of all optimizer steps that warm up
+    - min_lr_ratio: share of `lr` that linear and cosine end with
+    - weight_decay: of AdamW
+    - betas: of AdamW
+    - eps: of AdamW
+    - clip_grad: largest global gradient norm; null or 0: no clipping
+    - master_weights: fp32 copies of half-precision parameters (no effect in fp32 and fp64)
+    - offload: optimizer states and those copies rest in host memory, pinned on GPUs, see [parallelism.md](parallelism.md)
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-6
+    head_lr: float | None = None
+    lr_scheduler_type: str = "constant"
+    lr_warmup_steps: int = -1
+    lr_warmup_steps_ratio: float = 0.0
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    momentum: float = 0.95
+    clip_grad: float | None = 1.0
+    master_weights: bool = True
+    offload: bool = False
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"name=muon": ("momentum",)}
+
+    def check(self, where: str) -> None:
+        """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
+
+        def refuse(key: str, allowed: str) -> None:
+            raise ValueError(f"{where}.{key}={getattr(self, key)}: must be {allowed}")
+
+        for key, known in (("name", OPTIMIZERS), ("lr_scheduler_type", SCHEDULES)):
+            if getattr(self, key) not in known:
+                refuse(key, f"one of {', '.join(known)}")
+        if self.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+            raise ValueError(f"{where}.name=adamw_8bit needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
+        check_bounds(self, where, "lr", "head_lr", "weight_decay", least=0)
+        if not 0 <= self.momentum < 1:
+            refuse("momentum", "at least 0 and below 1")
+        for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+            if not 0 <= getattr(self, key) <= 1:
+                refuse(key, "between 0 and 1")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            refuse("betas", "two numbers, each at least 0 and below 1")
+        if not self.eps > 0:
+            refuse("eps", "above 0")
+        if self.clip_grad is not None and not self.clip_grad >= 0:
+            refuse("clip_grad", "null or at least 0 (0 and null: no clipping)")
+
+
+def warmup_steps(config: OptimConfig, total: int) -> int:
+    """The number of optimizer steps of linear warm-up in a run of ``total`` steps."""
+    return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
+
+
+def learning_rate(config: OptimConfig, step: int, total: int) -> float:
+    """The learning rate of optimizer step ``step`` (the first is 0) of ``total``. Pure.
+
+    Linear warm-up goes from lr / warmup to lr (starting at 0, the first step would do nothing). Then the schedule falls to
+    min_lr_ratio * lr at ``total``, and stays there.
+    """
+    warmup = warmup_steps(config, total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left[config.lr_scheduler_type])
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` parameters are summed: fp32 for half precisions, otherwise ``dtype`` itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
