@@ -24,6 +24,7 @@ import torch
 from measure import machine_facts, save, table
 from rlhf_spmd import train
 from rlhf_spmd.planner.machine import GIB
+from rlhf_spmd.training.job import trace
 from rlhf_spmd.training.memory import measure, step_facts
 
 PROMPT, RESPONSE, ROWS, BUDGET = 64, 128, 8, 800  # tokens, tokens, rows of a step, tokens of a micro-batch
@@ -122,7 +123,7 @@ def run(case: Case, root: Path, model: str) -> float:
 def predict(case: Case, root: Path) -> tuple[float, str]:
     """GiB without what a process takes anyway, and the largest parts."""
     ready = train.prepare(None, overrides(case, root, "model"), case.ranks)
-    report = measure(ready.plans, step_facts(ready, train.trace(ready), torch.device("cpu")))
+    report = measure(ready.plans, step_facts(ready, trace(ready), torch.device("cpu")))
     kind = int(report.peaks.argmax())
     words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in report.largest(kind, 6))
     return float(report.peaks[kind] - report.reserve) / GIB, words

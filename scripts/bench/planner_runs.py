@@ -101,7 +101,7 @@ def main() -> None:
         root = Path(name)
         write_model(root / "model", work)
         write_rows(root / "ppo.jsonl", work, 4 * work.num_prompts, with_responses=False)
-        given = overrides("ppo", root, work, args.steps) | {"models.actor.generation.exact": False}
+        given = overrides("ppo", root, work, args.steps) | {"models.actor.generation.reuse_rollout_log_probs": False}
         settings = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given.items()]
         profile = args.profile or root / "profile.json"
         if args.profile is None:

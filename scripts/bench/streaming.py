@@ -1,4 +1,4 @@
-"""Time from a row's end to its reward and to its reference log-probs, with and without ``placement.stream``.
+"""Time from a row's end to its reward and to its reference log-probs, with and without ``placement.rollout_chunks``.
 
     python scripts/bench/streaming.py --portions 1 2 4 8 --steps 6 --out streaming.json
 
@@ -34,7 +34,7 @@ RESULTS = {"reward": "compute_reward", "reference": "compute_ref_log_prob", "bot
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--portions", type=int, nargs="+", default=[1, 2, 4, 8], help="values of placement.stream")
+    parser.add_argument("--portions", type=int, nargs="+", default=[1, 2, 4, 8], help="values of placement.rollout_chunks")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=32, help="of a step, with 4 responses each")
@@ -85,7 +85,7 @@ def measure(directory: Path, args: argparse.Namespace, portions: int) -> dict[st
         "placement.pools": "{generate: [0, 1], read: [2, 3]}",
         "models.actor.pool": "generate",
         **{f"models.{role}.pool": "read" for role in ("critic", "reference", "reward")},
-        "placement.stream": portions,
+        "placement.rollout_chunks": portions,
     }
     arguments = [f"{key}={value}" for key, value in settings.items()]
     if on_ranks(4, __file__, *map(str, args.sleep), "--config", str(ROOT / "configs" / "quickstart_ppo.yaml"), *arguments):

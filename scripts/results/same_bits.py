@@ -43,7 +43,12 @@ LAYOUTS: dict[str, tuple[int, Axes, Axes, list[str]]] = {  # ranks, training lay
     "pp2 tp2 -> pp2": (4, {"pp": 2, "tp": 2}, {"pp": 2}, []),
     "zero3 -> tp2": (4, {"zero": 3}, {"tp": 2}, ["models.reference.offload=true"]),
     "pp2 vpp2 zero1": (4, {"pp": 2, "vpp": 2, "zero": 1}, {}, ["models.actor.calls.compute_log_prob.layout.tp=2"]),
-    "tp4, full_gather": (4, {"tp": 4, "sequence_parallel": True}, {"tp": 2}, ["models.actor.generation.engine=full_gather"]),
+    "tp4, full_gather": (
+        4,
+        {"tp": 4, "sequence_parallel": True},
+        {"tp": 2},
+        ["models.actor.generation.reshard_method=full_gather"],
+    ),
 }
 
 

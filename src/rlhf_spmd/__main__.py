@@ -3,7 +3,7 @@
 rlhf-spmd train --config configs/quickstart_ppo.yaml --nproc-per-node 2 run.steps=20
 rlhf-spmd train --help                            every key with its type, its default and what it means
 rlhf-spmd train --help reward                     the keys that contain reward
-rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: programs and keys with the tabulator
+rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: complete programs and keys with the tab key
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def answer_early(name: str, arguments: Sequence[str]) -> None:
-    """Ends the process where help is asked for, or a key is none of the program's, and its keys are known without importing it. Ranks
-    ask the program, which makes one line of theirs."""
+    """Answer ``--help`` and refuse unknown keys without importing the program, if its keys are remembered. Both end the process.
+
+    Ranks leave it to the program, which makes one line of theirs.
+    """
     known = None if {"RANK", "WORLD_SIZE"} & {*os.environ} else load_keys(name)
     if known is None:
         return
@@ -123,7 +125,7 @@ def answer_early(name: str, arguments: Sequence[str]) -> None:
 
 
 def remember_keys(name: str, program: Any) -> None:
-    """For the next time, of each algorithm."""
+    """Remember the program's keys, for each algorithm, for the next time."""
     if name in OTHERS or load_keys(name) is not None:
         return
     trains = name in ("train", "sft", "plan")
@@ -134,8 +136,10 @@ def remember_keys(name: str, program: Any) -> None:
 
 
 def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
-    """``--nproc-per-node`` where the user has not said it and there is something to start. Ends the process where srun has started
-    the command several times."""
+    """Return ``--nproc-per-node`` if the user has not given it and ranks will be started.
+
+    Ends the process if srun has started the command several times.
+    """
     from rlhf_spmd.parallel.world import num_tasks
     from rlhf_spmd.process.command_line import launched
     from rlhf_spmd.process.launcher import default_num_ranks
@@ -157,7 +161,7 @@ def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def completion(shell: str) -> str:
-    """A script for the shell, of the programs and of the keys of each. Ends the process for another shell."""
+    """Return the shell's script that completes programs and keys. Ends the process for an unknown shell."""
     words = {name: OTHERS.get(name) or " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS}
     programs = " ".join([*PROGRAMS, "completion"])
     if shell == "fish":
@@ -170,7 +174,7 @@ def completion(shell: str) -> str:
 
 
 def _words(program: str) -> Iterator[str]:
-    """``key=`` for each key, of roles by their names; of the programs that train, those of all algorithms."""
+    """Yield ``key=`` for each key, with roles by their names. Programs that train have the keys of all algorithms."""
     keys = importlib.import_module(f"rlhf_spmd.{program}").keys
     algorithms = available("rlhf_spmd.algorithms", exports="step") if program in ("train", "plan") else ["sft"]
     found: dict[str, None] = {}

@@ -17,7 +17,6 @@ import ast
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_spmd.config.bounds import idle_settings
+from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_names
-from rlhf_spmd.config.load import read_file, sections_of
+from rlhf_spmd.config.interpolation import interpolate, written
+from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.config.schema import SWITCH, ConfigError, Reader
+from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
 from rlhf_spmd.config.shell_script import last_command
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.config.written import Plain, resolve
@@ -41,33 +41,6 @@ from rlhf_spmd.telemetry.logger import PACKAGES
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 VALIDATION, FILTER = ROLLOUT + "val_kwargs.", "algorithm.filter_groups."
 OVERLONG = ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
-DEFAULTS: dict[str, Any] = {  # verl's; those that this project has too are not written
-    "algorithm.adv_estimator": "gae",
-    "algorithm.use_kl_in_reward": False,
-    "algorithm.gamma": 1.0,
-    "algorithm.lam": 1.0,
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    FILTER + "enable": False,
-    OVERLONG[0]: False,
-    ACTOR + "use_kl_loss": False,
-    ACTOR + "kl_loss_coef": 0.001,
-    ACTOR + "kl_loss_type": "low_var_kl",
-    ACTOR + "loss_agg_mode": "token-mean",
-    ACTOR + "clip_ratio_low": 0.2,
-    ACTOR + "clip_ratio_high": 0.2,
-    ACTOR + "clip_ratio_c": 3.0,
-    ACTOR + "ppo_mini_batch_size": 256,
-    "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
-    "data.train_batch_size": 1024,
-    "data.filter_overlong_prompts": False,
-    VALIDATION + "temperature": 0,
-    "critic.optim.lr": 1e-5,
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "critic.model.enable_gradient_checkpointing": True,
-    "trainer.total_epochs": 30,
-}
-
 
 NEWER = (  # names since February 2026: the ones before, by which the rest of this file and foreign.yaml know them
     (r"^reward\.reward_model\.model_path$", "reward_model.model.path"),
@@ -93,11 +66,11 @@ PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.
 
 
 class Refused(ValueError):
-    """What cannot be converted, in one line."""
+    """Settings that cannot be converted, in one line."""
 
 
 def read_script(path: Path) -> list[str]:
-    """The ``key=value`` arguments of the last command of a shell script that starts verl, as bash expands them."""
+    """Return the ``key=value`` arguments of the last command of a shell script that starts verl, as bash expands them."""
     try:
         found = last_command(path, PROGRAM)
     except ValueError as error:
@@ -115,7 +88,7 @@ def read_script(path: Path) -> list[str]:
 
 
 def value_of(text: str) -> Any:
-    """As Hydra reads it: numbers, lists with and without quotes, true, null."""
+    """Return the value of an override as Hydra reads it: numbers, lists with and without quotes, true, null."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -126,7 +99,7 @@ def value_of(text: str) -> Any:
 
 
 def switched(tree: Any) -> Any:
-    """``yes`` and ``off`` as verl reads them: what it is, where no type says so."""
+    """Return ``tree`` with ``yes`` and ``off`` as the truth values that verl reads them as."""
     if isinstance(tree, dict):
         return {key: switched(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -141,7 +114,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Everything that the file and the overrides say, by dotted key, without what is null."""
+    """Return the settings of the file and the overrides by dotted key, without nulls."""
     if not path.is_file():
         raise Refused(f"{path}: there is no such file")
     for text in overrides:
@@ -157,7 +130,8 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
                 raise Refused(f"{path}: must hold verl's settings (section: key: value), and is empty")
             for key, value in given.items():
                 OmegaConf.update(tree, key, value)
-            given = flatten(OmegaConf.to_container(tree, resolve=True))
+            # the file that is written has references in place of values from the environment, which may be secret
+            given = flatten(to_dict(interpolate(OmegaConf.to_container(tree)), written))
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
     named = {reduce(lambda name, newer: re.sub(newer[0], newer[1], name), NEWER, key): value for key, value in given.items()}
@@ -177,7 +151,7 @@ def check_is_verl(path: Path, given: dict[str, Any]) -> None:
 
 
 def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
-    """Its name, and what is not by a name of its own here."""
+    """Return the algorithm's name, and the settings that verl has in its name."""
     estimator, mode = str(verl["algorithm.adv_estimator"]), verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
     name, more = {"gae": "ppo"}.get(estimator, estimator), {}
     if estimator == "opo":
@@ -206,7 +180,7 @@ def rewards_of(verl: dict[str, Any]) -> dict[str, Any]:
 
 
 def roles_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
-    """Sharding and activation memory of each role."""
+    """Return sharding and activation memory of each role."""
     found: dict[str, Any] = {}
     for role in roles:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
@@ -218,7 +192,7 @@ def roles_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
 
 
 def run_of(verl: dict[str, Any], left: dict[str, str]) -> dict[str, Any]:
-    """The run's length, directory and tracker; into ``left`` what there is not."""
+    """Return the run's length, directory and tracker. Adds to ``left`` what has no counterpart."""
     found: dict[str, Any] = {}
     if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
@@ -240,20 +214,22 @@ def run_of(verl: dict[str, Any], left: dict[str, str]) -> dict[str, Any]:
 
 
 def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """This project's settings by dotted key, and of each of verl's keys that is not carried over, why."""
+    """Return this project's settings by dotted key, and the reason for each of verl's keys that is not carried over."""
     if is_sft(given):
         found, left = sft_settings(given)
         return {**run_of({"trainer.total_epochs": 4, **given}, left), **found}, left
-    verl = DEFAULTS | given
+    table = foreign_names()["verl"]
+    verl: dict[str, Any] = table["defaults"] | given
     for key in NUMBERS:
         if not isinstance(verl.get(key, 0), int | float):
             raise Refused(f"{key}={verl[key]} must be a number")
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
-    table = foreign_names()["verl"]
     names = table["keys"]
     found, left = dict(chosen), {}
+    if default_of(config, "algorithm.adv_estimator") is MISSING and found.pop("algorithm.adv_estimator", None):
+        left["algorithm.adv_estimator"] = f"{name} has advantages of its own"
     for key, value in verl.items():
         ours = names.get(key)
         if ours is None:
@@ -269,7 +245,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     settle(found, left, given, config)
     tree: Any = OmegaConf.to_container(tree_of(found))
     made = {
-        name: Reader(kind, {}, tree.get(name, {}), interpolated=False).read()
+        name: read_section(kind, tree.get(name, {}), interpolated=True)
         for name, kind in (("algorithm", config), ("data", DataConfig))
     }
     idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
@@ -294,7 +270,7 @@ def tree_of(found: dict[str, Any]) -> DictConfig:
 
 
 def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], config: type) -> None:
-    """What verl and this project say in other words, in place."""
+    """Change, in place, the settings that verl and this project express differently."""
     if given.get(ACTOR + "use_dynamic_bsz") and found.pop("algorithm.ppo_micro_batch_size_per_gpu", None):
         left[ACTOR + "ppo_micro_batch_size_per_gpu"] = "verl does not read it either, with use_dynamic_bsz"
     elif "algorithm.ppo_micro_batch_size_per_gpu" in found:
@@ -362,12 +338,10 @@ MISSING = object()
 
 
 def default_of(config: type, key: str) -> Any:
-    """The default of ``algorithm.<a>.<b>`` in an algorithm's configuration; MISSING if it has no such key."""
-    value: Any = config()
+    """Return the default of ``algorithm.<a>.<b>`` in an algorithm's configuration; MISSING if it has no such key."""
+    value: Any = to_dict(config())
     for part in key.split(".")[1:]:
-        if not is_dataclass(value) or part not in {field.name for field in fields(value)}:
-            return MISSING
-        value = getattr(value, part)
+        value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
     return value
 
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import FiniteFloat, PositiveInt
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
-from rlhf_spmd.config.schema import PART, ConfigError, Reader
+from rlhf_spmd.config.schema import PART, ConfigError, read_section
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
@@ -58,12 +58,9 @@ class SetConfig:
     path: str
     split: str | None = None
     subset: str | None = None
-    max_samples: int | None = None
+    max_samples: PositiveInt | None = None
     reward: dict[str, Any] = field(default_factory=dict, metadata={PART: RewardConfig})
     sampling: dict[str, Any] = field(default_factory=dict, metadata={PART: SamplingConfig})
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "max_samples", least=1)
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,7 @@ class EvaluateConfig(AnswerConfig):
 
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     sets: dict[str, SetConfig] = field(default_factory=dict)
-    pass_score: float = 1.0
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "pass_score", least=-np.inf)
+    pass_score: FiniteFloat = 1.0
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
@@ -157,7 +150,7 @@ def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
 def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
     """``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
-        section = Reader(type(common), {}, {**to_dict(common), **to_dict(own)}, interpolated=False).read()
+        section = read_section(type(common), {**to_dict(common), **to_dict(own)})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     check_tree(section, where)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from rlhf_spmd.config.schema import ConfigError, first_line
 from rlhf_spmd.config.written import MOST_DEPTH
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.world import Launch, choose_matmul, read_launch
-from rlhf_spmd.process.program import run_program
+from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir, json_value
+from rlhf_spmd.training.job import TrainJob
 from rlhf_spmd.training.notebook_source import importable_name, source_of
 from rlhf_spmd.training.run_config import RunConfig
 
@@ -29,15 +30,19 @@ GIVEN_DIR = "given"  # in the run's directory: files of what the configuration h
 DATA_KEYS = ("path", "val_path")
 
 
-def train(config: Mapping[str, Any]) -> Path:
-    """The run that ``config`` describes, nested as a YAML file is, on this process alone. Returns its directory.
+def train(
+    config: Mapping[str, Any],
+    prepare: Callable[..., TrainJob],
+    body: Callable[[ProgramContext[TrainJob]], None],
+    settings_of: Callable[[TrainJob], ProgramSettings],
+) -> Path:
+    """Run on this process alone what ``config`` describes, nested as a YAML file is. Returns the run's directory.
 
     A function or class may stand where a file has a name, and rows (a list of dicts, a ``datasets.Dataset``) where it has a path of
     data. They are written into the run's directory, and its ``config.yaml`` has their paths.
-    Raises ConfigError, ValueError or DataError for bad input, later what ended the run.
+    ``prepare``, ``body``, ``settings_of``: the training program's. Raises ConfigError, ValueError or DataError for bad input, later
+    the exception that ended the run.
     """
-    from rlhf_spmd import train as program  # it imports this module
-
     if read_launch().size > 1:
         raise ValueError(
             "train(config) is for one rank; under torchrun start the program: torchrun ... -m rlhf_spmd.train --config FILE"
@@ -46,22 +51,22 @@ def train(config: Mapping[str, Any]) -> Path:
     config = write_objects(config)
     set_up_cuda()
     choose_matmul()
-    ready = program.prepare(config, (), 1, launch=Launch())
+    job = prepare(config, (), 1, launch=Launch())
     try:
-        run_program(lambda: ready, program.train, program.settings_of, saves_on_signal=True)
+        run_program(lambda: job, body, settings_of, saves_on_signal=True)
     except SystemExit as ending:  # how a program of one rank ends, after a line about why
         why = ending.__context__
         if isinstance(why, SystemExit):  # of the user's code: the caller must not end well by it
             raise RuntimeError(f"the run was left before its end by SystemExit: {why}") from None
         raise why or ending from None
-    return Path(ready.config.run.dir)
+    return Path(job.config.run.dir)
 
 
 def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``config`` with names and paths in place of objects. What other processes cannot import, and rows, are in files of the run's
-    directory by then; each has a digest of what is in it in its name, so that no run overwrites another's.
+    """Return ``config`` with names and paths in place of objects.
 
-    Raises ConfigError, one line, for an object that no file can stand for.
+    Rows, and objects that other processes cannot import, are written to files in the run's directory. A file's name has a digest of its
+    content, so that no run overwrites another's. Raises ConfigError, one line, for an object that no file can stand for.
     """
     if OmegaConf.is_config(config):  # which holds no such objects
         return config
@@ -89,7 +94,7 @@ def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
-    """The rows of a list of dicts or of a ``datasets.Dataset``; None for anything else. Raises ConfigError for several data sets."""
+    """Return the rows of a list of dicts or of a ``datasets.Dataset``, else None. Raises ConfigError for a DatasetDict."""
     if isinstance(value, list | tuple):
         return iter(value) if value and all(isinstance(row, Mapping) for row in value) else None
     library = sys.modules.get("datasets")  # who gives a data set has imported it
@@ -101,7 +106,7 @@ def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
 
 
 def given_file(config: Mapping[str, Any], name: str, text: str, suffix: str) -> str:
-    """The path of a file of the run's directory with this text, which is made unless it is there. Raises ValueError."""
+    """Return the path of a file in the run's directory with this text; writes it unless it exists. Raises ValueError."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = create_run_dir(_run_dir(config) / GIVEN_DIR) / f"{name}-{digest}{suffix}"
     if not path.exists():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd import train
-from rlhf_spmd.config.bounds import SECONDS, check_bounds
+from rlhf_spmd.config.constraints import Seconds
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import ConfigError
@@ -36,15 +36,17 @@ from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
-from rlhf_spmd.train import TrainConfig, TrainJob, describe_run, read_config, trace
 from rlhf_spmd.training import checks, plan_inputs
 from rlhf_spmd.training.checks import UNKNOWN_STEPS
+from rlhf_spmd.training.job import TrainJob, trace
 from rlhf_spmd.training.memory import StepFacts
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.training.placing import place
 from rlhf_spmd.training.planning import checked_plan, model_calls, placed_calls
+from rlhf_spmd.training.prepare import describe_run
 from rlhf_spmd.training.profiling import profile
 from rlhf_spmd.training.roles import RolePlan, generating
+from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import ModelWorker
 
 
@@ -62,13 +64,12 @@ class SearchConfig:
 
     search: str = "exact"
     fixed: str | None = None
-    time_limit_s: float = 60.0
+    time_limit_s: Seconds = 60.0
     seed: int = 0
     out: str = "plan.yaml"
     measured: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "time_limit_s", **SECONDS)
         out = Path(self.out)
         if out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir():
             raise ValueError(
@@ -116,7 +117,8 @@ def read_run(path: str | None, overrides: Sequence[str]) -> PlanRequest:
 def without_exactness(config: Any) -> Any:
     """``config`` with a call of its own for training's log-probs, as on GPUs, unless it demands otherwise."""
     generation = config.generation
-    return replace(config, generation=replace(generation, exact=False)) if generation.exact is None else config
+    is_open = generation.reuse_rollout_log_probs is None
+    return replace(config, generation=replace(generation, reuse_rollout_log_probs=False)) if is_open else config
 
 
 def machine_of(cluster: ClusterConfig) -> tuple[Machine, Profile | None]:

@@ -19,8 +19,9 @@ from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXIT_STATUS_FILE, METRICS_F
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. Ends the process with 2 and one line for a directory that is no run, an ``out`` that cannot be written, or a port
-    that is taken."""
+    """Return the exit code. Ends the process with 2 and one line for a directory that is no run, an ``out`` that cannot be
+    written, or a port that is taken.
+    """
     ignore_closed_pipes()
     parser = Parser("report", __doc__)
     parser.add_argument("run", nargs="*", help="the run.dir of a run, finished or not; out=FILE: where the page is written")
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_run(directory: Path) -> None:
-    """Raises ValueError for a directory that no run has written to, with runs below it."""
+    """Raises ValueError for a directory that no run has written to; it lists the runs below it."""
     marks = CONFIG_FILE, METRICS_FILE, EXIT_STATUS_FILE
     if not any((directory / mark).is_file() for mark in marks):
         below = sorted(
@@ -75,7 +76,7 @@ def check_run(directory: Path) -> None:
 
 
 def serve(runs: Sequence[str], port: int) -> int:
-    """Until it is interrupted."""
+    """Serve the page until the user interrupts it."""
     try:
         server = open_server(runs, port)
     except (OSError, OverflowError) as error:

@@ -25,7 +25,7 @@ from rlhf_spmd.rewards.worker import read_result
 
 
 def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
-    """A number for each row, null where the function does not apply or fails."""
+    """Return a score for each row, null where the function does not apply or fails."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in request["completions"]]
     rows = [(row.get("prompt", ""), text, row) for row, text in zip(request["rows"], texts, strict=True)]
     calls = [rows] if bound.batched else [[row] for row in rows]
@@ -33,7 +33,7 @@ def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
 
 
 def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0.1") -> ThreadingHTTPServer:
-    """The server, not yet running; port 0 is a free one."""
+    """Return the server, not yet running; port 0 is a free one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
@@ -62,11 +62,7 @@ class ScoreConfig(InferenceConfig):
     """
 
     data: PromptResponseConfig = field(default_factory=PromptResponseConfig)
-    max_token_len_per_gpu: int = 16384
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "max_token_len_per_gpu", least=1)
+    max_token_len_per_gpu: PositiveInt = 16384
 
 
 @dataclass(frozen=True)

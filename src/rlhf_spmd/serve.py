@@ -17,8 +17,9 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.job import LoadedModel, inference_program, read_config
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
@@ -39,14 +40,13 @@ class ServeConfig(EngineConfig):
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Range(least=0, most=65535)] = 8000
     served_model_name: str | None = None
     token_env: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "port", least=0, most=65535)
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"token_env={self.token_env!r}: there is no such variable in the environment")
         for origin in self.allowed_origins:

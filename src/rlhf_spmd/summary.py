@@ -1,4 +1,4 @@
-"""What a run did, in a few lines: reward before and after, samples, where its report and its model lie.
+"""A few lines about a run: reward before and after, samples, where its report and its model are.
 
 rlhf-spmd summary runs/quickstart/ppo
 """
@@ -15,7 +15,7 @@ from rlhf_spmd.telemetry.summary import summarize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Return the exit code."""
     ignore_closed_pipes()
     parser = Parser("summary", __doc__)
     parser.add_argument("run_dir", help="the run.dir of a run, finished or not")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import statistics
@@ -12,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from flat_config import flat_config
 from ranks import run_ranks
-from rlhf_spmd.algorithms import reinforce_plus_plus
+from rlhf_spmd.algorithms import grpo, reinforce_plus_plus
 from rlhf_spmd.algorithms.base import add_scores
-from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig, in_group
+from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, in_group
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
+from rlhf_spmd.config.load import check_tree, to_dict
 from rlhf_spmd.objectives.advantages import group_statistics, leave_one_out, moments
-from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
@@ -54,13 +54,17 @@ def alone(state: dict[str, Any] | None = None) -> GlobalReduce:
     return GlobalReduce(lambda x: x, lambda x: x, {} if state is None else state)
 
 
-def config(estimator: str, kl: bool, **more: Any) -> CriticFreeConfig:
+def config(estimator: str, kl: bool, **more: Any) -> grpo.Config:
     gamma = GAMMA if estimator == "reinforce_plus_plus" else 1.0
-    made = CriticFreeConfig(
-        adv_estimator=estimator, use_kl_in_reward=kl, kl_ctrl=KLControlConfig(kl_coef=COEF), gamma=gamma, **more
-    )
-    made.check("algorithm")
+    ctrl = {"kl_ctrl": {"kl_coef": COEF}} if kl else {}
+    knobs = {"adv_estimator": estimator, "use_kl_in_reward": kl, "use_kl_loss": False, "gamma": gamma, **ctrl, **more}
+    made = flat_config(grpo.Config, **knobs)
+    check_tree(made, "algorithm")
     return made
+
+
+def ppo_config(**knobs: Any) -> PPOConfig:
+    return flat_config(PPOConfig, **knobs)
 
 
 def wanted(estimator: str, kl: bool, by_std: bool = True) -> list[float]:
@@ -98,7 +102,7 @@ def wanted(estimator: str, kl: bool, by_std: bool = True) -> list[float]:
 @pytest.mark.parametrize("estimator", [*ESTIMATORS, "reinforce_plus_plus"])
 def test_advantages_are_the_papers(estimator: str, kl: bool) -> None:
     settings, fields = config(estimator, kl), fields_of(ALL)
-    made, metrics = in_group(settings)({name: fields[name] for name in settings.reads}, rows_at(ALL), alone())
+    made, metrics = in_group(settings)({name: fields[name] for name in ("scores", *settings.kl.inputs)}, rows_at(ALL), alone())
     expected = wanted(estimator, kl)
     assert made["advantages"].values.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     assert metrics["critic/advantages/max"] == pytest.approx(max(expected), rel=1e-9)
@@ -165,7 +169,7 @@ def test_a_group_that_is_not_whole_is_an_error(estimator: str) -> None:
 def test_rows_without_a_score_are_left_out(estimator: str) -> None:
     """The others are computed as if these were not there, and a critic's returns of these are its own values: it learns nothing."""
     scored = [1, 2, 4, 5]  # of group 7, of group 2, none of group 5
-    critic = PPOConfig(norm_reward="mean_std", norm_value=True, kl_ctrl=KLControlConfig(kl_coef=COEF))
+    critic = ppo_config(norm_reward="mean_std", norm_value=True, kl_ctrl={"kl_coef": COEF})
     function = gae_advantages(critic) if estimator == "gae" else in_group(config(estimator, True))
     fields = fields_of(ALL)
     fields["scores"][[row for row in ALL if row not in scored]] = torch.nan
@@ -206,7 +210,7 @@ def test_without_groups_a_single_row_is_enough() -> None:
     made, metrics = in_group(config("reinforce_plus_plus", False), 1)(fields_of([2]), rows_at([2]), alone())
     assert len(made["advantages"].values) == LENGTHS[2] and not any(key.startswith("group/") for key in metrics)
     with pytest.raises(ValueError, match="reinforce_plus_plus is reinforce_plus_plus; use algorithm"):
-        reinforce_plus_plus.Config(adv_estimator="rloo").check("algorithm")
+        check_tree(flat_config(reinforce_plus_plus.Config, adv_estimator="rloo"), "algorithm")
 
 
 @pytest.mark.parametrize(
@@ -223,15 +227,16 @@ def test_without_groups_a_single_row_is_enough() -> None:
 )
 def test_settings_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CriticFreeConfig(**knobs).check("algorithm")
+        check_tree(flat_config(grpo.Config, use_kl_loss=False, **knobs), "algorithm")
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "cispo"])
 def test_an_algorithm_s_own_settings_are_sound_and_its_own(name: str) -> None:
     made = importlib.import_module(f"rlhf_spmd.algorithms.{name}").Config()
-    made.check("algorithm")
+    check_tree(made, "algorithm")
     assert made.name == name
-    different = [f.name for f in dataclasses.fields(made) if getattr(made, f.name) != getattr(CriticFreeConfig(), f.name)]
+    usual = to_dict(grpo.Config())
+    different = [key for key, value in to_dict(made).items() if value != usual[key]]
     assert len(different) >= 2, different
 
 
@@ -260,7 +265,7 @@ def test_equal_numbers_are_not_divided_by_nothing() -> None:
 @pytest.mark.parametrize("norm", ["mean_std", "std"])
 def test_rewards_are_normalised_by_all_that_were_seen(norm: str) -> None:
     state: dict[str, Any] = {}
-    made = PPOConfig(use_kl_in_reward=False, norm_reward=norm)
+    made = ppo_config(use_kl_in_reward=False, norm_reward=norm)
     seen: list[float] = []
     for rows in ([0, 1, 2], [3, 4, 5, 6, 7]):
         seen += [SCORES[row] for row in rows]
@@ -268,7 +273,7 @@ def test_rewards_are_normalised_by_all_that_were_seen(norm: str) -> None:
         fields = fields_of(rows)
         found, metrics = gae_advantages(made)(dict(fields), rows_at(rows), alone(state))
         fields["scores"] = (fields["scores"] - center) / scale
-        same, told = gae_advantages(dataclasses.replace(made, norm_reward="none"))(fields, rows_at(rows), alone())
+        same, told = gae_advantages(ppo_config(use_kl_in_reward=False))(fields, rows_at(rows), alone())
         torch.testing.assert_close(found["returns"].values, same["returns"].values, rtol=1e-9, atol=1e-12)
         assert metrics == pytest.approx(told, rel=1e-9)
     assert list(state) == ["reward_norm"] and state["reward_norm"][0] == len(SCORES)
@@ -277,8 +282,8 @@ def test_rewards_are_normalised_by_all_that_were_seen(norm: str) -> None:
 def test_values_are_restored_and_returns_normalised() -> None:
     """The critic's numbers are in units of the returns so far: GAE sees them in rewards, targets are in units of all returns."""
     state: dict[str, Any] = {}
-    made = PPOConfig(use_kl_in_reward=False, norm_value=True, lam=0.9)
-    plain, seen = dataclasses.replace(made, norm_value=False), torch.empty(0, dtype=torch.float64)
+    made = ppo_config(use_kl_in_reward=False, norm_value=True, lam=0.9)
+    plain, seen = ppo_config(use_kl_in_reward=False, lam=0.9), torch.empty(0, dtype=torch.float64)
     for _ in range(3):
         fields = fields_of(ALL)
         mean, std = (float(seen.mean()), float(seen.std())) if len(seen) else (0.0, 1.0)
@@ -294,5 +299,5 @@ def test_values_are_restored_and_returns_normalised() -> None:
 
 
 def test_an_unknown_normalisation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown algorithm\.norm_reward 'yes'; available: none, mean_std"):
-        PPOConfig(norm_reward="yes").check("algorithm")
+    with pytest.raises(ValueError, match=r"algorithm\.norm_reward='yes' is not known; allowed: none, mean_std"):
+        check_tree(ppo_config(norm_reward="yes"), "algorithm")

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2, all kept": (2, (*layout("actor", tp=2), *layout("generation", tp=2), "models.actor.generation.buffers=keep")),
     "dp2 zero3 -> tp2, whole": (
         2,
-        (*layout("actor", dp=2, zero=3), *layout("generation", tp=2), "models.actor.generation.engine=full_gather"),
+        (*layout("actor", dp=2, zero=3), *layout("generation", tp=2), "models.actor.generation.reshard_method=full_gather"),
     ),
     "lent": (4, LENT),
 }

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.estimators import CriticFreeConfig, in_group
+from flat_config import flat_config
+from rlhf_spmd.algorithms import grpo
+from rlhf_spmd.algorithms.estimators import in_group
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Rows, Totals
@@ -39,8 +42,8 @@ def write(tmp_path: Path) -> Write:
 
 
 def estimated(name: str) -> tuple[Tensor, dict[str, float]]:
-    config = CriticFreeConfig(adv_estimator=name)
-    config.check("algorithm")
+    config = flat_config(grpo.Config, adv_estimator=name, use_kl_loss=False)
+    check_tree(config, "algorithm")
     made, metrics = in_group(config, 2)(FIELDS, ROWS, GlobalReduce(lambda x: x, lambda x: x, {}))
     field: Any = made["advantages"]
     return field.values, metrics
@@ -93,8 +96,8 @@ def test_what_an_estimator_raises_is_told_with_its_line(write: Write) -> None:
 
 
 def lost(name: str, **more: Any) -> tuple[float, Tensor, dict[str, float]]:
-    config = PolicyConfig(loss_mode=name, **more)
-    config.check("algorithm")
+    config = flat_config(PolicyConfig, loss_mode=name, **more)
+    check_tree(config, "algorithm")
     drawn = torch.randn(10, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 0.3
     log_probs = (drawn - 1).requires_grad_()
     fields = {"log_probs": log_probs, "old_log_probs": drawn.flip(0) - 1, "entropy": drawn, "advantages": drawn * 2}

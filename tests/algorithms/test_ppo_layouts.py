@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         2,
         (*micro_batches(rows=1), "models.actor.activation_checkpointing=full", "models.critic.activation_checkpointing=full"),
     ),
-    "old log-probs from a forward of their own": (1, ("models.actor.generation.exact=false",)),
+    "old log-probs from a forward of their own": (1, ("models.actor.generation.reuse_rollout_log_probs=false",)),
     "tp2 throughout": (2, (*layout("actor", tp=2), *layout("generation", tp=2), *layout("critic", tp=2))),
     "pp2 for all, 32 tokens at a time": (
         2,

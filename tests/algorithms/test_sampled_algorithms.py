@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tasks
 from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
+from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
 from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
@@ -72,7 +73,7 @@ def test_remax_is_the_gradient_of_the_paper() -> None:
     kept = torch.cat([part for i, part in enumerate(advantages.split(rows.lengths.tolist())) if i in sampled])
     of_samples = rows_of([2, 1, 2, 3], [7, 7, 9, 9])
     log_probs = -torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
-    config = ReMaxConfig(loss_agg_mode="seq-mean-token-sum")
+    config = flat_config(ReMaxConfig, loss_agg_mode="seq-mean-token-sum")
     _, gradient = loss_and_gradient(config, log_probs, log_probs, kept, of_samples)
     torch.testing.assert_close(gradient, -kept / 4, atol=1e-12, rtol=0)
 

@@ -27,6 +27,9 @@ from rlhf_spmd.workers import ActorWorker, ReferenceWorker, RewardWorker, RoleCo
         ("data.max_prompt_len", "data.max_prompt_length"),
         ("repetition_penalty", "sampling.repetition_penalty' or 'val_sampling.repetition_penalty"),
         ("run.eval_freq", "run.test_freq"),
+        ("placement.stream", "placement.rollout_chunks"),
+        ("models.actor.generation.engine", "models.actor.generation.reshard_method"),
+        ("models.critic.generation.exact", "models.critic.generation.reuse_rollout_log_probs"),
     ],
 )
 def test_a_slip_of_ours_names_the_key(key: str, meant: str) -> None:
@@ -55,7 +58,10 @@ def test_a_slip_of_ours_names_the_key(key: str, meant: str) -> None:
         ("reward.path", "here: reward.function=FILE.py:NAME of a function, reward.model of a model"),
         ("algorithm.advantage_estimator", "it is OpenRLHF's; here: algorithm.name"),
         ("fsdp_size", "here: models.<role>.layout.zero_size, with layout.zero=3"),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "it is verl's; here: models.actor.layout.zero_size"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            "it is verl's; here: models.actor.layout.zero_size, with layout.zero=3",
+        ),
         ("models.actor.layout.data_parallel_shard_degree", "it is torchtitan's; here: models.<role>.layout.zero_size, with"),
         ("data_parallel_replicate_degree", "it is torchtitan's; here: models.<role>.layout.zero_size, which is dp over it"),
     ],

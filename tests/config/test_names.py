@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.algorithms.estimators import CriticFreeConfig
-from rlhf_spmd.algorithms.policy import PolicyConfig
+from rlhf_spmd.algorithms.estimators import GroupAdvantageConfig
+from rlhf_spmd.algorithms.policy import PolicyLossConfig
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.plan import SearchConfig
@@ -49,8 +49,8 @@ Use = Callable[[str], None]
 FUNCTIONS: dict[str, tuple[Use, str | None]] = {
     "reward.function": (lambda name: check(RewardConfig(function=name)), "score"),
     "environment.cls": (lambda name: check(EnvironmentConfig(cls=name)), "environment"),
-    "algorithm.adv_estimator": (lambda name: check(CriticFreeConfig(adv_estimator=name)), "estimate"),
-    "algorithm.loss_mode": (lambda name: check(PolicyConfig(loss_mode=name)), "loss"),
+    "algorithm.adv_estimator": (lambda name: check(GroupAdvantageConfig(adv_estimator=name)), "estimate"),
+    "algorithm.loss_mode": (lambda name: check(PolicyLossConfig(loss_mode=name)), "loss"),
     "tools": (lambda name: check(EnvironmentConfig(cls="tools", args={"tools": [name]})), None),
 }
 MODULES: dict[str, Use] = {

@@ -17,7 +17,7 @@ from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.controller.rows import PartitionSpec, RowIndex
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.training.streams import merge_values
+from rlhf_spmd.training.recorder import merge_values
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import Objective, sequence_lengths
 from role_workers import batch_of, build

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
@@ -310,7 +311,7 @@ def test_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"b\.jsonl' has 10 usable rows and with its weight 0\.01 a share of 0\.40 rows"):
         sources(tmp_path, tokenizer, {"a": 30, "b": 10}, weights=(1.0, 0.01))()
     with pytest.raises(ValueError, match=r"data\.path: the weight of 'x' is -1\.0; it must be above 0"):
-        DataConfig(path={"x": -1.0}).check("data")
+        check_section(DataConfig(path={"x": -1.0}), "data")
 
 
 def test_a_curriculum_begins_with_the_smallest(tmp_path: Path, tokenizer: Any) -> None:
@@ -437,7 +438,7 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
 )
 def test_config_checks(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config.check("data")
+        check_section(config, "data")
 
 
 def test_a_directory_of_files_with_other_columns_each_says_how_to_read_them(tmp_path: Path) -> None:

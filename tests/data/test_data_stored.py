@@ -16,6 +16,7 @@ import torch
 import tasks
 from ranks import run_ranks
 from rlhf_spmd import train
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data import loader as stored_data
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.data.dataset import StoredRowsConfig, TokenDataset
@@ -137,7 +138,7 @@ def test_what_is_no_row_s_mistake_ends_the_run_whatever_the_limit(tmp_path: Path
         with pytest.raises(DataError, match=message):
             build_dataset(DataConfig(**{"path": path, "chat_template": TEMPLATE, "max_bad_rows": 100} | options), tokenizer)
     with pytest.raises(ValueError, match=r"data\.max_bad_rows=-1: must be at least 0"):
-        DataConfig(path="x", max_bad_rows=-1).check("data")
+        check_section(DataConfig(path="x", max_bad_rows=-1), "data")
 
 
 def test_a_bad_number_of_a_curriculum_is_a_bad_row(tmp_path: Path, tokenizer: Any) -> None:

@@ -18,6 +18,7 @@ from generators import Generator, alone, load, read_eos_ids
 from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd import generate as program
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import EnvironmentRunner
@@ -277,7 +278,7 @@ def test_rows_of_one_run_have_different_environments(tmp_path: Path) -> None:
         run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
         return tasks.read_run(tmp_path / name)
 
-    apart = ("placement.pools={a: [0], b: [1]}", "placement.stream=2", "models.actor.generation.max_num_seqs=3")
+    apart = ("placement.pools={a: [0], b: [1]}", "placement.rollout_chunks=2", "models.actor.generation.max_num_seqs=3")
     apart += tuple(
         f"models.{role}.pool={'a' if role == 'actor' else 'b'}" for role in ("actor", "critic", "reference", "reward")
     )
@@ -452,7 +453,7 @@ def test_the_tools_of_the_document_run(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "my_project" / "tools.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     config = EnvironmentConfig(**yaml.safe_load(settings)["environment"])
-    config.check()
+    check_section(config, "environment")
     assert [schema["function"]["name"] for schema in config.schemas()] == ["search", "python"]
     tools = Tools(**config.args)
 

@@ -12,6 +12,7 @@ import torch
 
 import tasks
 from rlhf_spmd import train
+from rlhf_spmd.training.job import trace
 from rlhf_spmd.training.memory import StepFacts, step_facts
 
 GIB = 1 << 30
@@ -97,7 +98,7 @@ class Fit:
     def checked(self, root: Path, *more: str) -> tuple[train.TrainJob, StepFacts]:
         given = overrides(root, self.algorithm, self.model, *self.more, *more)
         ready = train.prepare(None, given, self.gpus, local_size=min(self.gpus, 8))
-        return ready, step_facts(ready, train.trace(ready), torch.device("cuda"))
+        return ready, step_facts(ready, trace(ready), torch.device("cuda"))
 
 
 SLICED = {name: (*everyone(name, zero=1, tp=8), "models.actor.generation.tp=8") for name in ("grpo", "ppo")}

@@ -409,7 +409,9 @@ def test_training_is_exact_on_processors_with_avx2(tmp_path: Path, monkeypatch: 
         pytest.skip("this processor has no AVX2")
     for name, value in ((choice.TARGET, "x86-64-v3"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
         monkeypatch.setenv(name, value)
-    settings = tasks.settings(tmp_path, 1, "models.actor.generation.exact=true", "models.actor.dtype=bfloat16")
+    settings = tasks.settings(
+        tmp_path, 1, "models.actor.generation.reuse_rollout_log_probs=true", "models.actor.dtype=bfloat16"
+    )
     process = tasks.start_program(1, tmp_path, settings)
     assert tasks.finish(process, tmp_path) == 0, (tmp_path / "output.txt").read_text()
     (row,) = tasks.read_run(tmp_path).raw

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from live_memory import LiveMemory
 from ranks import run_ranks
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.kernels import Kernels, choose_ops
 from rlhf_spmd.models.activations import CHECKPOINTING, save_on_host
 from rlhf_spmd.models.attention import PackedAttention
@@ -141,9 +142,9 @@ def test_what_is_on_the_host_is_a_copy_and_parameters_stay() -> None:
 
 
 def test_unknown_values_are_refused() -> None:
-    RoleConfig(activation_checkpointing="selective").check("models.actor")
+    check_section(RoleConfig(activation_checkpointing="selective"), "models.actor")
     with pytest.raises(ValueError, match="activation_checkpointing='true' is not known; allowed: auto, none, selective"):
-        RoleConfig(activation_checkpointing="true").check("models.actor")
+        check_section(RoleConfig(activation_checkpointing="true"), "models.actor")
 
 
 def head_memory(world: Any, tokens: int, entropy: bool) -> tuple[int, int]:

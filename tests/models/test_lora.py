@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.checkpoint.adapters import STATE, SavedAdapters, find_adapters
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.attention import PackedAttention
@@ -413,4 +414,4 @@ def test_targets_that_the_model_has_not(family: str, targets: list[str], said: s
 )
 def test_settings_that_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        LoraConfig(**given).check("models.actor.lora")
+        check_section(LoraConfig(**given), "models.actor.lora")

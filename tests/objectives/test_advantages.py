@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from flat_config import flat_config, with_knobs
 from ragged_samples import LENGTHS, flat, naive_gae, rows_of, sample
 from ranks import run_ranks
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
@@ -21,9 +21,9 @@ from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Rows
 
 GAMMA, LAM, COEF = 0.9, 0.8, 0.3
-PLAIN = PPOConfig(gamma=GAMMA, lam=LAM, kl_ctrl=KLControlConfig(kl_coef=COEF))
-ADAPTIVE = replace(PLAIN, kl_ctrl=KLControlConfig("adaptive", COEF, target_kl=0.1, horizon=100))
-WITHOUT = replace(PLAIN, use_kl_in_reward=False)
+PLAIN = flat_config(PPOConfig, gamma=GAMMA, lam=LAM, kl_ctrl=KLControlConfig(kl_coef=COEF))
+ADAPTIVE = with_knobs(PLAIN, kl_ctrl=KLControlConfig("adaptive", COEF, target_kl=0.1, horizon=100))
+WITHOUT = with_knobs(PLAIN, use_kl_in_reward=False)
 TOKENS = ("values", "old_log_probs", "ref_log_prob")
 
 
@@ -45,10 +45,10 @@ def expected(config: PPOConfig, coefficient: float) -> tuple[list[Tensor], dict[
     fields = whole_fields()
     values, old, ref = (rows_of(fields[name], LENGTHS) for name in TOKENS)
     kl = [
-        [a - b if config.uses_reference else 0.0 for a, b in zip(one, other, strict=True)]
+        [a - b if config.kl.uses_reference else 0.0 for a, b in zip(one, other, strict=True)]
         for one, other in zip(old, ref, strict=True)
     ]
-    rewards = [[-coefficient * x if config.use_kl_in_reward else 0.0 for x in row] for row in kl]
+    rewards = [[-coefficient * x if config.kl.use_kl_in_reward else 0.0 for x in row] for row in kl]
     for row, score in zip(rewards, fields["scores"].tolist(), strict=True):
         row[-1] += score
     raw = flat(naive_gae(rewards, values, GAMMA, LAM))
@@ -69,7 +69,7 @@ def expected(config: PPOConfig, coefficient: float) -> tuple[list[Tensor], dict[
 
 def computed(config: PPOConfig, state: dict[str, Any]) -> tuple[list[Tensor], dict[str, float]]:
     fields = whole_fields()
-    if not config.uses_reference:
+    if not config.kl.uses_reference:
         del fields["old_log_probs"], fields["ref_log_prob"]  # what the script does not read
     made, metrics = gae_advantages(config)(fields, rows_at(list(range(len(LENGTHS)))), alone(state))
     return [made[name].values for name in ("advantages", "returns")], metrics
@@ -77,7 +77,7 @@ def computed(config: PPOConfig, state: dict[str, Any]) -> tuple[list[Tensor], di
 
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, WITHOUT, replace(WITHOUT, use_kl_loss=True)],
+    [PLAIN, WITHOUT, with_knobs(WITHOUT, use_kl_loss=True)],
     ids=["KL in the reward", "no reference", "KL in the loss only"],
 )
 def test_advantages_are_gae_of_score_minus_kl(config: PPOConfig) -> None:
@@ -105,7 +105,7 @@ def test_an_adaptive_coefficient_moves_on_the_mean_over_rows_and_goes_on_from_th
         assert state == {"best": 3.0, "kl_coef": metrics["actor/kl_coef"]}
     assert coefficient != COEF
     unmoved: dict[str, Any] = {}
-    computed(replace(ADAPTIVE, use_kl_in_reward=False, use_kl_loss=True), unmoved)
+    computed(with_knobs(ADAPTIVE, use_kl_in_reward=False, use_kl_loss=True), unmoved)
     assert unmoved == {"kl_coef": COEF}, "a KL that is in the loss only does not move it"
 
 

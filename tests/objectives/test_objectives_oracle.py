@@ -10,15 +10,16 @@ import importlib.metadata
 import math
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, CriticFreeConfig
-from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig
+from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, GroupAdvantageConfig
+from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyLossConfig
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl, losses
-from rlhf_spmd.objectives.rollout_correction import RS_KINDS, RolloutCorrectionConfig, correction_weights
+from rlhf_spmd.objectives.rollout_correction import RejectionKind, RolloutCorrectionConfig, correction_weights
 
 LENGTHS = torch.tensor([5, 1, 9, 3, 12, 7])
 ROWS, WIDTH, TOTAL = len(LENGTHS), int(LENGTHS.max()), int(LENGTHS.sum())
@@ -150,7 +151,7 @@ def test_verl_ratio_losses(verl, mode):
     settings = Settings(**clips, tau_pos=1.0, tau_neg=1.05, global_batch_info={})
     their_loss, _ = getattr(verl, f"compute_policy_loss_{mode}")(old, theirs, advantages, MASK, agg, settings)
     knobs = {} if mode == "sapo" else clips
-    config = PolicyConfig(loss_mode=mode, loss_agg_mode=agg, **knobs)
+    config = PolicyLossConfig(loss_mode=mode, loss_agg_mode=agg, **knobs)
     tokens, _ = LOSS_MODES[mode].loss(config, ours, pack(old), pack(advantages), LENGTHS)
     loss = losses.aggregate(tokens, LENGTHS, agg, TOTAL, ROWS)
     torch.testing.assert_close(loss, their_loss, rtol=1e-7, atol=1e-8)
@@ -165,7 +166,7 @@ def test_verl_estimators(verl, name):
     rewards = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
     rewards[torch.arange(ROWS), lengths - 1] = scores
     theirs, _ = getattr(verl, f"compute_{name}_outcome_advantage")(rewards, MASK, GROUP_IDS.numpy())
-    ours = torch.repeat_interleave(ESTIMATORS[name](CriticFreeConfig(), scores, GROUP_IDS, lengths), lengths)
+    ours = torch.repeat_interleave(ESTIMATORS[name](GroupAdvantageConfig(), scores, GROUP_IDS, lengths), lengths)
     if name in WHITENED:
         ours = adv.whiten(ours, adv.moments(ours))
     torch.testing.assert_close(ours, pack(theirs), rtol=1e-6, atol=1e-6)  # verl computes some of it in float32
@@ -186,7 +187,8 @@ def verl_correction():
     tools = functions_of("verl", "verl/utils/torch_functional.py", ["masked_sum", "masked_mean"])
     names = ["compute_rollout_correction_weights", "compute_is_metrics", "compute_rollout_rejection_mask", "compute_rs_metrics"]
     names += ["_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds"]
-    known = {"TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": set(RS_KINDS[:3]), "SUPPORTED_ROLLOUT_RS_OPTIONS": set(RS_KINDS)}
+    kinds = get_args(RejectionKind)
+    known = {"TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": set(kinds[:3]), "SUPPORTED_ROLLOUT_RS_OPTIONS": set(kinds)}
     known |= {"verl_F": tools, "SAFETY_BOUND": 20.0, "math": math, "Optional": typing.Optional, "Any": typing.Any}
     return functions_of("verl", "verl/trainer/ppo/rollout_corr_helper.py", names, **known)
 
@@ -199,7 +201,7 @@ def test_verl_rollout_weights(verl_correction, level):
     torch.testing.assert_close(ours, pack(theirs), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", RS_KINDS)
+@pytest.mark.parametrize("kind", get_args(RejectionKind))
 def test_verl_rollout_rejection(verl_correction, kind):
     """Bounds of the ratio that are each other's reciprocals: verl's are of the ratio's inverse."""
     log_ratio = draw(13, 0.3)

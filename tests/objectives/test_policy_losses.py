@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from flat_config import flat_config, with_knobs
 from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig, clipped_policy
 from rlhf_spmd.config.load import check_tree
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.losses import LOSS_AGG_MODES
-from rlhf_spmd.objectives.rollout_correction import RS_KINDS, RolloutCorrectionConfig, correction_weights, mismatch_sums
+from rlhf_spmd.objectives.rollout_correction import RejectionKind, RolloutCorrectionConfig, correction_weights, mismatch_sums
 from rlhf_spmd.workers.objective import Rows, Totals
 
 LENGTHS = [4, 1, 7, 3, 6]
@@ -99,8 +100,8 @@ PAPERS = {"vanilla": vanilla, "gspo": gspo, "geo_mean": geo_mean, "cispo": cispo
 
 def config(mode: str, agg: str = "seq-mean-token-mean", **more: Any) -> PolicyConfig:
     knobs = {"tau_pos": 0.9, "tau_neg": 1.2} if mode == "sapo" else {"clip_ratio_low": LOW, "clip_ratio_high": HIGH}
-    made = PolicyConfig(loss_mode=mode, loss_agg_mode=agg, **knobs, **more)
-    made.check("algorithm")
+    made = flat_config(PolicyConfig, loss_mode=mode, loss_agg_mode=agg, **knobs, **more)
+    check_tree(made, "algorithm")
     return made
 
 
@@ -191,7 +192,7 @@ def test_truncated_importance_sampling(level: str) -> None:
     assert stats["rollout_corr/rollout_is_ratio_fraction_high"] == sum(x > 1.2 for x in ratios) / len(ratios) > 0
 
 
-@pytest.mark.parametrize("kind", RS_KINDS)
+@pytest.mark.parametrize("kind", get_args(RejectionKind))
 def test_rejection(kind: str) -> None:
     level, _, estimate = kind.rpartition("_")
     fields = sample()
@@ -203,7 +204,7 @@ def test_rejection(kind: str) -> None:
     values = [x for row in flat for x in row]
     upper = math.exp(0.1) if estimate == "k1" else sorted(values)[len(values) // 2] * 1.001
     made = RolloutCorrectionConfig(rollout_rs=kind, rollout_rs_threshold=upper)
-    made.check("algorithm.rollout_correction")
+    check_section(made, "algorithm.rollout_correction")
     kept = [abs(x) <= 0.1 for x in values] if estimate == "k1" else [x <= upper for x in values]
     weights, stats = correction_weights(made, fields["old_log_probs"], fields["rollout_log_probs"], torch.tensor(LENGTHS))
     assert weights.tolist() == [float(x) for x in kept] and 0 < sum(kept) < len(kept)
@@ -245,13 +246,15 @@ def test_mismatch_statistics() -> None:
 
 def test_the_entropy_coefficient_moves_on_a_line() -> None:
     made = config("vanilla", "token-mean", entropy_coeff=0.5, entropy_coeff_end=0.1, entropy_coeff_steps=5)
-    found = [made.entropy_coefficient(number) for number in range(1, 8)]
+    found = [made.policy.entropy_coefficient(number) for number in range(1, 8)]
     assert found == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1])
-    still, end = config("vanilla", "token-mean"), replace(made, entropy_coeff=0.1, entropy_coeff_end=None)
+    still, end = config("vanilla", "token-mean"), with_knobs(made, entropy_coeff=0.1, entropy_coeff_end=None)
     entropy = float(sample()["entropy"].mean())
     assert computed(made, WHOLE, 5)[0] == pytest.approx(computed(still, WHOLE)[0] - 0.1 * entropy, rel=1e-12)
-    assert computed(made, WHOLE, 9)[0] == pytest.approx(computed(replace(end, entropy_coeff_steps=None), WHOLE)[0], rel=1e-12)
-    with pytest.raises(ValueError, match="does not tell clipped_policy its number"):
+    assert computed(made, WHOLE, 9)[0] == pytest.approx(
+        computed(with_knobs(end, entropy_coeff_steps=None), WHOLE)[0], rel=1e-12
+    )
+    with pytest.raises(ValueError, match="does not tell clipped_policy its global_step"):
         clipped_policy(made, SamplingConfig(max_response_length=LIMIT))
 
 
@@ -277,7 +280,7 @@ def test_the_entropy_coefficient_moves_on_a_line() -> None:
 )
 def test_settings_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PolicyConfig(**knobs).check("algorithm")
+        check_tree(flat_config(PolicyConfig, **knobs), "algorithm")
 
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
@@ -293,8 +296,8 @@ def test_an_aggregation_is_computed_or_refused(mode: str, agg: str) -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"rollout_is": "tokens"}, "unknown .*rollout_is 'tokens'; available: token, sequence, or null"),
-        ({"rollout_rs": "geometric"}, "unknown .*rollout_rs 'geometric'"),
+        ({"rollout_is": "tokens"}, "rollout_is='tokens' is not known; did you mean 'token'. allowed: token, sequence, or null"),
+        ({"rollout_rs": "geometric"}, ".*rollout_rs='geometric' is not known; allowed"),
         ({"rollout_rs": "token_k1"}, "needs .*rollout_rs_threshold"),
         ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0 does nothing without .*rollout_rs; leave it out"),
         ({"rollout_is_threshold": 5.0}, "rollout_is_threshold=5.0 does nothing without .*rollout_is; leave it out"),

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flat_config import flat_config
 from rlhf_spmd.algorithms import cost_model, dpo, kto, orpo, reward_model, safe_rlhf, simpo
+from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.objectives.advantages import gae
 from rlhf_spmd.objectives.kl import KLControlConfig
 from rlhf_spmd.objectives.preferences import best_and_worst, pair_indices
@@ -96,16 +98,16 @@ DPO: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(name: str) -> None:
     settings, loss = DPO[name]
-    config = dpo.Config(beta=0.3, **settings)
-    config.check("algorithm")
+    config = flat_config(dpo.Config, beta=0.3, **settings)
+    check_tree(config, "algorithm")
 
     def derived(rows: list[Tensor]) -> Tensor:
-        r = ratios(rows, config.length_normalized)
+        r = ratios(rows, config.loss.length_normalized)
         return sum(loss(r[w] - r[b]) for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN), "ref_logps": REF_LOGPS}
-    told = assert_same(config.objective(1.0), fields, "log_probs", derived)
-    implied = [0.3 * float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)), config.length_normalized)]
+    told = assert_same(config.loss.objective(1.0), fields, "log_probs", derived)
+    implied = [0.3 * float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)), config.loss.length_normalized)]
     margins = [implied[w] - implied[b] for w, b in PAIRS]
     assert told["rewards/margins"] == pytest.approx(sum(margins) / 4)
     assert told["rewards/accuracies"] == sum(margin > 0 for margin in margins) / 4
@@ -130,7 +132,7 @@ class Copies(TorchDispatchMode):
 
 def test_the_pairs_of_a_micro_batch_are_found_without_waiting_for_the_device() -> None:
     """``chosen`` stays on the CPU, and the positions go to the device once, for all fields and both sides."""
-    objective = dpo.Config().objective(1.0)
+    objective = dpo.Config().loss.objective(1.0)
     assert objective.on_cpu == ("chosen",)
     there = {"log_probs": LOG_PROBS.to("meta"), "ref_logps": REF_LOGPS.to("meta")}
     with Copies() as copies:
@@ -263,8 +265,14 @@ def ALONE() -> GlobalReduce:
 
 def test_lagrangian_advantages() -> None:
     """2310.12773, section 3.3 and appendix B: r - beta/2 KL and c + beta/2 KL per token, (A_r - lambda A_c) / (1 + lambda)."""
-    config = safe_rlhf.Config(
-        gamma=0.9, lam=0.8, lambda_init=0.5, lambda_lr=0.4, threshold=0.2, kl_ctrl=KLControlConfig(kl_coef=0.1)
+    config = flat_config(
+        safe_rlhf.Config,
+        gamma=0.9,
+        lam=0.8,
+        lambda_init=0.5,
+        lambda_lr=0.4,
+        threshold=0.2,
+        kl_ctrl=KLControlConfig(kl_coef=0.1),
     )
     log_probs, ref = LOG_PROBS, LOG_PROBS + numbers(5, 0.3)
     scores, costs, values, cost_values = numbers(6, size=8), numbers(7, size=8), numbers(8), numbers(9)
@@ -298,7 +306,7 @@ def test_lagrangian_advantages() -> None:
 
 def test_rows_without_a_cost_count_on_the_side_of_the_reward_only() -> None:
     """The multiplier's step is of the rows that have one; without any it stays. The others' cost returns are the critic's values."""
-    config = safe_rlhf.Config(lambda_init=0.5, lambda_lr=0.4, threshold=0.5)
+    config = flat_config(safe_rlhf.Config, lambda_init=0.5, lambda_lr=0.4, threshold=0.5)
     fields = {"scores": numbers(6, size=8), "costs": torch.full((8,), torch.nan).double()}
     fields |= {"old_values": numbers(8), "old_cost_values": numbers(9), "old_log_probs": LOG_PROBS, "ref_log_prob": LOG_PROBS}
     whole = ALONE()
@@ -319,7 +327,7 @@ def test_rows_without_a_cost_count_on_the_side_of_the_reward_only() -> None:
 
 
 def test_the_multiplier_waits_and_is_bounded() -> None:
-    config = safe_rlhf.Config(lambda_init=1.0, lambda_lr=10.0, lambda_max=3.0, lambda_update_delay_steps=2)
+    config = flat_config(safe_rlhf.Config, lambda_init=1.0, lambda_lr=10.0, lambda_max=3.0, lambda_update_delay_steps=2)
     fields = {
         "scores": numbers(6, size=8),
         "costs": torch.ones(8).double(),
@@ -341,20 +349,26 @@ def test_the_multiplier_waits_and_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dpo.Config(loss_type="sigmod"), r"algorithm.loss_type='sigmod' is not known; allowed: sigmoid, ipo, hinge, robust"),
-        (dpo.Config(label_smoothing=0.5), r"algorithm.label_smoothing=0.5 must be at least 0 and less than 0.5"),
-        (dpo.Config(label_smoothing=0.1, loss_type="ipo"), r"label_smoothing=0.1 does nothing with algorithm.loss_type=ipo"),
-        (dpo.Config(loss_type="robust"), r"algorithm.loss_type=robust corrects for algorithm.label_smoothing"),
-        (dpo.Config(beta=0.0), r"algorithm.beta=0.0: must be above 0"),
+        (
+            flat_config(dpo.Config, loss_type="sigmod"),
+            r"algorithm.loss_type='sigmod' is not known; did you mean 'sigmoid'\? allowed: sigmoid,",
+        ),
+        (flat_config(dpo.Config, label_smoothing=0.5), r"algorithm.label_smoothing=0.5: must be at least 0 and below 0.5"),
+        (
+            flat_config(dpo.Config, label_smoothing=0.1, loss_type="ipo"),
+            r"label_smoothing=0.1 does nothing with .*=ipo",
+        ),
+        (flat_config(dpo.Config, loss_type="robust"), r"algorithm.loss_type=robust corrects for algorithm.label_smoothing"),
+        (flat_config(dpo.Config, beta=0.0), r"algorithm.beta=0.0: must be above 0"),
         (kto.Config(desirable_weight=-1.0), r"algorithm.desirable_weight=-1.0: must be at least 0"),
         (simpo.Config(simpo_gamma=-1.0), r"algorithm.simpo_gamma=-1.0"),
-        (safe_rlhf.Config(lambda_init=0.0), r"algorithm.lambda_init=0.0: must be above 0"),
-        (safe_rlhf.Config(lambda_init=9.0), r"algorithm.lambda_init=9.0 must be at most algorithm.lambda_max=5.0"),
-        (safe_rlhf.Config(use_kl_in_reward=False), r"kl_ctrl.type=fixed"),
+        (flat_config(safe_rlhf.Config, lambda_init=0.0), r"algorithm.lambda_init=0.0: must be above 0"),
+        (flat_config(safe_rlhf.Config, lambda_init=9.0), r"algorithm.lambda_init=9.0 must be at most algorithm.lambda_max=5.0"),
+        (flat_config(safe_rlhf.Config, use_kl_in_reward=False), r"kl_ctrl.type=fixed"),
         (replace(safe_rlhf.Config(), threshold=math.nan), r"algorithm.threshold=nan"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_settings_that_cannot_be(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config.check("algorithm")
+        check_tree(config, "algorithm")

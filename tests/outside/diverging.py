@@ -23,7 +23,7 @@ def step(models: Any, data: Any, config: Config, number: int) -> Any:
         scored = models.reward.compute_reward(batch)
         valued = models.critic.compute_values(batch)
     batch = batch.union(scored, models.actor.compute_log_prob(batch), valued)
-    plain = replace(config, use_kl_in_reward=False, use_kl_loss=False)
+    plain = replace(config, kl=replace(config.kl, use_kl_in_reward=False, use_kl_loss=False))
     reads = ("scores", "values", "old_log_probs")
     advantages = models.compute.apply(batch, gae_advantages(plain), reads, outputs=("advantages", "returns"))
     batch = batch.union(advantages).rename(values="old_values")

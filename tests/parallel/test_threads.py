@@ -66,7 +66,11 @@ def run(directory: Path, *more: str) -> tuple[tasks.Run, str]:
 def test_a_run_repeats_bit_for_bit_and_takes_the_generators_log_probs(tmp_path: Path, dtype: str) -> None:
     threads = most_threads(getattr(torch, dtype))
     skip_unless_exact(choose_ops(getattr(torch, dtype), CPU), getattr(torch, dtype), threads)
-    settings = (f"models.actor.dtype={dtype}", "models.actor.attention=cpp", "models.actor.generation.exact=true")
+    settings = (
+        f"models.actor.dtype={dtype}",
+        "models.actor.attention=cpp",
+        "models.actor.generation.reuse_rollout_log_probs=true",
+    )
     one, output = run(tmp_path / "one", *settings, f"run.threads={threads}")
     assert f"{threads} thread{'s' * (threads > 1)}" in output
     if dtype == "float32":
@@ -80,9 +84,11 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     settings = tasks.settings(tmp_path, 1, "models.actor.attention=torch", "run.threads=2")
     ready = prepare(config, settings, 1)
     assert not exact_rollouts(ready.config, ready.plans)
-    with pytest.raises(ValueError, match=r"exact=true, but with run.threads=2 torch's products are not exact"):
-        prepare(config, [*settings, "models.actor.generation.exact=true"], 1)
-    ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.exact=true"], 1)
+    with pytest.raises(
+        ValueError, match=r"reuse_rollout_log_probs=true, but with run.threads=2 torch's products are not exact"
+    ):
+        prepare(config, [*settings, "models.actor.generation.reuse_rollout_log_probs=true"], 1)
+    ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.reuse_rollout_log_probs=true"], 1)
     assert exact_rollouts(ready.config, ready.plans)
     with kernels.suspended():  # as without a compiler, auto is torch
         assert not choose_ops(torch.float32, CPU).is_batch_invariant(torch.float32, 2)

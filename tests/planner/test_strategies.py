@@ -15,8 +15,9 @@ from algorithm_cases import CASES, CONFIGS
 from outside.renamed import NAMES
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.train import TrainJob, prepare, trace
+from rlhf_spmd.train import TrainJob, prepare
 from rlhf_spmd.training import placing
+from rlhf_spmd.training.job import trace
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 63, 64, 1000, 1024)
 HOST = 8

@@ -29,7 +29,7 @@ APART = ("placement.pools={a: [0, 1], b: [2]}", *(f"models.{role}.pool=a" for ro
 # name -> ranks and overrides
 JOBS: dict[str, tuple[int, tuple[str, ...]]] = {
     "swapped": (2, ("algorithm.name=outside.diverging",)),
-    "shorter": (2, ("algorithm.name=outside.shorter", "models.actor.generation.exact=false")),
+    "shorter": (2, ("algorithm.name=outside.shorter", "models.actor.generation.reuse_rollout_log_probs=false")),
     "raise": (2, ("algorithm.name=outside.raising",)),
     "nan": (2, ("algorithm.name=outside.raising", "algorithm.fault=nan")),
     "reward": (2, ("reward.function=outside.rewards:often_fails", "reward.max_failure_rate=0.2")),
@@ -43,7 +43,7 @@ MOVES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "transition": ("bucket", "actor.generate_sequences", TRANSITION),
     "overlap": ("bucket", "actor.generate_sequences", (*TRANSITION, "models.actor.generation.overlap=true")),
     "back": ("parameter", "actor.generate_sequences", TRANSITION),
-    "whole": ("target", "actor.generate_sequences", (*TRANSITION, "models.actor.generation.engine=full_gather")),
+    "whole": ("target", "actor.generate_sequences", (*TRANSITION, "models.actor.generation.reshard_method=full_gather")),
     "reallocation": ("message", "critic.compute_values", (TRANSITION[0], "models.critic.layout.tp=2", f"{CALL}.layout.dp=2")),
     "loan": (
         "small message",

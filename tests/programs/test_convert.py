@@ -59,7 +59,7 @@ def run_script(*arguments: str) -> tuple[int, str, str]:
 def test_a_script_with_a_critic(tmp_path: Path) -> None:
     config, text, _ = convert(tmp_path, "gae")
     assert text.startswith("# torchrun --nnodes 2 --nproc-per-node 4 -m rlhf_spmd.train")
-    assert config.algorithm.name == "ppo" and not config.algorithm.use_kl_in_reward, "verl's default, not this project's"
+    assert config.algorithm.name == "ppo" and not config.algorithm.kl.use_kl_in_reward, "verl's default, not this project's"
     assert config.data.path == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
     assert (config.data.val_path, config.data.epochs, config.run.steps) == ("/data/gsm8k/test.parquet", 3, None)
     assert (config.run.save_freq, config.run.test_freq, config.logger.wandb, config.logger.trackers) == (0, 5, "disabled", [])
@@ -97,6 +97,25 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert set(convert(tmp_path, "grpo", *lora, kl=True)[0].models) == {"actor"}, "without its adapters it is the reference"
     assert "actor_rollout_ref.actor.no_such_key: left out, not known" in said
     assert "use_remove_padding: left out, rows are always packed" in said and "trainer.nnodes" not in said
+
+
+def test_values_of_the_environment_stay_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_SECRET", "hidden")
+    source = tmp_path / "ppo.yaml"
+    source.write_text(
+        "actor_rollout_ref: {model: {path: '/models/${oc.env:MODEL_SECRET}'}}\ntrainer: {experiment_name: '${data.seed}x'}\n"
+        "data: {seed: 3, train_batch_size: '${oc.env:BATCH,64}', train_files: a.parquet}\n"
+    )
+    code, text, _ = run_script(str(source))
+    assert code == 0 and "hidden" not in text and "path: /models/${oc.env:MODEL_SECRET}" in text and "dir: runs/3x" in text
+    (tmp_path / "mine.yaml").write_text(text)
+    config, _ = read_config(str(tmp_path / "mine.yaml"), [])
+    assert (config.models["actor"].path, config.data.train_batch_size) == ("/models/hidden", 64)
+
+
+def test_an_estimator_that_the_algorithm_has_not_is_left_out(tmp_path: Path) -> None:
+    config, _, said = convert(tmp_path, "opo", "algorithm.filter_groups.enable=True")
+    assert config.algorithm.name == "dapo" and "algorithm.adv_estimator: left out, dapo has advantages of its own" in said
 
 
 def test_trackers_and_ways_to_resume_that_are_not_there_are_said(tmp_path: Path) -> None:
@@ -172,9 +191,9 @@ python3 -m recipe.dapo.main_dapo data.train_files=/d.parquet algorithm.adv_estim
 )
 def test_verls_defaults_are_kept(tmp_path: Path, estimator: str, expected: float) -> None:
     algorithm = convert(tmp_path, estimator)[0].algorithm
-    assert (algorithm.loss_agg_mode, algorithm.use_kl_in_reward) == ("token-mean", False)
+    assert (algorithm.policy.loss_agg_mode, algorithm.kl.use_kl_in_reward) == ("token-mean", False)
     algorithm = convert(tmp_path, estimator, "algorithm.use_kl_in_reward=True")[0].algorithm
-    assert (algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == (expected, True)
+    assert (algorithm.kl.kl_ctrl.kl_coef, algorithm.kl.use_kl_in_reward) == (expected, True)
 
 
 def test_an_estimator_that_is_not_there(tmp_path: Path) -> None:
@@ -255,7 +274,7 @@ def test_text_of_a_yaml_stays_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(written)
     config = read_config(str(tmp_path / "mine.yaml"), [])[0]
     assert (config.run.name, config.logger.project) == ("12:30", "2024_01")
-    assert config.algorithm.use_kl_loss is True and config.models["actor"].optim.lr == 1e-6
+    assert config.algorithm.kl.use_kl_loss is True and config.models["actor"].optim.lr == 1e-6
 
 
 def test_a_script_that_trains_by_examples(tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path
         ([{"prompt_ids": [1]}], ["generation.tp=2"], ConfigError, r"generation\.tp=2: here layout\.tp says it"),
         (
             [{"prompt_ids": [1]}],
-            ["generation.engine=bogus"],
+            ["generation.reshard_method=bogus"],
             ConfigError,
-            "generation.engine=bogus: nothing is trained here",
+            "generation.reshard_method=bogus: nothing is trained here",
         ),
         (
             [{"prompt_ids": [1]}],
@@ -139,7 +139,12 @@ def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path
             ConfigError,
             "generation.buffers=keep: nothing is trained here",
         ),
-        ([{"prompt_ids": [1]}], ["generation.exact=true"], ConfigError, "generation.exact=True: nothing is trained here"),
+        (
+            [{"prompt_ids": [1]}],
+            ["generation.reuse_rollout_log_probs=true"],
+            ConfigError,
+            "reuse_rollout_log_probs=True: nothing is trained here",
+        ),
         ([{"prompt_ids": [1]}], ["generation.kv_cache=keep"], ConfigError, "generation.kv_cache=keep: nothing is trained here"),
         (
             [{"prompt_ids": [1]}],

@@ -68,11 +68,11 @@ def test_the_example_works_and_every_key_of_it_is_listed(
 def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     lines = help_of(train, capsys).splitlines()
     for line in (
-        "run.steps = 100 (an integer or null)",
+        "run.steps = 100 (an integer, at least 1, or null)",
         'data.answer_key = "answer" (text)',
-        "algorithm.gamma = 1.0 (a number)",
-        "models.<role>.layout.zero = 0 (an integer)",
-        "models.<role>.optim.betas = [0.9, 0.999] (a list, each entry a number)",
+        "algorithm.gamma = 1.0 (a number, at least 0, at most 1)",
+        "models.<role>.layout.zero = 0 (0 or 1 or 2 or 3)",
+        "models.<role>.optim.betas = [0.9, 0.999] (a list, each entry a number, at least 0, below 1)",
         "placement.pools = {} (a mapping, each value a list, each entry an integer)",
     ):
         assert f"  {line}" in lines
@@ -82,7 +82,7 @@ def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None
 def test_each_key_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     lines = help_of(train, capsys).splitlines()
-    at = lines.index("  models.<role>.layout.vpp = 1 (an integer)")
+    at = lines.index("  models.<role>.layout.vpp = 1 (an integer, at least 1)")
     assert lines[at + 1] == "      chunks of layers per pipeline rank (interleaved 1F1B), see docs/parallelism.md"
     assert "| keys" not in lines and max(map(len, lines[at:])) < 200
 
@@ -110,5 +110,5 @@ def test_an_algorithm_s_own_defaults_are_told_also_in_sections(capsys: pytest.Ca
     with pytest.raises(SystemExit):
         train.main(["algorithm.name=rloo", "--help"])
     told = capsys.readouterr().out
-    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number)" in told
-    assert 'algorithm.loss_agg_mode = "seq-mean-token-sum" (text)' in told
+    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number, at least 0)" in told
+    assert 'algorithm.loss_agg_mode = "seq-mean-token-sum" (token-mean or seq-mean-token-sum or' in told

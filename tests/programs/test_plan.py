@@ -280,7 +280,10 @@ def plan_and_train(world: Any, overrides: list[str]) -> None:
 
 def test_a_run_plans_itself(directory: Path) -> None:
     run_dir = directory / "auto"
-    own = ["models.actor.generation.exact=false", f"placement={{strategy: auto, profile: {host_profile(directory)}}}"]
+    own = [
+        "models.actor.generation.reuse_rollout_log_probs=false",
+        f"placement={{strategy: auto, profile: {host_profile(directory)}}}",
+    ]
     overrides = tasks.settings(run_dir, STEPS, *CASES["ppo"].overrides(), *own)
     run_ranks(4, plan_and_train, overrides)
     one, other = train(directory, ""), tasks.read_run(run_dir)
@@ -298,7 +301,10 @@ def test_a_run_that_plans_itself_reads_its_data_once(directory: Path, monkeypatc
 
     read, read_data = [], program.read_data
     monkeypatch.setattr(program, "read_data", lambda *given: read.append(given) or read_data(*given))
-    own = ["models.actor.generation.exact=false", f"placement={{strategy: auto, profile: {host_profile(directory)}}}"]
+    own = [
+        "models.actor.generation.reuse_rollout_log_probs=false",
+        f"placement={{strategy: auto, profile: {host_profile(directory)}}}",
+    ]
     ready = program.prepare(PPO, tasks.settings(directory / "once", STEPS, *CASES["ppo"].overrides(), *own), 4)
     assert ready.config.placement.pools and len(read) == 1
 
@@ -312,7 +318,9 @@ def test_profiles_of_one_rank_are_refused_for_several(directory: Path) -> None:
 def train(directory: Path, plan_file: str) -> tasks.Run:
     run_dir = directory / f"run_{Path(plan_file).stem}"
     more = [f"plan={plan_file}"] if plan_file else []
-    overrides = tasks.settings(run_dir, STEPS, *CASES["ppo"].overrides(), "models.actor.generation.exact=false", *more)
+    overrides = tasks.settings(
+        run_dir, STEPS, *CASES["ppo"].overrides(), "models.actor.generation.reuse_rollout_log_probs=false", *more
+    )
     run_ranks(4 if plan_file else 1, tasks.train_here, PPO, overrides)
     return tasks.read_run(run_dir)
 

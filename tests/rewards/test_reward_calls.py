@@ -151,7 +151,7 @@ def test_classes_are_made_once_in_each_process():
         ),
         ("with_settings", {"by_group": True}, r"with reward.by_group it must take lists over rows"),
         (None, {"kwargs": {"a": 1}}, r"reward.kwargs is for a function"),
-        (None, {"retokenize": "yes"}, r"reward.retokenize='yes' must be auto, true or false"),
+        (None, {"retokenize": "yes"}, r"reward.retokenize='yes' must be true or false or auto"),
     ],
 )
 def test_what_cannot_be_called_is_refused_in_one_line(name, settings, message):

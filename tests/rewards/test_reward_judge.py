@@ -12,7 +12,7 @@ import pytest
 
 from ranks import run_ranks
 from reward_models import TOKENS, write_reward_model
-from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.config.schema import ConfigError, check_section
 from rlhf_spmd.rewards.config import JudgeConfig
 from rlhf_spmd.train import prepare
 from tasks import other_task, read_run, settings, task, train_here, worst_metric
@@ -180,7 +180,7 @@ def test_questions_that_do_not_fit_have_failed(tmp_path: Path) -> None:
         ("reward.retokenize=false", r"^reward\.retokenize=false: a judge reads text"),
         ("models.reward.path=null", r"^reward\.judge needs a model that generates: give reward\.model or models\.reward\.path"),
         ("models.reward.generation.tp=2", r"^models\.reward\.generation\.tp=2: a judge generates in models\.reward\.layout"),
-        ("models.reward.generation.exact=true", r"^models\.reward\.generation\.exact=True: a judge generates in"),
+        ("models.reward.generation.reuse_rollout_log_probs=true", r"\.reuse_rollout_log_probs=True: a judge generates in"),
         ("data.path=TASK", r"^reward\.judge\.template has \{answer\}, and row 0 has none"),
     ],
 )
@@ -219,7 +219,7 @@ def test_numbers_of_verdicts_that_were_cut(verdict: str, number: float | None, o
 def test_braces_of_rows_and_of_json_are_text(tmp_path: Path) -> None:
     (tmp_path / "ask.txt").write_text('Rate {response} for "{prompt}" as {"score": 1}.')
     asked = JudgeConfig(str(tmp_path / "ask.txt"), pattern=r'"score":\s*(-?[\d.e+]+)')
-    asked.check("judge")
+    check_section(asked, "judge")
     values = {"prompt": "{response}", "response": "{answer} {x}", "answer": "?"}
     assert asked.render(values) == 'Rate {answer} {x} for "{response}" as {"score": 1}.'
     assert asked.score('{"score": 3} no, {"score": -2.5}') == -2.5

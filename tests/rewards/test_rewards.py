@@ -15,6 +15,7 @@ import pytest
 
 from places import SHARED
 from rlhf_spmd.config.registry import available
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.rewards import exact_match, gsm8k, happy_words, sandbox, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.results import check_failures
@@ -264,7 +265,7 @@ def test_a_batched_function_gets_a_share_of_the_rows_from_each_worker():
 def test_what_cannot_be_bound_is_refused_in_one_line():
     allowed = "Arguments may be prompt, response, row; or verl's data_source, solution_str, ground_truth, extra_info; or TRL's"
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refused:
-        RewardConfig(function="reward_functions:positional").check()
+        check_section(RewardConfig(function="reward_functions:positional"), "reward")
     line = "reward.function='reward_functions:positional' takes (prompt, response, row): prompt cannot be given by name. "
     assert str(refused.value).startswith(line + allowed)
     rows = [{"answer": "7", "data_source": "sums"}, {"answer": "7", "data_source": "sums", "y": 1}]
@@ -315,7 +316,7 @@ def test_a_function_that_no_longer_imports_ends_the_run(tmp_path, monkeypatch):
     module.write_text("def score(prompt, response, row):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = RewardConfig(function="fleeting_reward:score")
-    config.check()
+    check_section(config, "reward")
     module.write_text("raise ImportError('gone')\n")
     with pytest.raises(RewardError, match="gone"), RewardRunner(config) as shared:
         shared.score(rows(1))
@@ -352,7 +353,7 @@ def test_names():
 )
 def test_impossible_config(change, message):
     with pytest.raises(ValueError, match=message):
-        RewardConfig(**change).check()
+        check_section(RewardConfig(**change), "reward")
 
 
 def test_runner_without_a_function():

@@ -93,7 +93,10 @@ def test_without_a_tracker_no_process_is_started(tmp_path: Path, monkeypatch: py
             "logger.trackers=[mlfow]",
             r"logger\.trackers=\['mlfow'\]: unknown tracker 'mlfow'; did you mean 'mlflow'\? available: tensorboard",
         ),
-        ("logger.wandb=onlin", r"logger\.wandb='onlin': unknown; allowed: online, offline, disabled"),
+        (
+            "logger.wandb=onlin",
+            r"logger\.wandb='onlin' is not known; did you mean 'online'\? allowed: online, offline, disabled",
+        ),
         ("logger.wandb_init.tag=[a]", r"unknown key 'logger\.wandb_init\.tag'.*tags"),
         ("logger.timeout_s=0", r"logger\.timeout_s=0"),
     ],

@@ -32,7 +32,7 @@ APART = (
 LAYOUTS = {
     "replicas": APART,
     "only what has changed": (*APART, "models.actor.calls.generate_sequences.delta=true"),
-    "rows in portions": (*APART, "placement.stream=3"),
+    "rows in portions": (*APART, "placement.rollout_chunks=3"),
     "slices, from ZeRO": (*APART, "models.actor.layout.zero=3", "models.actor.calls.generate_sequences.layout.tp=2"),
     "stages, weights that rest": (
         *APART,

@@ -170,7 +170,7 @@ def test_curves_are_short() -> None:
         ("run.max_shard_size=much", "run.max_shard_size='much' is no size; give one such as 5GB or 200MB"),
         ("run.keep_best=val/loss", "run.keep_best=val/loss is a metric of validation, and run.test_freq is 0; set it"),
         ("run.export_freq=-1", "run.export_freq=-1: must be at least 0"),
-        ("models.actor.optim.name=lion", "models.actor.optim.name=lion: must be one of adamw, adamw_8bit, muon"),
+        ("models.actor.optim.name=lion", "models.actor.optim.name='lion' is not known; allowed: adamw, adamw_8bit, muon"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path: Path, override: str, message: str) -> None:

@@ -34,13 +34,13 @@ def test_an_update_that_changes_nothing_and_a_warm_up_that_never_ends_are_said(t
 
 
 def test_a_stream_of_rows_that_nobody_takes_is_said(tmp_path: Path) -> None:
-    text = "placement.stream=4 does nothing: no call takes generated rows on ranks that do not generate"
-    assert ppo(tmp_path, "placement.stream=4") == (text,)
-    assert ppo(tmp_path, "placement.stream=4", "placement.strategy=interleave", size=2) == (text,)
-    assert ppo(tmp_path, "placement.stream=4", "placement.strategy=split", size=2) == ()
+    text = "placement.rollout_chunks=4 does nothing: no call takes generated rows on ranks that do not generate"
+    assert ppo(tmp_path, "placement.rollout_chunks=4") == (text,)
+    assert ppo(tmp_path, "placement.rollout_chunks=4", "placement.strategy=interleave", size=2) == (text,)
+    assert ppo(tmp_path, "placement.rollout_chunks=4", "placement.strategy=split", size=2) == ()
     own = ("placement.pools={generate: [0], train: [1]}", "models.actor.pool=train", "models.critic.pool=train")
     rest = ("models.reference.pool=train", "models.reward.pool=train", "models.actor.calls.generate_sequences.pool=generate")
-    assert ppo(tmp_path, "placement.stream=4", *own, *rest, size=2) == ()
+    assert ppo(tmp_path, "placement.rollout_chunks=4", *own, *rest, size=2) == ()
 
 
 def test_ranks_for_a_call_that_nobody_makes_are_said(tmp_path: Path) -> None:

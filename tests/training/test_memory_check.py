@@ -26,6 +26,7 @@ from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.telemetry.run_dir import create_run_dir
 from rlhf_spmd.training import memory_check as fitting
 from rlhf_spmd.training.banner import describe
+from rlhf_spmd.training.job import trace
 from rlhf_spmd.training.memory import StepFacts, measure, step_facts
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from role_workers import build
@@ -289,7 +290,7 @@ def small_run(world: World, run_dir: str, room: float) -> str:
 
 def test_a_run_that_recomputes_for_want_of_memory_gives_the_same_bits(tmp_path: Path) -> None:
     ready = train.prepare(SMALL, tasks.settings(tmp_path, 2), 2)
-    facts = step_facts(ready, train.trace(ready), torch.device("cpu"))
+    facts = step_facts(ready, trace(ready), torch.device("cpu"))
     none, full = (float(measure(with_checkpointing(ready.plans, mode), facts).peaks.max()) for mode in ("none", "full"))
     assert full < none
     enough = run_ranks(2, small_run, str(tmp_path / "enough"), none + 1)

@@ -16,7 +16,8 @@ from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.parallel.collectives import solo
-from rlhf_spmd.training.streams import STREAM_STRIDE, InFlightStream, RowStream, merge_values
+from rlhf_spmd.training.recorder import merge_values
+from rlhf_spmd.training.streams import STREAM_STRIDE, InFlightStream, RowStream
 from rlhf_spmd.workers.compute import ComputeWorker
 from rlhf_spmd.workers.objective import Rows
 

@@ -30,7 +30,7 @@ from rlhf_spmd.process.ending import classify
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.train import main, prepare
 from rlhf_spmd.training import trainer as session
-from rlhf_spmd.training.streams import merge_values
+from rlhf_spmd.training.recorder import merge_values
 from rlhf_spmd.workers import RewardWorker, flops
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.objective import log_prob_differences
@@ -543,19 +543,23 @@ def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         ("@dataclass(frozen=True)\nclass Config(PPOConfig):\n    ppo_epochs = 4\n", "give ppo_epochs a type"),
         ("@dataclass(frozen=True)\nclass Config(PPOConfig):\n    beta = 0.3\n", "give beta a type"),
         (
+            "@dataclass(frozen=True)\nclass Config(PPOConfig):\n    lam: float = 0.9\n",
+            "lam is a key of its field values: give it",
+        ),
+        (
             "class Base(PPOConfig):\n    beta: float = 0.3\n\n\n@dataclass(frozen=True)\nclass Config(Base):\n    pass\n",
             "put @dataclass(frozen=True) above Base",
         ),
         (
             "Config = PPOConfig\n\n\ndef step(models, data, config):\n    return []\n",
-            "algorithm': step must take (models, data, config, number): too many positional arguments",
+            "algorithm': step must take (models, data, config, global_step): too many positional arguments",
         ),
         (
             "@dataclass(frozen=True)\nclass Config(PPOConfig):\n    beta: 'Absent' = 0.3\n",
             "algorithm': the types of its Config cannot be read: name 'Absent' is not defined",
         ),
         (
-            "@dataclass(frozen=True)\nclass Config(PPOConfig):\n    def check(self, where):\n        assert self.lam < 0, 'no'\n",
+            "@dataclass(frozen=True)\nclass Config(PPOConfig):\n    def check(self, where):\n        assert self.vf_coef < 0, 'no'\n",
             "algorithm.Config raises AssertionError: no",
         ),
     ],

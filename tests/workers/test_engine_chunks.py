@@ -31,6 +31,7 @@ from engine_runs import (
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel import zero
 from rlhf_spmd.parallel.collectives import RECORDER
@@ -264,5 +265,5 @@ def test_bytes_of_zero_are_counted(models: dict[str, str], layout: Layout) -> No
 def test_impossible_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"models\.actor\.layout: vpp=2 .* pp=1; set vpp=1 or pp"):
         resolve_layout(LayoutConfig(vpp=2), 1, "models.actor.layout")
-    with pytest.raises(ValueError, match="vpp=0 must be at least 1"):
-        resolve_layout(LayoutConfig(pp=2, vpp=0), 2, "models.actor.layout")
+    with pytest.raises(ValueError, match="vpp=0: must be at least 1"):
+        check_section(LayoutConfig(pp=2, vpp=0), "models.actor.layout")

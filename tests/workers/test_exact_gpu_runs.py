@@ -1,4 +1,4 @@
-"""``models.actor.generation.exact=true`` where a CPU with Triton's interpreter passes for a GPU: whole runs, and what is refused."""
+"""``reuse_rollout_log_probs=true`` where a CPU with Triton's interpreter passes for a GPU: whole runs, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from small_models import CONFIGS
 from triton_device import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="there a run on the GPU itself does it: test_gpu.py")
-EXACT = "models.actor.generation.exact=true"
+EXACT = "models.actor.generation.reuse_rollout_log_probs=true"
 
 
 @pytest.fixture(autouse=True)
@@ -73,12 +73,14 @@ def test_it_is_a_choice(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_exact_is_refused(tmp_path: Path, ranks: int, change: str, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"models\.actor\.generation\.exact=true, but on GPUs .*{why}; leave it out"):
+    with pytest.raises(ValueError, match=rf"generation\.reuse_rollout_log_probs=true, but on GPUs .*{why}; leave it out"):
         prepare(config_of("actor"), tasks.settings(tmp_path, 1, EXACT, change), ranks)
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
     ready = prepare(config_of("actor"), tasks.settings(tmp_path, 1, EXACT), 1)
     mixed = replace(ready.plans["actor"], spec=spec_from_config(CONFIGS["qwen3-moe"], "test"))
-    with pytest.raises(ValueError, match="exact=true, but on GPUs the products of a mixture of experts depend on the batch"):
+    with pytest.raises(
+        ValueError, match="log_probs=true, but on GPUs the products of a mixture of experts depend on the batch"
+    ):
         exact_rollouts(ready.config, {**ready.plans, "actor": mixed})

@@ -319,7 +319,10 @@ def test_exact_generation_has_the_log_probs_of_training(name: str, dtype: torch.
 
 
 def test_an_exact_run_computes_no_old_log_probs(tmp_path: Path) -> None:
-    settings = ("models.actor.generation.exact=true", *(f"models.{role}.dtype=bfloat16" for role in ("actor", "critic")))
+    settings = (
+        "models.actor.generation.reuse_rollout_log_probs=true",
+        *(f"models.{role}.dtype=bfloat16" for role in ("actor", "critic")),
+    )
     process = tasks.start_torchrun(tmp_path, tasks.settings(tmp_path, 2, *settings), *tasks.one_node(1))
     assert tasks.finish(process, tmp_path) == 0, (tmp_path / "output.txt").read_text()[-4000:]
     done = tasks.read_run(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tasks
+from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
@@ -43,7 +44,7 @@ def updated(batch: Batch, agg: str, masks: bool, groups: int | None = None) -> d
     """The report of the actor of the small task, of optimizer steps with so many groups; None: of one step."""
     world = World(Launch(), torch.device("cpu"), connect_store(Launch()), 60.0)
     controller, models = build(world)
-    config = PolicyConfig(mask_truncated_completions=masks, loss_agg_mode=agg, use_kl_loss=True, entropy_coeff=0.1)
+    config = flat_config(PolicyConfig, mask_truncated_completions=masks, loss_agg_mode=agg, use_kl_loss=True, entropy_coeff=0.1)
     source = controller.source(batch)
     objective = clipped_policy(config, SamplingConfig(max_response_length=9))
     report = controller.run(lambda: models.actor.update(source, objective, mini_batch_size=groups))
@@ -82,7 +83,7 @@ def test_the_mask_of_an_environment_stays() -> None:
 
 
 def test_the_critic_learns_from_the_same_rows() -> None:
-    config = PPOConfig(mask_truncated_completions=True)
+    config = flat_config(PPOConfig, mask_truncated_completions=True)
     both = joint(clipped_policy(config, SamplingConfig()), clipped_value(config))
     assert both.only == "stopped" and "stopped" in both.row_inputs and "stopped" not in both.inputs
     assert clipped_value(PPOConfig()).only is None

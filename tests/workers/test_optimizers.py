@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update, write_models
 from ranks import run_ranks
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -210,16 +211,16 @@ def test_a_head_learns_at_its_own_rate(models: dict[str, str], layout: Layout) -
 @pytest.mark.parametrize(
     ("optim", "dtype", "message"),
     [
-        ({"name": "adam"}, "auto", r"optim\.name=adam: must be one of adamw, adamw_8bit, muon"),
+        ({"name": "adam"}, "auto", r"optim\.name='adam' is not known; did you mean 'adamw'\? allowed: adamw, adamw_8bit, muon"),
         ({"momentum": 1.0}, "auto", r"optim\.momentum=1\.0: must be at least 0 and below 1"),
         ({"head_lr": -1.0}, "auto", r"optim\.head_lr=-1\.0: must be at least 0"),
     ],
 )
 def test_bad_settings_are_refused(optim: dict[str, Any], dtype: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"^models\.actor\.{message}$"):
-        OptimConfig(**optim).check("models.actor.optim")
+        check_section(OptimConfig(**optim), "models.actor.optim")
     with pytest.raises(ValueError, match=r"adamw_8bit computes in float32, and models\.actor\.dtype=float64; use adamw$"):
-        RoleConfig(dtype="float64", optim=OptimConfig(name="adamw_8bit")).check("models.actor")
+        check_section(RoleConfig(dtype="float64", optim=OptimConfig(name="adamw_8bit")), "models.actor")
 
 
 def test_eight_bits_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,4 +228,4 @@ def test_eight_bits_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"optim\.name=adamw_8bit needs the package bitsandbytes: pip install 'rlhf_spmd\[optim\]'$"
     ):
-        OptimConfig(name="adamw_8bit").check("models.actor.optim")
+        check_section(OptimConfig(name="adamw_8bit"), "models.actor.optim")

@@ -1,4 +1,4 @@
-"""Rows that go to their consumers while others are still generated (``placement.stream``): the same run, and the spans that show it."""
+"""Rows that go to their consumers while others are generated (``placement.rollout_chunks``): the same run, with spans that show it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def run(directory: Path, name: str, portions: int) -> Path:
     run_dir = directory / f"{sorted(CASES).index(name)}_{portions}"
-    more = (*CASES[name][0], *FP64, WAVES, f"placement.stream={portions}")
+    more = (*CASES[name][0], *FP64, WAVES, f"placement.rollout_chunks={portions}")
     run_ranks(4, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, STEPS, *more))
     return run_dir
 

@@ -36,7 +36,7 @@ ROLES = ("actor", "critic", "reference")
 COMMON = (
     *(f"models.{role}.dtype=float32" for role in ROLES),
     *STEADY,
-    "models.actor.generation.exact=false",  # as on GPUs anyway: a forward for the old log-probs
+    "models.actor.generation.reuse_rollout_log_probs=false",  # as on GPUs anyway: a forward for the old log-probs
     f"run.timeout_s={LIMIT_S}",
 )
 LAYOUTS: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""What every algorithm's configuration says, the knobs of those that sample, and the parts that their steps share."""
+"""What every algorithm's configuration says, the knobs of algorithms that sample, and the parts that their steps share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
@@ -21,7 +22,8 @@ from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, Function, Glob
 
 @dataclass(frozen=True)
 class Section:
-    """A stream of data: the top-level key of the configuration that describes it, and as what. ``optional``: null leaves it out."""
+    """A stream of data: the top-level key of the configuration that describes it, and that section's class. ``optional``: null leaves
+    the stream out."""
 
     key: str
     config: type[RowsConfig]
@@ -34,12 +36,11 @@ class Section:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """``algorithm``. An algorithm derives from it and adds its own knobs.
+    """``algorithm``. An algorithm's ``Config`` derives from it and adds knobs of its own.
 
-    ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; its directory has the
-    tokenizer, and roles that need a model and name none take its. ``min_samples``: the least ``sampling.n`` that makes sense.
-    ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step can take prompts in flight, by
-    :func:`sample`.
+    ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; the tokenizer is its
+    directory's, and roles that need a model and name none take its model. ``min_samples``: the least ``sampling.n`` that makes sense.
+    ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step takes prompts in flight, by :func:`sample`.
 
     - name: one of [algorithms.md](algorithms.md), or your own module by its dotted name or file; program `sft` takes `sft` where
       it is not given
@@ -54,18 +55,18 @@ class AlgorithmConfig:
 
     @property
     def bypasses_log_probs(self) -> bool:
-        """Whether the old log-probs are the rollout's, whatever weights it came from."""
+        """True if the rollout's log-probs serve as the old ones, whatever weights drew the tokens."""
         return False
 
     def check(self, where: str) -> None:
-        """Raises ValueError naming the key and the value."""
+        """Raises ValueError that names the key and the value."""
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
-        """Raises ValueError where the algorithm's settings contradict the other sections of the configuration, or the models."""
+        """Raises ValueError where the algorithm's settings contradict other sections of the configuration, or the models."""
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """Roles whose weights change without an optimizer: they are in checkpoints as those of trained roles are."""
+        """Roles whose weights change without an optimizer; checkpoints hold them as they hold trained roles."""
         return ()
 
     @property
@@ -80,11 +81,11 @@ class AlgorithmConfig:
 
     @property
     def mini_batch_size(self) -> int | None:
-        """Groups of an optimizer step; None: all of a step's."""
+        """Groups of an optimizer step; None: all of a step's groups."""
         return None
 
     def updates(self, role: str, steps: int, batch_size: int) -> int:
-        """Optimizer steps of a role in a run of ``steps`` steps with ``batch_size`` groups each: the length of its schedule."""
+        """Return the optimizer steps of a role in ``steps`` steps of ``batch_size`` groups: the length of its schedule."""
         return steps
 
     def check_streams(self, given: Collection[str], where: str) -> None:
@@ -92,35 +93,29 @@ class AlgorithmConfig:
 
     @property
     def goal(self) -> float | None:
-        """The run ends when ``val/reward_mean`` has reached this."""
+        """The run ends when ``val/reward_mean`` reaches this."""
         return None
 
 
 @dataclass(frozen=True)
-class MovingReferenceConfig(AlgorithmConfig):
+class MovingReferenceConfig:
     """A reference that follows the actor (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656); the names are TRL's.
 
     With ``sync_ref_model``, after every ``ref_model_sync_steps`` steps: reference = ``ref_model_mixup_alpha`` * actor + the
     rest * reference.
 
     - sync_ref_model: the reference follows the actor, see [algorithms.md](algorithms.md#a-reference-that-follows)
-    - ref_model_mixup_alpha: the actor's share in the new reference, above 0; 1 replaces it
-    - ref_model_sync_steps: steps between two times that it follows
+    - ref_model_mixup_alpha: the actor's share in the new reference; 1 replaces it
+    - ref_model_sync_steps: steps between two times that the reference follows
     """
 
     sync_ref_model: bool = False
-    ref_model_mixup_alpha: float = 0.6
-    ref_model_sync_steps: int = 512
+    ref_model_mixup_alpha: PositiveFraction = 0.6
+    ref_model_sync_steps: PositiveInt = 512
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps")}
 
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "ref_model_mixup_alpha", above=0, most=1)
-        check_bounds(self, where, "ref_model_sync_steps", least=1)
-        if self.sync_ref_model and "reference" not in self.roles:
-            raise ValueError(f"{where}.sync_ref_model=true: {self.name} has no reference with these settings; leave it out")
-
-    def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
-        super().check_together(config, plans, tokenizer)
+    def check_together(self, config: Any, plans: Mapping[str, Any]) -> None:
+        """Raises ValueError where the reference cannot follow the actor, or never would."""
         if not self.sync_ref_model:
             return
         if rank := plans["actor"].config.lora.rank:
@@ -144,21 +139,10 @@ class MovingReferenceConfig(AlgorithmConfig):
                 "never follow; lower it, or leave sync_ref_model out"
             )
 
-    @property
-    def moved(self) -> tuple[str, ...]:
-        return ("reference",) if self.sync_ref_model else ()
-
-
-def move_reference(models: Any, config: AlgorithmConfig, number: int) -> list[Reference]:
-    """The end of every step: the reference follows, if this is a step after which it does."""
-    if not (isinstance(config, MovingReferenceConfig) and config.sync_ref_model) or number % config.ref_model_sync_steps:
-        return []
-    return [models.reference.follow(None, models.actor, config.ref_model_mixup_alpha)]
-
 
 @dataclass(frozen=True)
-class RolloutConfig(MovingReferenceConfig):
-    """Of algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts.
+class RolloutConfig(AlgorithmConfig):
+    """Algorithms that train on what the model samples; the names are verl's. Batch sizes count prompts.
 
     - ppo_mini_batch_size: prompts per optimizer step; must divide `data.train_batch_size`, or exceed it (then one mini-batch).
       See [parallelism.md](parallelism.md#mini-batches)
@@ -168,22 +152,30 @@ class RolloutConfig(MovingReferenceConfig):
     - ppo_micro_batch_size_per_gpu: rows of a micro-batch on one rank, for `use_dynamic_bsz=false`
     """
 
-    ppo_mini_batch_size: int = 256
-    ppo_epochs: int = 1
+    moving: MovingReferenceConfig = inline(MovingReferenceConfig)
+    ppo_mini_batch_size: PositiveInt = 256
+    ppo_epochs: PositiveInt = 1
     use_dynamic_bsz: bool = True
-    ppo_max_token_len_per_gpu: int = 16384
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
 
     def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", least=1)
-        if not self.use_dynamic_bsz and (self.ppo_micro_batch_size_per_gpu or 0) < 1:
+        if self.moving.sync_ref_model and "reference" not in self.roles:
+            raise ValueError(f"{where}.sync_ref_model=true: {self.name} has no reference with these settings; leave it out")
+        if not self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is None:
             raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
         if self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is not None:
             raise ValueError(
                 f"{where}.ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu} does nothing with "
                 f"{where}.use_dynamic_bsz=true; leave it out, or set use_dynamic_bsz=false"
             )
+
+    def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
+        self.moving.check_together(config, plans)
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        return ("reference",) if self.moving.sync_ref_model else ()
 
     @property
     def limits(self) -> BatchLimits:
@@ -194,7 +186,7 @@ class RolloutConfig(MovingReferenceConfig):
         return self.ppo_mini_batch_size
 
     def training_steps(self, role: str, steps: int) -> int:
-        """In how many of a run's ``steps`` a trained role is updated."""
+        """Return in how many of a run's ``steps`` a trained role is updated."""
         return steps
 
     def updates(self, role: str, steps: int, batch_size: int) -> int:
@@ -202,17 +194,27 @@ class RolloutConfig(MovingReferenceConfig):
 
     @property
     def schedule(self) -> dict[str, int]:
-        """What ``update`` is told of mini-batches and epochs."""
+        """Mini-batches and epochs, as ``update`` takes them."""
         return {"mini_batch_size": self.ppo_mini_batch_size, "epochs": self.ppo_epochs}
 
 
-def sample(models: Any, data: Any, number: int) -> tuple[Reference, Reference]:
-    """The step's prompts with the actor's responses, and the call that made these.
+def move_reference(models: Any, config: AlgorithmConfig, global_step: int) -> list[Reference]:
+    """Let the reference follow the actor if this is a step after which it does. Ends every step."""
+    if (
+        not (isinstance(config, RolloutConfig) and config.moving.sync_ref_model)
+        or global_step % config.moving.ref_model_sync_steps
+    ):
+        return []
+    return [models.reference.follow(None, models.actor, config.moving.ref_model_mixup_alpha)]
 
-    With ``data.gen_batch_size`` more prompts are in flight than the step takes: those whose responses have ended first.
+
+def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Reference]:
+    """Return the step's prompts with the actor's responses, and the call that generated them.
+
+    With ``data.gen_batch_size`` more prompts are in flight than a step takes; the step then takes those whose responses ended first.
     """
     prompts = data.prompts.next()
-    rollout = models.actor.generate_sequences(prompts, data.sampling, number, data.prompts.num_groups)
+    rollout = models.actor.generate_sequences(prompts, data.sampling, global_step, data.prompts.num_groups)
     if data.prompts.num_groups is not None:
         reports = models.controller.get(rollout)[0]
         ended = data.prompts.take_ended([group for report in reports for group in report["groups"]])
@@ -221,8 +223,11 @@ def sample(models: Any, data: Any, number: int) -> tuple[Reference, Reference]:
 
 
 def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
-    """``scores`` of responses, the sum of all rewards that add up (``models.rewards``), nan where none of them scores a response or a
-    call of one failed; and the calls that made them."""
+    """Return ``scores`` of the responses, and the calls that made them.
+
+    A score is the sum of all rewards in ``models.rewards``. It is nan where none of them scores the response, or where the call of
+    one failed.
+    """
     calls = [reward.compute_reward(rows) for reward in models.rewards]
     if len(calls) == 1:
         return calls[0].select("scores"), calls
@@ -236,8 +241,8 @@ def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
 
 
 def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-    """The sum of the fields ``*_scores``; nan for a row that none of them scores, and for one in a field ``*_failed``, whose sum would
-    lack what that call would have said. Raises RewardError where no reward has scored any row of the run so far."""
+    """Return the sum of the fields ``*_scores``: nan for a row that none of them scores, and for a row in a field ``*_failed``, whose
+    sum would lack the failed call's part. Raises RewardError where no reward has scored any row of the run so far."""
     given, failed = (
         torch.stack([field.double() for name, field in fields.items() if name.endswith(end)]) for end in ("_scores", "_failed")
     )
@@ -252,20 +257,20 @@ def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Co
     return {"scores": total.where(scored, torch.nan)}, {"reward/total_mean": sums[0] / sums[1]} if sums[1] else {}
 
 
-def validate(models: Any, data: Any, config: Any, number: int, stream: str = "prompts") -> dict[str, float]:
-    """Mean score of the validation prompts' responses, means of what else the reward functions returned, and what ``evaluate`` says
-    of each set.
+def validate(models: Any, data: Any, config: Any, global_step: int, stream: str = "prompts") -> dict[str, float]:
+    """Return the mean score of the responses to validation prompts, means of the other numbers that reward functions returned, and
+    the metrics of ``evaluate`` for each set.
 
     Collective over the world: every rank of it must call, in program order.
     """
-    return data.validate_rewards(stream, lambda *given: _answer_and_score(models, number, *given))
+    return data.validate_rewards(stream, lambda *given: _answer_and_score(models, global_step, *given))
 
 
 def _answer_and_score(
-    models: Any, number: int, rows: Reference, sampling: SamplingConfig, read_answers: Function
+    models: Any, global_step: int, rows: Reference, sampling: SamplingConfig, read_answers: Function
 ) -> tuple[Reference, list[Reference]]:
-    """``scores`` and what ``read_answers`` makes of the responses, and the calls whose values are reported."""
-    answered = rows.union(models.actor.generate_sequences(rows, sampling, number))
+    """Return ``scores`` with what ``read_answers`` makes of the responses, and the calls whose values are reported."""
+    answered = rows.union(models.actor.generate_sequences(rows, sampling, global_step))
     scores, calls = score(models, answered)
     answered = answered.union(scores)
     read = models.compute.apply(answered, read_answers, ("response_ids", "scores", "stopped"), outputs=("answer_codes",))

@@ -1,5 +1,6 @@
-"""A cost model from safety preferences (Safe-RLHF, Dai et al. 2023, arXiv 2310.12773): its order says which response is less safe, its
-sign which is unsafe."""
+"""A cost model from safety preferences (Safe-RLHF, Dai et al. 2023, arXiv 2310.12773): the order of costs says which response is less
+safe, their sign which is unsafe.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import Section
-from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs
+from rlhf_spmd.algorithms.preferences import ScoreModelConfig, of_pairs
 from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.data.preferences import SafetyPreferencesConfig
 from rlhf_spmd.objectives.preferences import cost_preference
@@ -18,13 +19,13 @@ from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class Config(ScoresConfig):
+class Config(ScoreModelConfig):
     name: str = "cost_model"
     streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", SafetyPreferencesConfig)}
     exported: ClassVar[str] = "cost"
 
     def objective(self, temperature: float) -> Objective:
-        """Order and signs of costs; which share of the pairs is in order, which share of the responses has its sign."""
+        """Return the loss of order and signs of costs, with the shares of pairs in order and of responses with the right sign."""
 
         def loss(safer: dict[str, Tensor], riskier: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             low, high = safer["row_values"], riskier["row_values"]

@@ -1,19 +1,21 @@
 """DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO's advantages without a reference, a wider upper clip, a penalty for over-long
-responses, and prompts whose responses all score alike replaced by further ones. The settings' names are verl's."""
+responses, and further prompts in place of those whose responses all score alike. The settings' names are verl's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import sample, score, validate
-from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.algorithms.policy import PolicyConfig, PolicyLossConfig, clipped_policy
+from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveInt
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import group_advantages
 from rlhf_spmd.rewards.results import RewardError
@@ -25,45 +27,35 @@ class OverlongConfig:
     """``overlong_buffer``.
 
     - enable: responses near the limit lose score
-    - len: tokens before the limit in which they do; null: a fifth of `max_response_length`
-    - penalty_factor: what a response of full length loses
+    - len: tokens before the limit in which they lose it; null: a fifth of `max_response_length`
+    - penalty_factor: the loss of a response of full length
     """
 
     enable: bool = True
-    len: int | None = None
-    penalty_factor: float = 1.0
+    len: PositiveInt | None = None
+    penalty_factor: NonNegativeFloat = 1.0
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"enable": ("len", "penalty_factor")}
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "len", least=1)
-        check_bounds(self, where, "penalty_factor", least=0)
 
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
     """``filter_groups``.
 
-    - enable: groups that teach nothing are replaced by further prompts
+    - enable: replace groups that teach nothing by further prompts
     - metric: a group is kept if this differs among its rows: `score`, or with the penalty `seq_reward`
     - max_num_gen_batches: batches of prompts that one step may take
     """
 
     enable: bool = True
-    metric: str = "score"
-    max_num_gen_batches: int = 10
+    metric: Literal["score", "seq_reward"] = "score"
+    max_num_gen_batches: PositiveInt = 10
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"enable": ("metric", "max_num_gen_batches")}
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "max_num_gen_batches", least=1)
-        if self.metric not in ("score", "seq_reward"):
-            raise ValueError(f"{where}.metric={self.metric!r} is not known; allowed: score, seq_reward")
 
 
 @dataclass(frozen=True)
 class Config(PolicyConfig):
     name: str = "dapo"
-    clip_ratio_low: float | None = 0.2
-    clip_ratio_high: float | None = 0.28
+    policy: PolicyLossConfig = inline(PolicyLossConfig, clip_ratio_low=0.2, clip_ratio_high=0.28)
     overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     min_samples: ClassVar[int] = 2
@@ -71,7 +63,7 @@ class Config(PolicyConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.use_kl_loss:
+        if self.kl.use_kl_loss:
             raise ValueError(f"{where}.use_kl_loss=true: dapo has no reference; use grpo, or leave it out")
 
     def check_together(self, config: Any, plans: Any, tokenizer: Any) -> None:
@@ -81,13 +73,13 @@ class Config(PolicyConfig):
             raise ValueError(f"algorithm.overlong_buffer.len={room} must be at most data.max_response_length={limit}")
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
-    """One DAPO step. Returns the calls whose values are the step's metrics; those of rewards are of its first batch of prompts."""
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
+    """One DAPO step. Returns the calls whose values are the step's metrics; the reward's are of its first batch of prompts."""
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
     calls, batches, found, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
-        batch, rollout = sample(models, data, number)
+        batch, rollout = sample(models, data, global_step)
         scores, scored = score(models, batch)
         judged = models.compute.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
         calls, wanted, batch = calls or [rollout, *scored, judged], wanted or len(batch), batch.union(scores, judged)
@@ -99,20 +91,21 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
             break
     kept_groups, size = found // data.sampling.n, wanted // data.sampling.n
     if found < wanted:
-        tell_of_few(models.controller, number, kept_groups, size, len(batches), is_scored)
+        tell_of_few(models.controller, global_step, kept_groups, size, len(batches), is_scored)
     # 2. the first of them, and the update
     kept = batches[0].concat(*batches[1:])
     kept = kept.take(np.arange(len(kept)) < wanted)
     counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
     advantages = models.compute.apply(kept, in_group(counts), ("seq_rewards",), outputs=("advantages",), keep_groups=True)
     old = models.actor.compute_log_prob(kept)
-    update = models.actor.update(kept.union(old, advantages), clipped_policy(config, data.sampling, number), **config.schedule)
+    policy = clipped_policy(config, data.sampling, global_step)
+    update = models.actor.update(kept.union(old, advantages), policy, **config.schedule)
     return [*calls, old, advantages, update]
 
 
-def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: int, is_scored: bool) -> None:
-    """A step of fewer groups is told. Where there are none it raises ValueError, or RewardError if no response has a score."""
-    told = f"step {number}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
+def tell_of_few(controller: Any, global_step: int, found: int, wanted: int, tried: int, is_scored: bool) -> None:
+    """Print that a step has fewer groups than wanted. With none it raises ValueError, or RewardError if no response has a score."""
+    told = f"step {global_step}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
     remedy = "give other prompts, more samples (sampling.n), or a larger algorithm.filter_groups.max_num_gen_batches"
     if not found:
         failure = ValueError if is_scored else RewardError
@@ -121,8 +114,10 @@ def tell_of_few(controller: Any, number: int, found: int, wanted: int, tried: in
 
 
 def shaped(config: Config, limit: int) -> Function:
-    """Scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13); and in each row of a group how
-    far the group's metric spreads, 0 only where it is the same in all rows, below 0 where no row has a score."""
+    """Return a function that computes scores with the over-long penalty, min(0, (limit - len - length) / len) * factor (equation 13).
+
+    It also gives each row its group's ``spread`` of the metric: 0 only if all rows have the same, below 0 if no row has a score.
+    """
 
     def judge(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         scores, overlong = fields["scores"].double(), config.overlong_buffer
@@ -141,7 +136,9 @@ def shaped(config: Config, limit: int) -> Function:
 
 
 def in_group(report: dict[str, float]) -> Function:
-    """Advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all ranks know."""
+    """Return a function that computes advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all
+    ranks know.
+    """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         advantages = group_advantages(fields["seq_rewards"], rows.group_ids, by_std=True)

@@ -1,7 +1,7 @@
 """On-policy distillation: the student answers, and learns by the reverse KL to a teacher on its own tokens.
 
-MiniLLM (Gu et al. 2023, arXiv 2306.08543) takes the gradient of KL(student || teacher) of whole responses by REINFORCE; GKD (Agarwal et
-al. 2023, arXiv 2306.13649) each token's by itself. ``gamma`` is between the two: 1 and 0.
+MiniLLM (Gu et al. 2023, arXiv 2306.08543) takes the gradient of KL(student || teacher) of whole responses by REINFORCE, which is
+``gamma`` 1. GKD (Agarwal et al. 2023, arXiv 2306.13649) takes each token's KL by itself, which is 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Fraction
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.advantages import gae
@@ -26,17 +26,16 @@ from rlhf_spmd.workers import ActorWorker, Computed, Function, GlobalReduce, Ref
 class Config(PolicyConfig):
     """A reward is for metrics and validation only, and may be left out.
 
-    - gamma: what a token's KL to the teacher counts for the token before it
+    - gamma: weight of a token's KL to the teacher in the advantage of the token before it
     """
 
     name: str = "distill"
-    gamma: float = 0.0
+    gamma: Fraction = 0.0
     needs_reward: ClassVar[bool] = False
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "gamma", least=0, most=1)
-        if self.use_kl_loss:
+        if self.kl.use_kl_loss:
             raise ValueError(f"{where}.use_kl_loss=true: distill's KL is that to the teacher; leave it out")
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
@@ -62,21 +61,24 @@ class Config(PolicyConfig):
         return {"actor": ActorWorker, "teacher": ReferenceWorker, "reward": RewardWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One step of distillation. Returns the calls whose values are the step's metrics."""
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scored = score(models, batch)[1] if models.rewards else []
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old, models.teacher.compute_ref_log_prob(batch).rename(ref_log_prob="teacher_log_probs"))
     reads = ("old_log_probs", "teacher_log_probs")
     advantages = models.compute.apply(batch, towards_teacher(config.gamma), reads, outputs=("advantages",))
-    update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling, number), **config.schedule)
+    policy = clipped_policy(config, data.sampling, global_step)
+    update = models.actor.update(batch.union(advantages), policy, **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 
 def towards_teacher(gamma: float) -> Function:
-    """A token's advantage: minus the sum over itself and the later tokens of its response of gamma^distance * (log p_student -
-    log p_teacher), whose gradient with gamma 1 is in expectation that of KL(student || teacher) of responses."""
+    """Return a function that computes a token's advantage: minus the sum over itself and the later tokens of its response of
+    gamma^distance * (log p_student - log p_teacher). With gamma 1 its gradient is in expectation that of KL(student || teacher) of
+    responses.
+    """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_spmd.algorithms import grpo
 from rlhf_spmd.algorithms.base import validate
-from rlhf_spmd.algorithms.estimators import CriticFreeConfig
+from rlhf_spmd.algorithms.estimators import GroupAdvantageConfig
 from rlhf_spmd.algorithms.grpo import step
+from rlhf_spmd.algorithms.kl import KLConfig
+from rlhf_spmd.algorithms.policy import PolicyLossConfig
+from rlhf_spmd.config.schema import inline
 
 
 @dataclass(frozen=True)
-class Config(CriticFreeConfig):
+class Config(grpo.Config):
     name: str = "dr_grpo"
-    norm_adv_by_std_in_grpo: bool = False
-    loss_agg_mode: str = "seq-mean-token-sum-norm"
+    policy: PolicyLossConfig = inline(PolicyLossConfig, loss_agg_mode="seq-mean-token-sum-norm")
+    kl: KLConfig = inline(KLConfig, use_kl_in_reward=False)
+    advantage: GroupAdvantageConfig = inline(GroupAdvantageConfig, norm_adv_by_std_in_grpo=False)

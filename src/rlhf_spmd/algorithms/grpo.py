@@ -1,35 +1,56 @@
 """GRPO (Shao et al. 2024, arXiv 2402.03300): no critic; a response is judged against the other responses to its prompt.
 
-The step serves all algorithms without a critic; they differ in :class:`CriticFreeConfig`: how advantages come about, and the loss.
+The step serves all algorithms without a critic. They differ in the defaults of ``policy``, ``kl`` and ``advantage``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_spmd.algorithms.base import sample, score, validate
-from rlhf_spmd.algorithms.estimators import CriticFreeConfig, in_group
-from rlhf_spmd.algorithms.policy import clipped_policy
+from rlhf_spmd.algorithms.estimators import BY_TOKEN, GroupAdvantageConfig, in_group
+from rlhf_spmd.algorithms.kl import KLConfig
+from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
+from rlhf_spmd.workers import ReferenceWorker, RoleClass
 
 
 @dataclass(frozen=True)
-class Config(CriticFreeConfig):
+class Config(PolicyConfig):
     name: str = "grpo"
-    use_kl_loss: bool = True
+    kl: KLConfig = inline(KLConfig, use_kl_in_reward=False, use_kl_loss=True)
+    advantage: GroupAdvantageConfig = inline(GroupAdvantageConfig)
+    min_samples: ClassVar[int] = 2
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.min_samples < 2 and not self.advantage.by_token:
+            estimator = self.advantage.adv_estimator
+            raise ValueError(f"{where}.adv_estimator={estimator}: {self.name} is {BY_TOKEN}; use {where}.name=grpo")
+        if self.policy.loss_mode == "geo_mean" and self.advantage.by_token:
+            raise ValueError(
+                f"{where}.loss_mode=geo_mean needs one advantage per response, and {BY_TOKEN} gives each token its own"
+            )
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, **({"reference": ReferenceWorker} if self.kl.uses_reference else {})}
 
 
-def step(models: Any, data: Any, config: CriticFreeConfig, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One step. Returns the calls whose values are the step's metrics."""
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(scores, old)
-    if config.uses_reference:
+    if config.kl.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
     estimate = in_group(config, data.sampling.n)
-    advantages = models.compute.apply(batch, estimate, config.reads, outputs=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(batch, estimate, ("scores", *config.kl.inputs), outputs=("advantages",), keep_groups=True)
     batch = batch.union(advantages)
-    update = models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule)
+    policy = clipped_policy(config, data.sampling, global_step)
+    update = models.actor.update(batch, policy, **config.schedule)
     return [rollout, *scored, old, advantages, update]

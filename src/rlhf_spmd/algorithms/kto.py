@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import Section
-from rlhf_spmd.algorithms.preferences import PairsConfig, next_with_reference, reference_log_probs, validate_by
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, next_with_reference, reference_log_probs, validate_by
+from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import UnpairedConfig
 from rlhf_spmd.objectives.advantages import row_sums
@@ -21,40 +21,37 @@ from rlhf_spmd.workers import Computed, GlobalReduce, Objective, ReferenceWorker
 
 
 @dataclass(frozen=True)
-class Config(PairsConfig):
+class Config(PairLearningConfig):
     """The names are TRL's.
 
     - beta: how far the policy may go from the reference
-    - desirable_weight: weight of desirable responses; the paper has it make up for unequal numbers of the two kinds
-    - undesirable_weight: and of undesirable ones
+    - desirable_weight: weight of desirable responses; the paper uses it to make up for unequal numbers of the two kinds
+    - undesirable_weight: weight of undesirable responses
     """
 
     name: str = "kto"
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: PositiveFloat = 0.1
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
     streams: ClassVar[Mapping[str, Section]] = {"responses": Section("data", UnpairedConfig)}
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "beta", above=0)
-        check_bounds(self, where, "desirable_weight", "undesirable_weight", least=0)
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
         return {**super().roles, "reference": ReferenceWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
-    """One optimizer step on the labelled rows; the baseline comes of their prompts with completions of other prompts."""
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
+    """One optimizer step on the labelled rows. Their prompts with completions of other prompts give the baseline."""
     rows = next_with_reference(models, data.responses)
     estimate, baseline, desirable = estimate_kl(models, rows)
     return [estimate, models.actor.update(rows.firsts(), objective(data, config, baseline, desirable))]
 
 
 def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
-    """Of the second rows of the groups the mean log-ratio, at least 0, which is the baseline; the share of desirable rows; the call
-    that says both."""
+    """Return the call that estimates the KL, the baseline and the share of desirable rows.
+
+    The baseline is the mean log-ratio of the groups' second rows, at least 0.
+    """
     mismatched = rows.take(np.arange(len(rows)) % 2 == 1)
     mismatched = mismatched.union(models.actor.compute_log_prob(mismatched))
     call = models.compute.apply(mismatched, mean_log_ratio, ("old_log_probs", "ref_logps", "desirable"))
@@ -70,7 +67,9 @@ def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -
 
 
 def objective(data: Any, config: Config, baseline: float, desirable: float) -> Objective:
-    """``desirable``: the share of such rows, by which their mean reward is reported; in validation of all batches together."""
+    """Return KTO's objective. ``desirable``: the share of such rows, by which their mean reward is reported; in validation over all
+    batches together.
+    """
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         is_good = fields["desirable"] > 0
@@ -84,8 +83,8 @@ def objective(data: Any, config: Config, baseline: float, desirable: float) -> O
     return Objective(loss, ("desirable", "ref_logps"), temperature=data.sampling.log_prob_temperature)
 
 
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
-    """``val/accuracy``: the share of responses whose log-ratio is on the label's side of their batch's baseline."""
+def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
+    """Return the objective's statistics; ``val/accuracy`` is the share of log-ratios on their label's side of the batch's baseline."""
     desirable = float(data.validation["responses"].dataset.numbers["desirable"].mean())
 
     def evaluate(rows: Reference) -> Reference:

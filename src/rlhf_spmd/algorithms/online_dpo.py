@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,31 +10,37 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig, sample, score, validate
-from rlhf_spmd.algorithms.preferences import DirectConfig, reference_log_probs
+from rlhf_spmd.algorithms.preferences import DirectLossConfig, reference_log_probs
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import best_and_worst
-from rlhf_spmd.workers import Computed, GlobalReduce, Rows
+from rlhf_spmd.workers import Computed, GlobalReduce, ReferenceWorker, RoleClass, Rows
 
 
 @dataclass(frozen=True)
-class Config(DirectConfig, RolloutConfig):
-    """Of more than two responses to a prompt the best and the worst are the pair."""
+class Config(RolloutConfig):
+    """The best and the worst of a prompt's responses are its pair."""
 
     name: str = "online_dpo"
+    loss: DirectLossConfig = inline(DirectLossConfig)
     min_samples: ClassVar[int] = 2
 
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, "reference": ReferenceWorker}
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One step. Prompts whose responses all score alike teach nothing and are left out; a step may have no others."""
-    batch, rollout = sample(models, data, number)
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     decided = models.compute.apply(batch.union(scores), decide, ("scores",), outputs=("chosen",), keep_groups=True)
     pairs = batch.union(decided).take(models.controller.get_field(decided, "chosen") >= 0)
     calls = [rollout, *scored, decided]
     if len(pairs) == 0:
-        models.controller.tell(f"step {number}: the responses to each prompt score alike, so nothing was learnt")
+        models.controller.tell(f"step {global_step}: the responses to each prompt score alike, so nothing was learnt")
         return calls
-    pairs, objective = reference_log_probs(models, pairs), config.objective(data.sampling.log_prob_temperature)
+    pairs, objective = reference_log_probs(models, pairs), config.loss.objective(data.sampling.log_prob_temperature)
     return [*calls, models.actor.update(pairs, objective, **config.schedule)]
 
 

@@ -7,26 +7,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, implied_rewards, of_pairs
 from rlhf_spmd.algorithms.reward_model import step, validate
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat
 from rlhf_spmd.objectives.preferences import odds_ratio
 from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class Config(PairsConfig):
+class Config(PairLearningConfig):
     """The name is TRL's.
 
     - beta: weight of the odds ratio's loss, the paper's lambda
     """
 
     name: str = "orpo"
-    beta: float = 0.1
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "beta", above=0)
+    beta: PositiveFloat = 0.1
 
     def objective(self, temperature: float) -> Objective:
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

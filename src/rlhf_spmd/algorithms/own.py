@@ -1,4 +1,4 @@
-"""Estimators and policy losses of the user's own: found by name, given their arguments by name, and what they return is checked."""
+"""Estimators and policy losses of the user's own: found by name, called with arguments by name, their results checked."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PolicyLoss = Callable[[Any, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[
 
 
 def is_own(name: str) -> bool:
-    """Whether ``name`` is that of a module or a file, and none of a table."""
+    """Return True if ``name`` is that of a module or a file, and none of a table."""
     return "." in name or ":" in name
 
 
 def own_estimator(where: str, name: str) -> Estimator:
-    """The function ``name``, else the ``estimate`` of the module or file. Raises ValueError for one that is not there or takes other
-    arguments.
+    """Return the function ``name``, else the ``estimate`` of the module or file. Raises ValueError for one that does not exist or takes
+    other arguments.
 
-    What it returns raises ValueError, when it is called, unless it is a tensor [rows] or [tokens], and FloatingPointError where a row
+    When it is called, its result raises ValueError unless it is a tensor [rows] or [tokens], and FloatingPointError where a row
     that has a reward has nan or inf.
     """
     called = _resolved(where, name, "estimate", ESTIMATOR_ARGUMENTS)
@@ -58,11 +58,11 @@ def own_estimator(where: str, name: str) -> Estimator:
 
 
 def own_loss(where: str, name: str) -> PolicyLoss:
-    """The function ``name``, else the ``loss`` of the module or file. Raises ValueError for one that is not there or takes other
-    arguments.
+    """Return the function ``name``, else the ``loss`` of the module or file. Raises ValueError for one that does not exist or takes
+    other arguments.
 
-    What it returns raises ValueError, when it is called, unless it is a tensor [tokens] with gradients, alone or with a dict of
-    statistics [tokens]; and FloatingPointError where it is not finite and its arguments are.
+    When it is called, its result raises ValueError unless it is a tensor [tokens] with gradients, alone or with a dict of statistics
+    [tokens]; and FloatingPointError if it is not finite and its arguments are.
     """
     called = _resolved(where, name, "loss", LOSS_ARGUMENTS)
     label = f"{where} {name!r}"
@@ -94,7 +94,7 @@ def own_loss(where: str, name: str) -> PolicyLoss:
 
 
 def _resolved(where: str, name: str, exports: str, allowed: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Any]:
-    """The function, to be called with those of its values ``allowed`` that it takes."""
+    """Return the function, to be called with those of the values ``allowed`` that it takes."""
     module, inner = split_name(name)
     function = resolve_function(f"{module}:{inner or exports}", where)
     takes = f"{where} {name!r} takes"
@@ -118,7 +118,7 @@ def _resolved(where: str, name: str, exports: str, allowed: tuple[str, ...]) -> 
 
 
 def _tensor(label: str, given: Any, lengths: tuple[int, ...], wanted: str) -> Tensor:
-    """``given``, checked to be a tensor of one dimension and one of these lengths. Raises ValueError."""
+    """Return ``given`` if it is a tensor of one dimension and one of these lengths. Raises ValueError."""
     if isinstance(given, Tensor) and given.dim() == 1 and len(given) in lengths:
         return given
     what = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig
+from rlhf_spmd.algorithms.kl import KLLossConfig
 from rlhf_spmd.algorithms.own import is_own, own_loss
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import FiniteFloat, PositiveFloat, PositiveInt
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.objectives.kl import check_kl_kind, kl_penalty
-from rlhf_spmd.objectives.losses import LOSS_AGG_MODES, aggregate, check_clip_ratios, check_loss_agg_mode, policy_loss
+from rlhf_spmd.objectives.kl import kl_penalty
+from rlhf_spmd.objectives.losses import LOSS_AGG_MODES, LossAggMode, aggregate, check_clip_ratios, policy_loss
 from rlhf_spmd.objectives.ratio_losses import cispo_loss, geo_mean_loss, gspo_loss, sapo_loss
 from rlhf_spmd.objectives.rollout_correction import RolloutCorrectionConfig, correction_weights
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
 
 @dataclass(frozen=True)
-class PolicyConfig(RolloutConfig):
+class PolicyLossConfig:
     """A policy gradient whose ratio is bounded; the names are verl's.
 
-    - use_kl_loss: add the KL to the reference to the policy loss
-    - kl_loss_coef: coefficient of that KL
-    - kl_loss_type: estimate of that KL, as `kl_penalty`; a final `+` (`k3+`) keeps the value and takes the gradient of k2
-    - loss_mode: how the policy ratio is bounded: `vanilla` (PPO's clip), `gspo`, `geo_mean`, `cispo`, `sapo`, or a
-      function of your own, `file.py:function`: see [algorithms.md](algorithms.md#losses)
+    - loss_mode: how the policy ratio is bounded: `vanilla` (PPO's clip), `gspo`, `geo_mean`, `cispo`, `sapo`, or a function of your
+      own, `file.py:function`: see [algorithms.md](algorithms.md#losses)
     - clip_ratio: the policy ratio is clipped to 1 - this and 1 + this
     - clip_ratio_low: the ratio's lower bound is 1 - this; null: `clip_ratio`
     - clip_ratio_high: the ratio's upper bound is 1 + this; null: `clip_ratio`
@@ -35,42 +34,28 @@ class PolicyConfig(RolloutConfig):
     - tau_pos: `sapo` only: temperature of the gate for advantages above 0
     - tau_neg: `sapo` only: temperature of the gate for the other advantages
     - entropy_coeff: entropy bonus
-    - entropy_coeff_end: the bonus moves to this on a line, within `entropy_coeff_steps`
-    - entropy_coeff_steps: so many steps, such as `${run.steps}`; later the bonus stays
-    - mask_truncated_completions: a response that was cut at its limit teaches nothing: its tokens count neither in losses nor in
+    - entropy_coeff_end: the bonus moves to this value on a line, within `entropy_coeff_steps`
+    - entropy_coeff_steps: steps until the bonus has that value, such as `${run.steps}`; later it stays
+    - mask_truncated_completions: learn nothing from a response that was cut at its limit: its tokens count neither in losses nor in
       means over tokens; its score counts in its prompt's advantages
-    - loss_agg_mode: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum-norm`; of the policy loss
+    - loss_agg_mode: how the policy loss of tokens becomes one number
     """
 
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
-    kl_loss_type: str = "low_var_kl"
     loss_mode: str = "vanilla"
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    entropy_coeff: float = 0.0
-    entropy_coeff_end: float | None = None
-    entropy_coeff_steps: int | None = None
+    tau_pos: PositiveFloat = 1.0
+    tau_neg: PositiveFloat = 1.05
+    entropy_coeff: FiniteFloat = 0.0
+    entropy_coeff_end: FiniteFloat | None = None
+    entropy_coeff_steps: PositiveInt | None = None
     mask_truncated_completions: bool = False
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: LossAggMode = "token-mean"
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"use_kl_loss": ("kl_loss_coef", "kl_loss_type")}
-
-    @property
-    def bypasses_log_probs(self) -> bool:
-        return self.rollout_correction.bypass_mode
 
     def check(self, where: str) -> None:
-        super().check(where)
-        check_kl_kind(self.kl_loss_type, f"{where}.kl_loss_type")
-        check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
-        check_bounds(self, where, "kl_loss_coef", least=0)
-        check_bounds(self, where, "entropy_coeff", "entropy_coeff_end")
-        check_bounds(self, where, "entropy_coeff_steps", least=1)
         if (self.entropy_coeff_end is None) != (self.entropy_coeff_steps is None):
             raise ValueError(
                 f"{where}.entropy_coeff_end and {where}.entropy_coeff_steps (such as ${{run.steps}}) need each other"
@@ -93,7 +78,6 @@ class PolicyConfig(RolloutConfig):
             raise ValueError(f"{where}.clip_ratio={self.clip_ratio} does nothing beside clip_ratio_low and _high; leave it out")
         if "clip_ratio" in mode.keys:
             check_clip_ratios(*self.clip_range, self.clip_ratio_c, f"{where}.")
-        check_bounds(self, where, "tau_pos", "tau_neg", above=0)
         levels = (self.rollout_correction.rollout_is or "", self.rollout_correction.rollout_rs or "")
         if self.loss_mode == "geo_mean" and any(level.startswith("token") for level in levels):
             raise ValueError(
@@ -111,22 +95,35 @@ class PolicyConfig(RolloutConfig):
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
 
-    def entropy_coefficient(self, number: int | None) -> float:
-        """Of step ``number``, from 1. Raises ValueError where it has a schedule and there is no number."""
+    def entropy_coefficient(self, global_step: int | None) -> float:
+        """The coefficient of step ``global_step``, which counts from 1. Raises ValueError where it has a schedule and
+        ``global_step`` is None."""
         if self.entropy_coeff_end is None or self.entropy_coeff_steps is None:
             return self.entropy_coeff
-        if number is None:
+        if global_step is None:
             raise ValueError(
-                "algorithm.entropy_coeff_end: this algorithm's step does not tell clipped_policy its number; leave it out"
+                "algorithm.entropy_coeff_end: this algorithm's step does not tell clipped_policy its global_step; leave it out"
             )
-        share = min((number - 1) / max(self.entropy_coeff_steps - 1, 1), 1.0)
+        share = min((global_step - 1) / max(self.entropy_coeff_steps - 1, 1), 1.0)
         return self.entropy_coeff + share * (self.entropy_coeff_end - self.entropy_coeff)
 
 
-class LossMode(NamedTuple):
-    """``loss``: of (config, log_prob, old_log_prob, advantages, lengths). ``keys`` of the configuration that it reads."""
+@dataclass(frozen=True)
+class PolicyConfig(RolloutConfig):
+    """What all algorithms with a clipped policy gradient have. The keys of ``policy`` and ``kl`` are keys of ``algorithm``."""
 
-    loss: Callable[[PolicyConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+    policy: PolicyLossConfig = inline(PolicyLossConfig)
+    kl: KLLossConfig = inline(KLLossConfig)
+
+    @property
+    def bypasses_log_probs(self) -> bool:
+        return self.policy.rollout_correction.bypass_mode
+
+
+class LossMode(NamedTuple):
+    """``loss``: takes (config, log_prob, old_log_prob, advantages, lengths). ``keys``: the keys that it reads."""
+
+    loss: Callable[[PolicyLossConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
     keys: tuple[str, ...]
     agg_modes: tuple[str, ...] = LOSS_AGG_MODES
 
@@ -150,7 +147,7 @@ METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual",
 
 
 def loss_mode(name: str, where: str) -> LossMode:
-    """The loss of this name, or the user's own. Raises ValueError."""
+    """Return the loss of this name, or the user's own. Raises ValueError."""
     if is_own(name):
         return LossMode(own_loss(where, name), KEYS)
     if name not in LOSS_MODES:
@@ -159,25 +156,26 @@ def loss_mode(name: str, where: str) -> LossMode:
     return LOSS_MODES[name]
 
 
-def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int | None = None) -> Objective:
-    """The policy loss of ``config.loss_mode``, plus the KL loss and minus the entropy bonus if configured.
+def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, global_step: int | None = None) -> Objective:
+    """Return the policy loss of ``loss_mode``, plus the KL loss and minus the entropy bonus if configured.
 
-    ``number``: the step, for an entropy coefficient with a schedule.
+    ``global_step``: for an entropy coefficient with a schedule.
     """
-    policy, correction = loss_mode(config.loss_mode, "algorithm.loss_mode").loss, config.rollout_correction
-    entropy_coeff = config.entropy_coefficient(number)
+    policy, kl = config.policy, config.kl
+    bounded_loss, correction = loss_mode(policy.loss_mode, "algorithm.loss_mode").loss, policy.rollout_correction
+    entropy_coeff = policy.entropy_coefficient(global_step)
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         def total(per_token: Tensor) -> Tensor:
             return aggregate(
-                per_token, rows.lengths, config.loss_agg_mode, totals.tokens, totals.rows, sampling.max_response_length
+                per_token, rows.lengths, policy.loss_agg_mode, totals.tokens, totals.rows, sampling.max_response_length
             )
 
         def mean(per_token: Tensor) -> Tensor:
             return per_token.detach().double().sum() / totals.tokens
 
         log_probs, old = fields["log_probs"], fields["old_log_probs"]
-        per_token, stats = policy(config, log_probs, old, fields["advantages"], rows.lengths)
+        per_token, stats = bounded_loss(policy, log_probs, old, fields["advantages"], rows.lengths)
         report = {METRICS.get(name, name): mean(value) for name, value in stats.items()}
         if correction.active:
             weights, told = correction_weights(correction, old, fields["rollout_log_probs"], rows.lengths)
@@ -187,12 +185,12 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, number: int |
         report |= {"actor/pg_loss": pg_loss.detach().double(), "actor/entropy": mean(fields["entropy"])}
         if entropy_coeff:
             result = result - entropy_coeff * total(fields["entropy"])
-        if config.use_kl_loss:
-            kl_loss = total(kl_penalty(log_probs, fields["ref_log_prob"], config.kl_loss_type))
-            result = result + config.kl_loss_coef * kl_loss
+        if kl.use_kl_loss:
+            kl_loss = total(kl_penalty(log_probs, fields["ref_log_prob"], kl.kl_loss_type))
+            result = result + kl.kl_loss_coef * kl_loss
             report["actor/kl_loss"] = kl_loss.detach().double()
         return result, report
 
-    reads = ("old_log_probs", "advantages", *(("ref_log_prob",) if config.use_kl_loss else ()))
+    reads = ("old_log_probs", "advantages", *(("ref_log_prob",) if kl.use_kl_loss else ()))
     reads += ("rollout_log_probs",) if correction.active else ()
-    return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature, only=config.learns_only)
+    return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature, only=policy.learns_only)

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rlhf_spmd.algorithms.base import sample, score, validate
-from rlhf_spmd.algorithms.policy import clipped_policy
-from rlhf_spmd.algorithms.values import CriticConfig, clipped_value, gae_advantages
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.algorithms.kl import KLConfig
+from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.algorithms.values import ValueConfig, clipped_value, gae_advantages
+from rlhf_spmd.config.constraints import NonNegativeFloat, NonNegativeInt
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers import ActorCriticWorker, ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, RoleClass, joint
 
 
 @dataclass(frozen=True)
-class Config(CriticConfig):
-    """The names are verl's; one model for actor and critic is APP's AC-share, and ``vf_coef`` TRL's name.
+class Config(PolicyConfig):
+    """The names are verl's; one model for actor and critic is APP's AC-share, and ``vf_coef`` is TRL's name.
 
     - adv_estimator: the advantages: `gae`; without a critic `grpo`, `rloo`, `opo`, `reinforce_plus_plus`,
       `reinforce_plus_plus_baseline`: see [algorithms.md](algorithms.md#estimators)
@@ -26,10 +28,12 @@ class Config(CriticConfig):
     """
 
     name: str = "ppo"
+    kl: KLConfig = inline(KLConfig)
+    values: ValueConfig = inline(ValueConfig)
     adv_estimator: str = "gae"
-    critic_warmup: int = 0
+    critic_warmup: NonNegativeInt = 0
     share_actor_critic: bool = False
-    vf_coef: float = 0.1
+    vf_coef: NonNegativeFloat = 0.1
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"share_actor_critic": ("vf_coef",)}
 
     def check(self, where: str) -> None:
@@ -39,7 +43,8 @@ class Config(CriticConfig):
                 f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are for algorithms without a critic, such as "
                 f"{where}.name=grpo"
             )
-        check_bounds(self, where, "critic_warmup", "vf_coef", least=0)
+        if self.policy.loss_mode == "geo_mean":
+            raise ValueError(f"{where}.loss_mode=geo_mean: needs one advantage per response, and gae gives each token its own")
         if self.share_actor_critic and self.critic_warmup:
             raise ValueError(
                 f"{where}.critic_warmup={self.critic_warmup} trains a critic by itself, and with {where}.share_actor_critic=true there "
@@ -53,37 +58,37 @@ class Config(CriticConfig):
     def roles(self) -> Mapping[str, RoleClass]:
         apart: dict[str, RoleClass] = {"actor": ActorWorker, "critic": CriticWorker}
         roles: dict[str, RoleClass] = {"actor": ActorCriticWorker} if self.share_actor_critic else apart
-        if self.uses_reference:
+        if self.kl.uses_reference:
             roles["reference"] = ReferenceWorker
         return roles | {"reward": RewardWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One PPO step. Returns the calls whose values are the step's metrics.
 
     The script is the same for every placement; what may run at the same time does.
     """
-    # 1. the rollout, and what each model says of it
-    batch, rollout = sample(models, data, number)
+    # 1. the rollout, and what each model computes for it
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)
     values = (models.actor if config.share_actor_critic else models.critic).compute_values(batch)
     batch = batch.union(scores, old, values)
-    if config.uses_reference:
+    if config.kl.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
 
     # 2. advantages
-    reads = ("scores", "values", "old_log_probs", *(("ref_log_prob",) if config.uses_reference else ()))
-    advantages = models.compute.apply(batch, gae_advantages(config), reads, outputs=("advantages", "returns"))
+    inputs = ("scores", "values", "old_log_probs", *(("ref_log_prob",) if config.kl.uses_reference else ()))
+    advantages = models.compute.apply(batch, gae_advantages(config), inputs, outputs=("advantages", "returns"))
     batch = batch.union(advantages).rename(values="old_values")
 
     # 3. updates
-    policy, value = clipped_policy(config, data.sampling, number), clipped_value(config)
+    policy, value = clipped_policy(config, data.sampling, global_step), clipped_value(config)
     calls = [rollout, *scored, old, advantages]
     if config.share_actor_critic:
         value = replace(value, temperature=policy.temperature, weight=config.vf_coef)
         return [*calls, models.actor.update(batch, joint(policy, value), **config.schedule)]
     calls.append(models.critic.update(batch, value, **config.schedule))
-    if number > config.critic_warmup:
+    if global_step > config.critic_warmup:
         calls.append(models.actor.update(batch, policy, **config.schedule))
     return calls

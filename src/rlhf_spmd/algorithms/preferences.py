@@ -1,26 +1,25 @@
-"""What algorithms that learn from pairs share: their knobs, the reference's log-probs, their objective, how they are validated."""
+"""What algorithms that learn from pairs share: knobs, the reference's log-probs, objective and validation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import PreferencesConfig
 from rlhf_spmd.objectives.advantages import row_sums
-from rlhf_spmd.objectives.preferences import LOSS_TYPES, pair_indices, preference_loss
+from rlhf_spmd.objectives.preferences import LossType, pair_indices, preference_loss
 from rlhf_spmd.workers import (
     ActorWorker,
     BatchLimits,
     GlobalReduce,
     Objective,
-    ReferenceWorker,
     RoleClass,
     Rows,
     ScoreWorker,
@@ -28,22 +27,19 @@ from rlhf_spmd.workers import (
 )
 from rlhf_spmd.workers.compute import Computed
 
-# (number of each of two rows by field, [pairs] each) -> losses [pairs], and what to report the mean of
+# (fields [pairs] of the chosen rows, fields [pairs] of the rejected rows) -> losses [pairs], and statistics [pairs] to report
 PairLoss = Callable[[dict[str, Tensor], dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class PairsConfig(AlgorithmConfig):
+class PairLearningConfig(AlgorithmConfig):
     """A step is one optimizer step on ``data.train_batch_size`` pairs.
 
     - max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest pair
     """
 
-    max_token_len_per_gpu: int = 16384
+    max_token_len_per_gpu: PositiveInt = 16384
     streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", PreferencesConfig)}
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "max_token_len_per_gpu", least=1)
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
@@ -55,8 +51,8 @@ class PairsConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True)
-class ScoresConfig(PairsConfig):
-    """Of models that give a score to a whole response, trained from pairs and exported with one label."""
+class ScoreModelConfig(PairLearningConfig):
+    """Models that give one score to a whole response, trained from pairs and exported with one label."""
 
     exported: ClassVar[str] = "reward"
 
@@ -66,29 +62,22 @@ class ScoresConfig(PairsConfig):
 
 
 @dataclass(frozen=True)
-class DirectConfig(AlgorithmConfig):
-    """The knobs of DPO's losses, and the reference that they need.
+class DirectLossConfig:
+    """DPO's losses.
 
     - beta: how far the policy may go from the reference
     - loss_type: `sigmoid`, `ipo`, `hinge` or `robust`
-    - label_smoothing: the share of pairs that are taken to be the wrong way round, less than 0.5; for `sigmoid` (conservative
-      DPO) and `robust`
+    - label_smoothing: the share of pairs that are taken to be the wrong way round; for `sigmoid` (conservative DPO) and `robust`
     - length_normalized: log-ratios as means per token in place of sums (TRL's `ipo` has that)
     """
 
-    beta: float = 0.1
-    loss_type: str = "sigmoid"
-    label_smoothing: float = 0.0
+    beta: PositiveFloat = 0.1
+    loss_type: LossType = "sigmoid"
+    label_smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
     length_normalized: bool = False
 
     def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "beta", above=0)
         loss_type, smoothing = self.loss_type, self.label_smoothing
-        if loss_type not in LOSS_TYPES:
-            raise ValueError(f"{where}.loss_type={loss_type!r} is not known; allowed: {', '.join(LOSS_TYPES)}")
-        if not 0 <= smoothing < 0.5:
-            raise ValueError(f"{where}.label_smoothing={smoothing} must be at least 0 and less than 0.5")
         if smoothing and loss_type not in ("sigmoid", "robust"):
             raise ValueError(
                 f"{where}.label_smoothing={smoothing} does nothing with {where}.loss_type={loss_type}; leave it out"
@@ -98,12 +87,8 @@ class DirectConfig(AlgorithmConfig):
                 f"{where}.loss_type=robust corrects for {where}.label_smoothing, the share of wrong pairs; give it"
             )
 
-    @property
-    def roles(self) -> Mapping[str, RoleClass]:
-        return {**super().roles, "reference": ReferenceWorker}
-
     def objective(self, temperature: float) -> Objective:
-        """``loss_type`` of sums of log-probs, or with ``length_normalized`` of means per token."""
+        """Return the loss ``loss_type`` of sums of log-probs, or with ``length_normalized`` of means per token."""
 
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             better, worse = (
@@ -117,8 +102,11 @@ class DirectConfig(AlgorithmConfig):
 
 
 def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: float = 1.0) -> Objective:
-    """The mean of a loss over pairs. The loss gets of each side the fields that it reads, the sum of ``log_probs`` as ``logps`` and
-    their number as ``tokens``, or ``row_values``: whatever ``model`` names."""
+    """Return the mean of a loss over pairs.
+
+    ``loss`` gets the fields ``reads`` of each side. Where ``model`` is ``log_probs`` it also gets their sum as ``logps`` and their
+    number as ``tokens``, else ``row_values``.
+    """
 
     def whole(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         numbers = {name: x for name, x in fields.items() if name != "chosen"}
@@ -136,14 +124,14 @@ def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: fl
 
 
 def implied_rewards(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Statistics by TRL's names of the rewards [pairs] that a policy's log-probs imply."""
+    """Return statistics, by TRL's names, of the rewards [pairs] that a policy's log-probs imply."""
     report = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
     report["rewards/accuracies"] = chosen > rejected
     return report | {"logps/chosen": logps[0], "logps/rejected": logps[1]}
 
 
 def reference_log_probs(models: Any, rows: Reference) -> Reference:
-    """``rows`` with ``ref_logps``: the reference's log-prob of each response, float64 [rows]."""
+    """Return ``rows`` with ``ref_logps``, the reference's log-prob of each response, float64 [rows]."""
     tokens = models.reference.compute_ref_log_prob(rows)
     return rows.union(models.compute.apply(rows.union(tokens), sum_log_probs, ("ref_log_prob",), outputs=("ref_logps",)))
 
@@ -153,7 +141,8 @@ def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) ->
 
 
 def next_with_reference(models: Any, stream: Any) -> Reference:
-    """The step's rows with ``ref_logps``, which the reference computes where a row first comes and the data keep for later steps."""
+    """Return the step's rows with ``ref_logps``. The reference computes them when a row first comes; the data keep them for later
+    steps."""
     rows = stream.next()
     if "ref_logps" in rows:
         return rows
@@ -164,8 +153,10 @@ def next_with_reference(models: Any, stream: Any) -> Reference:
 
 
 def validate_by(data: Any, stream: str, evaluate: Callable[[Reference], Reference]) -> dict[str, float]:
-    """``val/loss`` and the other statistics of an objective over all validation rows. Collective over the world: every rank of it must
-    call, in program order."""
+    """Return ``val/loss`` and the other statistics of an objective over all validation rows.
+
+    Collective over the world: every rank of it must call, in program order.
+    """
     sums: dict[str, float] = {}
     for part in data.validate_rows(stream, evaluate):
         for name, share in part.items():

@@ -35,15 +35,15 @@ class Config(PolicyConfig):
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        return {**super().roles, **({"reference": ReferenceWorker} if self.use_kl_loss else {})}
+        return {**super().roles, **({"reference": ReferenceWorker} if self.kl.use_kl_loss else {})}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One ReMax step. Returns the calls whose values are the step's metrics."""
     prompts = data.prompts.next()
     greedy = prompts.firsts().copy()
     both, best = prompts.concat(greedy), replace(data.sampling, temperature=0.0)
-    rollout = models.actor.generate_sequences(both, data.sampling, number, own=[(greedy, best)])
+    rollout = models.actor.generate_sequences(both, data.sampling, global_step, own=[(greedy, best)])
     both = both.union(rollout)
     scores, scored = score(models, both.take(prompts))
     baseline, _ = score(models, both.take(greedy))  # by itself, so that the metrics of rewards are those of samples
@@ -52,15 +52,18 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     batch = both.union(advantages).take(prompts)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old)
-    if config.use_kl_loss:
+    if config.kl.use_kl_loss:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    update = models.actor.update(batch, clipped_policy(config, data.sampling, number), **config.schedule)
+    policy = clipped_policy(config, data.sampling, global_step)
+    update = models.actor.update(batch, policy, **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 
 def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-    """A row's score minus that of its group's greedy row, which is the one with the highest id; on every token of the row
-    (section 3.1, algorithm 1); 0 where one of the two has none (nan)."""
+    """A row's score minus that of its group's greedy row, on every token of the row (section 3.1, algorithm 1).
+
+    The greedy row is the one with the highest id. A row gets 0 if it, or the greedy row, has no score (nan).
+    """
     scores = fields["scores"].double()
     groups, at = rows.group_ids.unique(return_inverse=True)
     greedy = torch.zeros_like(groups).scatter_reduce_(0, at, rows.row_ids, "amax", include_self=False)[at] == rows.row_ids

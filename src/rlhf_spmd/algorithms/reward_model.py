@@ -7,18 +7,18 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import ScoresConfig, of_pairs, validate_by
+from rlhf_spmd.algorithms.preferences import ScoreModelConfig, of_pairs, validate_by
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import bradley_terry
 from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class Config(ScoresConfig):
+class Config(ScoreModelConfig):
     name: str = "reward_model"
 
     def objective(self, temperature: float) -> Objective:
-        """Bradley-Terry with the rows' margins; which share of the pairs is in order."""
+        """Return the Bradley-Terry loss with the rows' margins, with the share of pairs in order."""
 
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             better, worse = chosen["row_values"], rejected["row_values"]
@@ -30,19 +30,19 @@ class Config(ScoresConfig):
 
 
 class LearnsPairs(Protocol):
-    """``objective``: what a step learns by, and a validation measures; ``temperature``: of log-probs."""
+    """``objective``: the loss of a step and of a validation; ``temperature``: of log-probs."""
 
     exported: ClassVar[str]
 
     def objective(self, temperature: float) -> Objective: ...
 
 
-def step(models: Any, data: Any, config: LearnsPairs, number: int) -> list[Reference]:
-    """One optimizer step on pairs, of all algorithms that need nothing but these: they differ in their objective."""
+def step(models: Any, data: Any, config: LearnsPairs, global_step: int) -> list[Reference]:
+    """One optimizer step on pairs, for all algorithms that need nothing else: they differ in their objective."""
     role = getattr(models, config.exported)
     return [role.update(data.pairs.next(), config.objective(data.sampling.log_prob_temperature))]
 
 
-def validate(models: Any, data: Any, config: LearnsPairs, number: int) -> dict[str, float]:
+def validate(models: Any, data: Any, config: LearnsPairs, global_step: int) -> dict[str, float]:
     role, objective = getattr(models, config.exported), config.objective(data.sampling.log_prob_temperature)
     return validate_by(data, "pairs", lambda rows: role.evaluate(rows, objective))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from rlhf_spmd.algorithms import grpo
 from rlhf_spmd.algorithms.base import validate
-from rlhf_spmd.algorithms.estimators import CriticFreeConfig
+from rlhf_spmd.algorithms.estimators import GroupAdvantageConfig
 from rlhf_spmd.algorithms.grpo import step
+from rlhf_spmd.algorithms.kl import KLConfig
+from rlhf_spmd.algorithms.policy import PolicyLossConfig
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.objectives.kl import KLControlConfig
 
 
 @dataclass(frozen=True)
-class Config(CriticFreeConfig):
+class Config(grpo.Config):
     name: str = "rloo"
-    adv_estimator: str = "rloo"
-    use_kl_in_reward: bool = True
-    kl_ctrl: KLControlConfig = field(default_factory=lambda: KLControlConfig(kl_coef=0.05))
-    loss_agg_mode: str = "seq-mean-token-sum"
+    policy: PolicyLossConfig = inline(PolicyLossConfig, loss_agg_mode="seq-mean-token-sum")
+    kl: KLConfig = inline(KLConfig, kl_ctrl=KLControlConfig(kl_coef=0.05))
+    advantage: GroupAdvantageConfig = inline(GroupAdvantageConfig, adv_estimator="rloo")

@@ -15,48 +15,45 @@ from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.algorithms.values import clipped_value
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.kl import kl_penalty
 from rlhf_spmd.workers import (
+    Computed,
     ComputeWorker,
     CriticWorker,
     Function,
     GlobalReduce,
-    Objective,
     RewardWorker,
     RoleClass,
     Rows,
-    Totals,
 )
-from rlhf_spmd.workers.compute import Computed
 
-LEAST_LOGARITHM = -20.0  # of the multiplier, whose own size is in its step: from far below it would not come back
+LEAST_LOGARITHM = -20.0  # of the multiplier, which scales its own step: from far below it would not come back
 
 
 @dataclass(frozen=True)
 class Config(PPOConfig):
     """PPO's knobs, and the multiplier's.
 
-    - lambda_init: the multiplier at the start, above 0
-    - lambda_lr: step of the multiplier's logarithm, times itself and the cost's excess
+    - lambda_init: the multiplier at the start
+    - lambda_lr: step of the multiplier's logarithm, times the multiplier and the cost's excess
     - lambda_max: bound of the multiplier
     - lambda_update_delay_steps: steps before the multiplier moves
     - threshold: the mean cost that responses may have
-    - ptx_coeff: weight of the likelihood of the texts in section `ptx`, which has the keys of `sft`'s `data`; both are given or
-      neither
+    - ptx_coeff: weight of the likelihood of the texts in section `ptx`, which has the keys of `sft`'s `data`; give both or neither
     """
 
     name: str = "safe_rlhf"
-    lambda_init: float = 1.0
-    lambda_lr: float = 0.1
-    lambda_max: float = 5.0
-    lambda_update_delay_steps: int = 0
-    threshold: float = 0.0
-    ptx_coeff: float = 0.0
+    lambda_init: PositiveFloat = 1.0
+    lambda_lr: NonNegativeFloat = 0.1
+    lambda_max: PositiveFloat = 5.0
+    lambda_update_delay_steps: NonNegativeInt = 0
+    threshold: FiniteFloat = 0.0
+    ptx_coeff: NonNegativeFloat = 0.0
     streams: ClassVar[Mapping[str, Section]] = {
         "prompts": Section("data", DataConfig),
         "texts": Section("ptx", SftConfig, optional=True),
@@ -64,15 +61,12 @@ class Config(PPOConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "lambda_init", "lambda_max", above=0)
-        check_bounds(self, where, "lambda_lr", "ptx_coeff", "lambda_update_delay_steps", least=0)
-        check_bounds(self, where, "threshold")
         if self.lambda_init > self.lambda_max:
             raise ValueError(f"{where}.lambda_init={self.lambda_init} must be at most {where}.lambda_max={self.lambda_max}")
-        for key in ("share_actor_critic", "norm_reward", "norm_value"):
-            if getattr(self, key) != self.__dataclass_fields__[key].default:
-                raise ValueError(f"{where}.{key}={getattr(self, key)}: safe_rlhf has two critics, not this; leave it out")
-        if not self.use_kl_in_reward or self.kl_ctrl.type != "fixed":
+        for section, key in ((self, "share_actor_critic"), (self.values, "norm_reward"), (self.values, "norm_value")):
+            if (value := getattr(section, key)) not in (False, "none"):
+                raise ValueError(f"{where}.{key}={value}: safe_rlhf has two critics, not this; leave it out")
+        if not self.kl.use_kl_in_reward or self.kl.kl_ctrl.type != "fixed":
             raise ValueError(f"{where}: safe_rlhf has the KL in the rewards, with kl_ctrl.type=fixed; use_kl_loss may be added")
 
     def check_streams(self, given: Collection[str], where: str) -> None:
@@ -84,10 +78,10 @@ class Config(PPOConfig):
         return {**super().roles, "cost_critic": CriticWorker, "cost": RewardWorker, "lagrange": ComputeWorker}
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One step: as PPO's, with a cost beside the reward and advantages that weigh both by the multiplier."""
-    # 1. the rollout, and what each model says of it
-    batch, rollout = sample(models, data, number)
+    # 1. the rollout, and what each model computes for it
+    batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     costs = models.cost.compute_reward(batch)
     old, reference = models.actor.compute_log_prob(batch), models.reference.compute_ref_log_prob(batch)
@@ -96,18 +90,20 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
 
     # 2. the multiplier and the advantages
     batch = batch.union(old, reference)
-    reads = ("scores", "costs", "old_values", "old_cost_values", "old_log_probs", "ref_log_prob")
+    inputs = ("scores", "costs", "old_values", "old_cost_values", "old_log_probs", "ref_log_prob")
     judged = batch.union(scores, costs.select("scores").rename(scores="costs"), values, cost_values)
-    advantages = models.lagrange.apply(judged, lagrangian(config, number), reads, ("advantages", "returns", "cost_returns"))
+    advantages = models.lagrange.apply(
+        judged, lagrangian(config, global_step), inputs, ("advantages", "returns", "cost_returns")
+    )
 
     # 3. updates
     cost_returns = advantages.select("cost_returns").rename(cost_returns="returns")
     of_costs = batch.union(cost_values.rename(old_cost_values="old_values"), cost_returns)
     calls = [rollout, *scored, costs, old, advantages]
     calls.append(models.critic.update(batch.union(values, advantages), clipped_value(config), **config.schedule))
-    calls.append(models.cost_critic.update(of_costs, of_cost_critic(clipped_value(config)), **config.schedule))
-    if number > config.critic_warmup:
-        rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling, number)]
+    calls.append(models.cost_critic.update(of_costs, clipped_value(config, "cost_critic"), **config.schedule))
+    if global_step > config.critic_warmup:
+        rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling, global_step)]
         if config.ptx_coeff:
             rows.append(data.texts.next())
             objectives.append(replace(likelihood("token-mean"), weight=config.ptx_coeff))
@@ -115,28 +111,29 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     return calls
 
 
-def lagrangian(config: Config, number: int) -> Function:
-    """The multiplier's step on the mean cost, d log(lambda) = lr * lambda * (cost - threshold), then (A_r - lambda A_c) / (1 + lambda),
-    each of GAE over a score at the last token and half of the KL penalty, whitened over the batch (section 3.3, appendix B).
+def lagrangian(config: Config, global_step: int) -> Function:
+    """Return a function that moves the multiplier and computes advantages (section 3.3, appendix B).
 
-    Rows without a cost (nan) count nowhere on that side: A_c is 0, and the cost critic's returns are its values; so are those
-    without a score on the other. In a step without any cost the multiplier stays.
+    The multiplier moves on the mean cost, d log(lambda) = lr * lambda * (cost - threshold). The advantages are
+    (A_r - lambda A_c) / (1 + lambda); each side is GAE over a score at the last token and half of the KL penalty, whitened over the
+    batch. A row without a cost (nan) counts nowhere on the cost's side: A_c is 0, and the cost critic's return is its value. Rows
+    without a score are treated alike on the other side. In a step without any cost the multiplier stays.
     """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-        kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
+        kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl.kl_penalty)
         costs, multiplier = fields["costs"][~fields["costs"].isnan()], whole.state.get("lambda", config.lambda_init)
         mine = [float(len(costs)), float(costs.double().sum()), float(len(kl)), float(kl.double().sum())]
         count, cost, tokens, kl_sum = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
         excess = cost / count - config.threshold if count else 0.0
-        if number > config.lambda_update_delay_steps:
+        if global_step > config.lambda_update_delay_steps:
             logarithm = math.log(multiplier) + config.lambda_lr * multiplier * excess
             multiplier = math.exp(max(min(logarithm, math.log(config.lambda_max)), LEAST_LOGARITHM))
         whole.state["lambda"] = multiplier
         sides, returns = [], []
         for name, coef, values in (("scores", 0.5, "old_values"), ("costs", -0.5, "old_cost_values")):
-            rewards = token_level_rewards(fields[name], kl, coef * config.kl_ctrl.kl_coef, rows.lengths)
-            found = gae(rewards, fields[values], rows.lengths, config.gamma, config.lam)
+            rewards = token_level_rewards(fields[name], kl, coef * config.kl.kl_ctrl.kl_coef, rows.lengths)
+            found = gae(rewards, fields[values], rows.lengths, config.values.gamma, config.values.lam)
             learnt = rows.spread(~fields[name].isnan())
             sides.append(whiten(found[0], whole.sum(moments(found[0][learnt]))).masked_fill(~learnt, 0.0))
             returns.append(rows.per_token(found[1].where(learnt, fields[values])))
@@ -146,13 +143,3 @@ def lagrangian(config: Config, number: int) -> Function:
         return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, told
 
     return compute_advantage
-
-
-def of_cost_critic(objective: Objective) -> Objective:
-    """A critic's objective whose statistics have the cost critic's name."""
-
-    def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        value, told = objective.loss(fields, rows, totals)
-        return value, {name.replace("critic/", "cost_critic/"): x for name, x in told.items()}
-
-    return replace(objective, loss=loss)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
 from rlhf_spmd.algorithms.base import validate as validate_rewards
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.prompts import ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig
-from rlhf_spmd.objectives.losses import aggregate, check_loss_agg_mode
+from rlhf_spmd.objectives.losses import LossAggMode, aggregate
 from rlhf_spmd.workers import BatchLimits, Objective, Rows, Totals
 
 
@@ -28,8 +28,8 @@ class Config(AlgorithmConfig):
     """
 
     name: str = "sft"
-    loss_agg_mode: str = "token-mean"
-    max_token_len_per_gpu: int = 16384
+    loss_agg_mode: LossAggMode = "token-mean"
+    max_token_len_per_gpu: PositiveInt = 16384
     stop_at_reward: float | None = None
     streams: ClassVar[Mapping[str, Section]] = {
         "responses": Section("data", SftConfig),
@@ -37,12 +37,10 @@ class Config(AlgorithmConfig):
     }
 
     def check(self, where: str) -> None:
-        check_loss_agg_mode(self.loss_agg_mode, f"{where}.loss_agg_mode")
         if self.loss_agg_mode == "seq-mean-token-sum-norm":
             raise ValueError(
                 f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another"
             )
-        check_bounds(self, where, "max_token_len_per_gpu", least=1)
 
     @property
     def limits(self) -> BatchLimits:
@@ -53,12 +51,12 @@ class Config(AlgorithmConfig):
         return self.stop_at_reward
 
 
-def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
+def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One optimizer step on the negative log-likelihood of the responses."""
     return [models.actor.update(data.responses.next(), likelihood(config.loss_agg_mode))]
 
 
-def likelihood(loss_agg_mode: str) -> Objective:
+def likelihood(loss_agg_mode: LossAggMode) -> Objective:
     """Negative log-likelihood of responses, nats per token."""
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -67,8 +65,8 @@ def likelihood(loss_agg_mode: str) -> Objective:
     return Objective(loss)
 
 
-def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, float]:
-    """The loss of the validation responses, and the reward of answers to the validation prompts, whichever there are."""
+def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
+    """Return the loss of the validation responses, and the reward of answers to the validation prompts, whichever exist."""
     found: dict[str, float] = {}
     if "responses" in data.validation:
         total, tokens = 0.0, 0
@@ -76,5 +74,5 @@ def validate(models: Any, data: Any, config: Config, number: int) -> dict[str, f
             total, tokens = total + part["sum"], tokens + part["tokens"]
         found["val/loss"] = total / tokens
     if "val_prompts" in data.validation:
-        found |= validate_rewards(models, data, config, number, "val_prompts")
+        found |= validate_rewards(models, data, config, global_step, "val_prompts")
     return found

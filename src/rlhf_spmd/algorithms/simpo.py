@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairsConfig, implied_rewards, of_pairs
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, implied_rewards, of_pairs
 from rlhf_spmd.algorithms.reward_model import step, validate
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat
 from rlhf_spmd.objectives.preferences import simpo
 from rlhf_spmd.workers.objective import Objective
 
 
 @dataclass(frozen=True)
-class Config(PairsConfig):
+class Config(PairLearningConfig):
     """The names are TRL's.
 
     - beta: scale of rewards
@@ -22,13 +22,8 @@ class Config(PairsConfig):
     """
 
     name: str = "simpo"
-    beta: float = 2.0
-    simpo_gamma: float = 1.0
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "beta", above=0)
-        check_bounds(self, where, "simpo_gamma", least=0)
+    beta: PositiveFloat = 2.0
+    simpo_gamma: NonNegativeFloat = 1.0
 
     def objective(self, temperature: float) -> Objective:
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -15,19 +15,21 @@ SHARED = ("algorithm", "data", "reward")  # sections that are ours too
 
 
 @cache
-def foreign_names() -> dict[str, dict[str, dict[str, str]]]:
-    """Of each project ``keys``, ``said`` and ``not_needed``, as the file explains them."""
+def foreign_names() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them."""
     found: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {project: {"keys": {}, "said": {}, "not_needed": {}, **names} for project, names in found.items()}
+    return {project: {"defaults": {}, "keys": {}, "said": {}, "not_needed": {}, **names} for project, names in found.items()}
 
 
 def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
-    """The first of these dotted keys that is another project's, and what stands for it here. ``by_end``: also where only the last
-    part of a key is another project's name."""
+    """Return the first of these dotted keys that is another project's, with what stands for it here; None if none is.
+
+    ``by_end``: a key also counts where only its last part is another project's name.
+    """
     for key in keys:
         for project, names in foreign_names().items():
             for name in (key, key.rpartition(".")[2])[: 1 + by_end]:
-                ours = names["keys"].get(name) or names["said"].get(name)
+                ours = names["said"].get(name) or names["keys"].get(name)
                 if ours not in (None, name, key):
                     origin = "" if project == SLIPS else f"it is {project}'s; "
                     return f"'{key}'; {origin}here: {ours}"
@@ -35,7 +37,7 @@ def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
 
 
 def _of_section(key: str) -> str | None:
-    """Where the key is in a section that only another project has."""
+    """Return the hint for a key in a section that only another project has; None for any other key."""
     for project, names in foreign_names().items():
         sections = {one.partition(".")[0] for one in (*names["keys"], *names["said"]) if "." in one and project != SLIPS}
         if key.partition(".")[0] in sections.difference(SHARED):

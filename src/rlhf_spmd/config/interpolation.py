@@ -1,4 +1,4 @@
-"""OmegaConf's interpolations. What came from the environment may be secret: what is written has the reference in its place."""
+"""OmegaConf's interpolations. A value from the environment may be secret, so what is written out has its reference instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = re.compile("rlhf_spmd_reference_([0-9a-f]+)_end")  # a reference, in a fo
 
 
 class FromEnvironment(str):
-    """Text that has a value from the environment in it. ``written``: the same with ``${oc.env:NAME}`` in place of that value."""
+    """Text with a value from the environment in it. ``written``: the same text with ``${oc.env:NAME}`` in place of that value."""
 
     written: str
 
@@ -32,7 +32,7 @@ class FromEnvironment(str):
 
 
 def interpolate(tree: Any) -> Any:
-    """``tree`` with its interpolations resolved; texts that hold a value of the environment are :class:`FromEnvironment`.
+    """Return ``tree`` with its interpolations resolved. A text with a value from the environment is a :class:`FromEnvironment`.
 
     Raises OmegaConfBaseException, whose ``full_key`` is the key.
     """
@@ -54,17 +54,17 @@ def interpolate(tree: Any) -> Any:
 
 
 def written(text: str) -> str:
-    """``text`` as YAML is to have it: a reference where it came from the environment, and no interpolation where it has ``${``."""
+    """Return ``text`` as YAML should have it: references for values from the environment, and every other ``${`` escaped."""
     return text.written if isinstance(text, FromEnvironment) else escaped(text)
 
 
 def compared(text: str) -> str:
-    """``text`` for people who compare two of them: of a value from the environment the reference and a digest."""
+    """Return ``text`` for people who compare two texts. A value from the environment appears as its reference and a digest."""
     return f"{text.written} (sha256 {digest(text)})" if isinstance(text, FromEnvironment) else text
 
 
 def select(tree: Any, key: str) -> Any:
-    """The value of a dotted key, its interpolations resolved; None where it is not there. Raises OmegaConfBaseException."""
+    """Return the value of a dotted key with its interpolations resolved; None if the key is absent. Raises OmegaConfBaseException."""
     return OmegaConf.select(OmegaConf.create(resolve(tree)), key)
 
 
@@ -99,14 +99,14 @@ def _marked(resolved: Any, kept: Any) -> Any:
 
 
 def _restored(text: str) -> str:
-    """Also a reference that is the default of another one."""
+    """Undo :func:`_kept_reference`, also for a reference that is the default of another one."""
     while KEPT.search(text):
         text = KEPT.sub(lambda found: f"${{oc.env:{bytes.fromhex(found[1]).decode()}}}", text)
     return text
 
 
 def digest(text: str) -> str:
-    """By which equal values are known, and from which they cannot be found."""
+    """Return a short digest: equal values have equal digests, and the value cannot be found from it."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -9,7 +9,7 @@ MOST_LEVELS = 100  # whoever walks through the value, here or in another package
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value. Raises ValueError, one line; where the text is not JSON it is json.JSONDecodeError."""
+    """Return the value of a JSON text. Raises ValueError, one line; json.JSONDecodeError where the text is no JSON."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -21,7 +21,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects lie in each other more than ``levels`` deep."""
+    """Return True if lists and objects are nested more than ``levels`` deep."""
     inside = [value]
     for _ in range(levels + 1):
         containers = [each.values() if isinstance(each, dict) else each for each in inside if isinstance(each, dict | list)]

@@ -1,7 +1,7 @@
-"""Every key of a configuration with its type, its default and what it means, for people: ``--help``, completion, the documents.
+"""Every key of a configuration with its type, default and meaning, for people: ``--help``, completion, the documents.
 
-What a key means stands in the docstring of its dataclass, as ``- key: text`` or ``- key, other: text``, with further lines indented.
-A class that derives from another may say it in words of its own. The text is Markdown, whose links are those of a page in ``docs/``.
+The docstring of a dataclass says what its keys mean, as ``- key: text`` or ``- key, other: text``, with further lines indented. A
+derived class may say it in words of its own. The text is Markdown, whose links are those of a page in ``docs/``.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from rlhf_spmd.config.schema import ConfigError, describe, unknown_key
+from rlhf_spmd.config.schema import ConfigError, describe, full_type_hints, is_inline, unknown_key
 
 ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """``default``: as JSON; None: must be given. ``kind``: its type in words. ``text``: what it means, empty where nobody says it."""
+    """``default``: as JSON; None: must be given. ``kind``: its type in words. ``text``: its meaning, or empty."""
 
     name: str
     default: str | None
@@ -30,38 +30,44 @@ class Key:
     text: str
 
     def lines(self, width: int) -> str:
-        """For ``--help``."""
+        """Return the key as ``--help`` shows it."""
         default = "must be given" if self.default is None else f"= {self.default}"
         said = re.sub(r"\[[^]]*\]\(([^)#]*)[^)]*\)", r"docs/\1", self.text)
         return f"  {self.name} {default} ({self.kind})\n{textwrap.indent(textwrap.fill(said, width - 6), ' ' * 6)}".rstrip()
 
 
 def list_keys(schema: type, replaced: Mapping[str, type], where: str = "", default: Any = None) -> Iterator[Key]:
-    """Every key below the dataclass ``schema``, in its order; of sections that may be missing, and of mappings to sections, also the
-    section itself.
+    """Yield every key below the dataclass ``schema``, in its order. A section that may be missing, and a mapping to sections, count as
+    keys too.
 
-    ``replaced``: for keys, also some that ``schema`` has not, the dataclass that describes them in place of their annotation.
-    Entries of a mapping to dataclasses are called ``<name>``. ``default``: an instance whose values are the defaults.
+    ``replaced``: dataclasses that describe keys in place of their annotation; the keys need not be in ``schema``. Entries of a mapping
+    to dataclasses are called ``<name>``. ``default``: an instance whose values are the defaults.
     """
     fields = {field.name: field for field in dataclasses.fields(schema)}
-    annotations = {name: kind for name, kind in get_type_hints(schema).items() if name in fields} | dict(replaced)
+    annotations = {name: kind for name, kind in full_type_hints(schema).items() if name in fields} | dict(replaced)
     said = key_texts(schema)
     for name, annotation in annotations.items():
+        if name in fields and is_inline(fields[name]):
+            build: Any = fields[name].default_factory
+            piece = getattr(default, name, None) or build()
+            yield from list_keys(type(piece), {}, where, piece)
+            continue
         key, is_mapping = f"{where}{name}", get_origin(annotation) is dict
         parts = () if get_origin(annotation) is list else (annotation, *get_args(annotation))
-        section = next((part for part in parts if dataclasses.is_dataclass(part)), None)
+        section = next((part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)), None)
         if section is None or name in said:
             kind = describe(annotation) if section is None else "sections by name" if is_mapping else "a section"
             yield Key(key, _default(fields[name], default), kind, said.get(name, ""))
         if isinstance(section, type):
             factory: Any = fields[name].default_factory if name in fields else None
-            made = factory() if callable(factory) else None  # MISSING is not
+            made = getattr(default, name, None) or (factory() if callable(factory) else None)  # MISSING is not
+            made = made if dataclasses.is_dataclass(made) else None  # a mapping of sections is not
             yield from list_keys(section, {}, f"{key}.<{ENTRIES.get(name, 'name')}>." if is_mapping else f"{key}.", made)
 
 
 @cache
 def key_texts(schema: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of those that it derives from say of each key; the nearest one counts."""
+    """Return the meaning of each key from the docstrings of a dataclass and its bases; the nearest one counts."""
     found: dict[str, str] = {}
     for one in reversed(schema.__mro__):
         text = inspect.cleandoc(vars(one).get("__doc__") or "")
@@ -71,7 +77,7 @@ def key_texts(schema: type) -> dict[str, str]:
 
 
 def check_names(keys: Iterable[Key], tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first key of ``tree`` that is none of ``keys``, in the words in which loading it is refused."""
+    """Raise ConfigError for the first key of ``tree`` that is not among ``keys``, with the same line as loading does."""
     names: _Names = {}
     for key in keys:
         section = names

@@ -1,8 +1,8 @@
-"""YAML and dotted overrides into frozen dataclasses, strictly; every mistake is one line that names key, value and remedy.
+"""YAML and dotted overrides into frozen dataclasses, strictly. Every mistake is one line that names key, value and remedy.
 
-The order is: YAML file, then overrides, then ``sections`` (a section whose schema depends on what was read, as
-``algorithm`` does), then keys and types, then OmegaConf's interpolations, then the types of what they gave.
-Until its type is known, a value is the text that was written (:mod:`rlhf_spmd.config.written`).
+The order: the YAML file; overrides; ``sections``, whose schema depends on what was read (as ``algorithm`` does); keys and types;
+OmegaConf's interpolations; the types of interpolated values. Until its type is known, a value is the text that was written
+(:mod:`rlhf_spmd.config.written`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from rlhf_spmd.config.bounds import idle_settings
+from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
-from rlhf_spmd.config.schema import ConfigError, Reader, first_line, leaves
+from rlhf_spmd.config.schema import ConfigError, check_section, first_line, is_inline, leaves, read_section, section_keys
 from rlhf_spmd.config.written import parse, parse_value, to_plain
 
 T = TypeVar("T")
@@ -36,13 +36,13 @@ def load(
     sections: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: {},
     revise: Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], bool]] = lambda file, whole: (file, True),
 ) -> T:
-    """A ``schema`` instance from a YAML file (or what one would say, or nothing) and overrides such as ``data.train_batch_size=64``.
+    """Return a ``schema`` instance from a YAML file (or a mapping in its place, or nothing) and overrides such as
+    ``data.train_batch_size=64``.
 
-    ``sections`` takes what was read, before interpolation, and returns for top-level keys, which ``schema`` may have as ``Any``, the
-    dataclass that describes them, so that the result's ``.algorithm`` is an instance of it; None: there may be such a section, and
-    there is none.
-    ``revise`` takes what the file says and what it says with the overrides, and returns what goes in the file's place, and whether the
-    overrides go over that.
+    ``sections``: takes what was read, before interpolation, and returns the dataclasses of top-level keys that ``schema`` leaves open
+    (``Any``). None stands for a section that may exist and does not.
+    ``revise``: takes the file's values and those with the overrides. It returns values to use in place of the file's, and whether the
+    overrides still apply to them.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
     file = _given(path)
@@ -59,30 +59,30 @@ def load(
         schema = dataclasses.make_dataclass(schema.__name__, more, bases=(schema,), frozen=True)
     types = {key: section for key, section in replaced.items() if section is not None}
     # a section that is not there or without content (``data:``) means the defaults, unless null is allowed there
-    kinds = {**typing.get_type_hints(schema), **types}
+    kinds = {**section_keys(schema), **types}
     plain |= {key: {} for key, kind in kinds.items() if dataclasses.is_dataclass(kind) and plain.get(key) is None}
-    resolved = to_dict(Reader(schema, types, plain, interpolated=True).read())
+    resolved = to_dict(read_section(schema, plain, types, interpolated=True))
     try:
         resolved = interpolate(resolved)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
-    return cast(T, Reader(schema, types, resolved, interpolated=False).read())
+    return read_section(schema, resolved, types)
 
 
 def read_tree(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """What a file and overrides say, as it was written. Raises ConfigError, one line."""
+    """Return the values of a file and overrides as they were written. Raises ConfigError, one line."""
     return _merge_overrides(_given(path), overrides)
 
 
 def check_tree(config: Any, where: str = "") -> None:
-    """Call ``check(where)`` of every dataclass in ``config``, outermost first; ``where`` is its dotted path ("" for the root).
+    """Check every dataclass in ``config``, outermost first. ``where``: its dotted path, "" for the root.
 
-    A ``check`` raises ValueError; it comes out as ConfigError with the same text. So does a setting that does nothing.
+    Raises ConfigError for a value out of its range or choices, for what a dataclass's own ``check(where)`` refuses, and for a setting
+    that does nothing.
     """
     for path, section in sections_of(config, where):
         try:
-            if hasattr(section, "check"):
-                section.check(path)
+            check_section(section, path)
         except ValueError as error:
             raise ConfigError(_masked(str(error), section)) from error
         # The boundary to the user's code: whatever the check of an algorithm of one's own raises.
@@ -100,7 +100,7 @@ def check_tree(config: Any, where: str = "") -> None:
 
 
 def _masked(text: str, section: Any) -> str:
-    """``text`` without the values that the section has from the environment."""
+    """Return ``text`` with references in place of the values that the section has from the environment."""
     found: list[FromEnvironment] = []
 
     def note(value: str) -> str:
@@ -115,32 +115,33 @@ def _masked(text: str, section: Any) -> str:
 
 
 def sections_of(config: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dataclass in ``config`` with its dotted path, outermost first; ``where``: that of ``config``."""
+    """Yield every dataclass in ``config`` with its dotted path, outermost first. ``where``: the path of ``config``."""
     if dataclasses.is_dataclass(config):
         yield where, config
-    for key, value in _children(config).items():
-        yield from sections_of(value, f"{where}.{key}" if where else str(key))
+    inlined = {f.name for f in dataclasses.fields(config) if is_inline(f)} if dataclasses.is_dataclass(config) else ()
+    for key, value in _members(config).items():
+        yield from sections_of(value, where if key in inlined else f"{where}.{key}" if where else str(key))
 
 
 def to_dict(config: Any, text: Callable[[str], str] = lambda text: text) -> Any:
-    """Nested dicts, lists and scalars, which json can write; ``text`` is applied to every text."""
+    """Return nested dicts, lists and scalars, which json can write. ``text`` is applied to every text."""
     if isinstance(config, list):
         return [to_dict(value, text) for value in config]
     if isinstance(config, Mapping) or dataclasses.is_dataclass(config):
-        return {key: to_dict(value, text) for key, value in _children(config).items()}
+        return {key: to_dict(value, text) for key, value in _keys(config).items()}
     return text(config) if isinstance(config, str) else config
 
 
 def to_yaml(config: Any) -> str:
-    """The configuration as YAML, resolved but for references to the environment; :func:`load` makes an equal object of it.
+    """Return the configuration as YAML, which :func:`load` reads into an equal object. References to the environment stay references.
 
-    ``${`` in a resolved value is text; written plainly it would be read back as an interpolation.
+    A ``${`` in a resolved value is escaped: written plainly it would be read back as an interpolation.
     """
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config, written)))
 
 
 def flatten_yaml(text: str) -> dict[str, str]:
-    """The values of a YAML text as text, by dotted key; empty where it is no mapping."""
+    """Return the values of a YAML text as text, by dotted key; empty if it is no mapping."""
     try:
         return flatten(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # libyaml's, ten times as fast
     except (YAMLError, RecursionError):
@@ -148,20 +149,31 @@ def flatten_yaml(text: str) -> dict[str, str]:
 
 
 def flatten(tree: Any) -> dict[str, str]:
-    """The values of nested dicts as text, by dotted key; empty for anything else."""
+    """Return the values of nested dicts as text, by dotted key; empty for anything else."""
     found = leaves(tree, "") if isinstance(tree, dict) and tree else ()
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in found}
 
 
-def _children(node: Any) -> Mapping[Any, Any]:
+def _keys(node: Any) -> Mapping[Any, Any]:
+    """Return the values of a section, or of a mapping, by key. Keys of inline pieces are keys of their section."""
+    found: dict[Any, Any] = {}
+    inlined = {f.name for f in dataclasses.fields(node) if is_inline(f)} if dataclasses.is_dataclass(node) else ()
+    for key, value in _members(node).items():
+        found |= _keys(value) if key in inlined else {key: value}
+    return found
+
+
+def _members(node: Any) -> Mapping[Any, Any]:
     if dataclasses.is_dataclass(node):
         return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
     return node if isinstance(node, Mapping) else dict(enumerate(node)) if isinstance(node, list) else {}
 
 
 def read_file(path: str | Path, what: str = "config file") -> dict[str, Any]:
-    """The mapping in a YAML file, its values as they were written. Raises ConfigError naming the file, and the line where the YAML is
-    broken; ``what``: the file is called."""
+    """Return the mapping in a YAML file, its values as they were written. ``what``: the file's name in messages.
+
+    Raises ConfigError naming the file, and the line where the YAML is broken.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{what} '{file}' {'is not a file' if file.exists() else 'does not exist'}")
@@ -181,8 +193,9 @@ def read_file(path: str | Path, what: str = "config file") -> dict[str, Any]:
 
 
 def resolved_key(path: Path, key: str) -> Any:
-    """The value of a dotted key of a run's ``config.yaml``, with what this process's environment has for its references; None where it
-    is not there. Raises ConfigError."""
+    """Return the value of a dotted key of a run's ``config.yaml``, or None if it is absent. References take this process's environment.
+    Raises ConfigError.
+    """
     try:
         return select(read_file(path, "the run's configuration"), key)
     except OmegaConfBaseException as error:
@@ -190,7 +203,7 @@ def resolved_key(path: Path, key: str) -> Any:
 
 
 def _given(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the file says, or what one would say, from Python. Raises ConfigError."""
+    """Return the values of a file, or of a mapping in its place. Raises ConfigError."""
     if isinstance(path, str | Path):
         return read_file(path)
     plain = OmegaConf.to_container(path) if OmegaConf.is_config(path) else path or {}
@@ -201,7 +214,7 @@ def _given(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``key=null`` takes a section out, as if the file did not have it; ``key={}`` leaves an empty one."""
+    """Return a copy of ``file`` with the overrides. ``key=null`` removes a section; ``key={}`` leaves an empty one."""
     tree = cast(dict[str, Any], to_plain(file))
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -249,7 +262,7 @@ def _put(tree: dict[str, Any], path: Sequence[str], given: Any) -> None:
 
 
 def _merge(section: dict[str, Any], key: str, given: Any, where: str) -> None:
-    """Set ``section[key]``, of a mapping the keys that are given; an empty one clears it. Raises _Clash."""
+    """Set ``section[key]``. A mapping sets only its own keys; an empty one clears the section. Raises _Clash."""
     before = section.get(key)
     if not isinstance(before, dict) or given == {}:
         section[key] = given
@@ -263,7 +276,7 @@ def _merge(section: dict[str, Any], key: str, given: Any, where: str) -> None:
 
 
 def _own_section(tree: Mapping[str, Any], value: Any) -> Any:
-    """``value``, or a copy of the section of ``tree`` that it stands for, to be changed by itself."""
+    """Return ``value``, or a copy of the section of ``tree`` that it refers to, so that it can be changed by itself."""
     reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
     if reference is None:
         return value
@@ -274,7 +287,7 @@ def _own_section(tree: Mapping[str, Any], value: Any) -> Any:
 
 
 def _not_an_option(given: str, overrides: Sequence[str]) -> str:
-    """What is said of ``given``, an option that there is not, and may be a key."""
+    """Return the message for ``given``, which is no option and may be meant as a key."""
     name, _, value = given.lstrip("-").partition("=")
     value = value or next((one for one in overrides if not one.startswith("-") and "=" not in one), "...")
     theirs = foreign_hint([name.replace("-", "_")], by_end=True)

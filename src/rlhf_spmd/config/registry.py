@@ -1,5 +1,6 @@
-"""Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``; a dotted name is the user's own module, and one
-that ends in ``.py`` a file. ``:function`` after either names what is in it."""
+"""Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``. A dotted name is the user's own module; a name that
+ends in ``.py`` is a file. ``:function`` after either names something in it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ IMPORT_LIMIT_S = 120.0  # for the user's own module
 
 
 def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
-    """The module that ``name`` stands for: ``package.name``, or for a dotted name or a file that module itself.
+    """Return the module that ``name`` stands for: ``package.name``, or for a dotted name or a file that module itself.
 
-    ``kind`` is the word for messages (``algorithm``, ``reward``). ``exports`` is an attribute that such a module must
-    have; other modules of the package (its helpers) are then neither found nor listed. ``beside``: names that the caller knows itself.
+    ``kind``: the word for messages (``algorithm``, ``reward``). ``exports``: an attribute that such a module must have; helper modules
+    of the package lack it and are neither found nor listed. ``beside``: names that the caller handles itself.
     Raises ValueError that lists what exists, nearest first.
     """
     if "." in name:
@@ -43,8 +44,9 @@ def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str]
 
 
 def find_builtin(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
-    """As :func:`find`, but only a module of ``package``: for a name that is not the user's own word, such as one in a model's
-    files, which must not choose what code runs."""
+    """As :func:`find`, but only a module of ``package``. For a name that the user did not write, such as one in a model's files, which
+    must not choose what code runs.
+    """
     if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
         module = importlib.import_module(f"{package}.{name}")
         if hasattr(module, exports):
@@ -56,15 +58,15 @@ def find_builtin(kind: str, package: str, name: str, exports: str, beside: Seque
 
 
 def available(package: str, exports: str) -> list[str]:
-    """Public modules of a package that define ``exports``, sorted; this imports all of them."""
+    """Return the public modules of a package that define ``exports``, sorted. Imports all of them."""
     root = importlib.import_module(package)
     names = sorted(info.name for info in pkgutil.iter_modules(root.__path__) if not info.name.startswith("_"))
     return [name for name in names if hasattr(importlib.import_module(f"{package}.{name}"), exports)]
 
 
 def resolve(kind: str, package: str, name: str, exports: str) -> Callable[..., Any]:
-    """The function or class that ``name`` stands for: a built-in (``gsm8k``, ``gsm8k:flexible``), ``package.module:function`` or
-    ``file.py:function``.
+    """Return the function or class that ``name`` stands for: a built-in (``gsm8k``, ``gsm8k:flexible``), ``package.module:function``
+    or ``file.py:function``.
 
     Without a function's name ``exports`` is meant. Raises ValueError that names ``kind``, the value and what exists.
     """
@@ -75,8 +77,7 @@ def resolve(kind: str, package: str, name: str, exports: str) -> Callable[..., A
 
 
 def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
-    """``package.module:function`` or ``file.py:function`` -> the function. Raises ValueError that names what is wrong with the
-    name."""
+    """Return the function ``package.module:function`` or ``file.py:function``. Raises ValueError for any other name."""
     module_name, function_name = split_name(name)
     if not function_name.isidentifier():
         raise ValueError(f"{kind} '{name}' is not of the form package.module:function or file.py:function")
@@ -94,16 +95,18 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """``module:function`` -> the module's name or file, and the function's name, empty where there is none. A file's path may have
-    colons of its own."""
+    """Split ``module:function`` into the module's name or file, and the function's name, which may be empty. A file's path may contain
+    colons.
+    """
     module, _, function = name.rpartition(":")
     return (module, function) if module and not name.endswith(".py") else (name, "")
 
 
 @contextmanager
 def located(kind: str, name: str, module: ModuleType) -> Iterator[None]:
-    """What the user's own ``module`` raises says, as a note, the line of its file where it came from. Its SystemExit becomes a
-    RuntimeError: it is no end of a run."""
+    """Add to an exception from the user's ``module`` a note with the line of its file. Its SystemExit becomes a RuntimeError: it does
+    not end a run.
+    """
     try:
         yield
     # The boundary to the user's code: whatever it raises goes on.
@@ -135,7 +138,7 @@ def _import(kind: str, name: str) -> ModuleType:
 
 
 def _check_file(kind: str, name: str) -> None:
-    """Raises ValueError for a file that is not there, with the nearest one that is."""
+    """Raises ValueError for a file that does not exist, with the nearest one that does."""
     path = Path(name).expanduser()
     if path.is_file():
         return
@@ -147,8 +150,10 @@ def _check_file(kind: str, name: str) -> None:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer, again each second, should that be caught. Only the main thread can be interrupted,
-    and C code that does not return cannot."""
+    """Raises TimeoutError in the body when it takes longer, and again each second in case the body catches it.
+
+    Only the main thread can be interrupted, and C code that does not return cannot.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,13 +171,13 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def forget_files() -> None:
-    """The modules of files are read anew when they are next named."""
+    """Let the modules of files be read anew when they are next named."""
     for name in [name for name in sys.modules if "@" in name]:
         del sys.modules[name]
 
 
 def _import_file(name: str) -> ModuleType:
-    """The module in a file, once per path. Its own name has a character that no module on the path can have."""
+    """Import the module in a file, once per path. Its name contains a character that no module on the path can have."""
     path = Path(name).expanduser().resolve()
     full_name = f"{path.stem}@{path}"
     if full_name not in sys.modules:

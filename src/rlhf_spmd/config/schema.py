@@ -1,7 +1,8 @@
 """Plain values (mappings, lists, scalars) into dataclasses, strictly: types in words, unknown keys with the nearest known one.
 
-A field is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Any``, a ``list`` or ``dict`` of these, or a union; with ``PART`` in
-its metadata a ``dict`` of some keys of a dataclass.
+A field's type is a dataclass, ``int``, ``float``, ``bool``, ``str``, ``Literal``, ``Any``, a ``list`` or ``dict`` of these, or a
+union. ``Annotated`` adds a range (:mod:`~rlhf_spmd.config.constraints`). A field with ``PART`` in its metadata is a ``dict`` of some
+keys of a dataclass; one made by :func:`inline` gives its keys to the section.
 """
 
 from __future__ import annotations
@@ -9,20 +10,29 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import numbers
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Union, get_args, get_origin
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+from rlhf_spmd.config.constraints import Range, options_of
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.written import Plain, resolve
 
+T = TypeVar("T")
+
+RENAMED = {  # the ends of keys that had another name before
+    "placement.stream": "rollout_chunks",
+    "generation.engine": "reshard_method",
+    "generation.exact": "reuse_rollout_log_probs",
+}
 SHOWN_KEYS, SHOWN_HINTS = 40, 3
 EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
 NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
 PART = "part_of"  # in a field's metadata: the dataclass of which a mapping has some keys
+INLINE = "inline"  # in a field's metadata: see inline
 UNSET = "???"  # OmegaConf's word for a value that must be given
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
 READABLE = {int: (int, str), float: (float, int, str), str: (str, int, float, bool), bool: (bool, int, str)}
@@ -35,16 +45,21 @@ class ConfigError(ValueError):
     """A mistake in the configuration; the message is one line for the user."""
 
 
-type_hints = cache(typing.get_type_hints)
+type_hints = cache(typing.get_type_hints)  # without ranges
+
+
+@cache
+def full_type_hints(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says in its first line; its type's name where it says nothing."""
+    """Return the first line of an exception's message; its type's name if the message is empty."""
     return printable((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def printable(text: str) -> str:
-    """One line in which what a terminal would obey, such as a sequence that begins with escape, is written as Python writes it."""
+    """Return ``text`` with characters that a terminal would obey, such as escape, written as Python writes them."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
@@ -60,54 +75,144 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """A type in words, with its article."""
-    options = _options(annotation)
+    """A type in words, with its article: ``an integer, at least 1``."""
+    options = options_of(annotation)
     if len(options) > 1:
-        return " or ".join(describe(option) for option in options)
+        words = [describe(option) for option in options]
+        return (", or " if any("," in word for word in words) else " or ").join(words)
     if dataclasses.is_dataclass(annotation):
         return f"a mapping with the keys {_listed([f.name for f in dataclasses.fields(annotation)])}"
-    if get_args(annotation):
-        element = describe(get_args(annotation)[-1])
-        return f"a list, each entry {element}" if get_origin(annotation) is list else f"a mapping, each value {element}"
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(map(str, inner))
+    if origin is Annotated:
+        return ", ".join(
+            [describe(inner[0]), *(word for rule in inner[1:] if isinstance(rule, Range) for word in rule.words())]
+        )
+    if inner:
+        return f"{'a list, each entry' if origin is list else 'a mapping, each value'} {describe(inner[-1])}"
     return WORDS.get(annotation, str(annotation))
 
 
-@dataclass
-class Reader:
-    """Makes a ``schema`` instance of ``plain`` values; the root's fields ``replaced`` have other types than it says.
+def inline(piece: type[Any], **defaults: Any) -> Any:
+    """Return a field for a dataclass whose keys are keys of the section itself: the key ``algorithm.clip_ratio`` is
+    ``config.policy.clip_ratio`` in Python. ``defaults``: those that differ from the piece's own."""
+    if defaults:
+        hints = full_type_hints(piece)  # type: ignore[arg-type]  # mypy: a class is hashable
+        changed = [(key, hints[key], value) for key, value in defaults.items()]
+        piece = dataclasses.make_dataclass(piece.__name__, changed, bases=(piece,), frozen=True)
+    return field(default_factory=piece, metadata={INLINE: True})
 
-    With ``interpolated`` text with ``${`` stands for a value that is not known yet, of any type. With ``strict``, for values that no
-    person wrote, text is no number (but of a mapping's keys, which JSON has only as text).
+
+def is_inline(f: dataclasses.Field[Any]) -> bool:
+    return INLINE in f.metadata
+
+
+def section_keys(section: Any, hints: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of a dataclass with their types; those of its inline pieces are among them. ``hints``: types that go before its own."""
+    hints, found = hints or type_hints(section), dict[str, Any]()
+    for f in dataclasses.fields(section):
+        found |= section_keys(hints[f.name]) if is_inline(f) else {f.name: hints[f.name]}
+    return found
+
+
+def check_fields(section: Any, where: str) -> None:
+    """Raise ValueError for the first field of a dataclass that is out of its range or none of its choices. ``where``: the dataclass's
+    dotted path, "" for the root."""
+    hints = full_type_hints(type(section))  # type: ignore[arg-type]  # mypy: a class is hashable
+    for f in dataclasses.fields(section):
+        key = f"{where}.{f.name}" if where else f.name
+        for wrong in _violations(hints[f.name], getattr(section, f.name), key):
+            raise ValueError(wrong)
+
+
+def check_section(section: Any, where: str) -> None:
+    """Check each field of a dataclass, then call its ``check(where)`` if it has one. Raises ValueError."""
+    check_fields(section, where)
+    if hasattr(section, "check"):
+        section.check(where)
+
+
+def _violations(annotation: Any, value: Any, key: str) -> Iterator[str]:
+    options = [option for option in options_of(annotation) if option is not type(None)]
+    if value is None or Any in options:
+        return
+    if len(options) > 1:
+        if all(any(_violations(option, value, key)) or not isinstance(value, _class_of(option)) for option in options):
+            yield f"{key}={value!r} must be {describe(annotation)}"
+        return
+    origin, inner = get_origin(options[0]), get_args(options[0])
+    if origin is Annotated:
+        for rule in inner[1:]:
+            if isinstance(rule, Range) and not rule.allows(value):
+                yield f"{key}={value}: must be {rule.refusal(value)}"
+    elif origin is Literal and value not in inner:
+        null = ", or null" if annotation is not options[0] else ""
+        yield f"{key}={value!r} is not known{nearest(str(value), list(map(str, inner))) or ';'} allowed: {_listed(inner)}{null}"
+    elif origin in (list, dict):
+        for at, each in value.items() if origin is dict else enumerate(value):
+            yield from _violations(inner[-1], each, f"{key}.{at}" if origin is dict else f"{key}[{at}]")
+
+
+def _class_of(annotation: Any) -> Any:
+    """Return the class, or classes, of the values of a type that is no union."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return tuple(map(type, get_args(annotation)))
+    base = get_args(annotation)[0] if origin is Annotated else origin or annotation
+    return (int, float) if base is float else base
+
+
+def read_section(
+    schema: type[T],
+    plain: Mapping[str, Any],
+    replaced: Mapping[str, Any] = MappingProxyType({}),
+    interpolated: bool = False,
+    strict: bool = False,
+) -> T:
+    """Return an instance of the dataclass ``schema`` with the values of ``plain``.
+
+    ``replaced``: types that go before those of ``schema``'s own fields. ``interpolated``: a text with ``${`` stands for a value that
+    is not known yet. ``strict``: a program wrote the values, so a text is no number; keys of mappings may be, since JSON has only text.
+    Raises ConfigError for the first value that does not fit, then for all that are missing. Ranges are not checked here.
     """
+    reader = _Reader(schema, replaced, plain, interpolated, strict)
+    result: T = reader.section(schema, plain, "", None)
+    if reader.missing:
+        names = [f"'{key}' ({describe(reader.missing[key])})" for key in sorted(reader.missing)]
+        raise ConfigError(f"{', '.join(names)} must be given")
+    return result
+
+
+@dataclass
+class _Reader:
+    """One call of :func:`read_section`. ``missing``: keys that must be given, with their types."""
 
     schema: Any
     replaced: Mapping[str, Any]
     plain: Mapping[str, Any]
     interpolated: bool
-    strict: bool = False
+    strict: bool
     missing: dict[str, Any] = field(default_factory=dict)
 
-    def read(self) -> Any:
-        """Raises ConfigError for the first value that does not fit, then for all that are missing."""
-        result = self._section(self.schema, self.plain, "", None)
-        if self.missing:
-            names = [f"'{key}' ({describe(self.missing[key])})" for key in sorted(self.missing)]
-            raise ConfigError(f"{', '.join(names)} must be given")
-        return result
+    def _hints(self, section: Any) -> dict[str, Any]:
+        return {**type_hints(section), **(self.replaced if section is self.schema else {})}
 
-    def _fields(self, section: Any) -> dict[str, Any]:
-        hints = {**type_hints(section), **(self.replaced if section is self.schema else {})}
-        return {f.name: hints[f.name] for f in dataclasses.fields(section)}
+    def _keys(self, section: Any) -> dict[str, Any]:
+        return section_keys(section, self._hints(section))
 
-    def _section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
-        """``default``: an instance that the value's keys go over, if there is one."""
+    def section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
+        """Return the section. ``default``: an instance whose values stand where ``value`` has none."""
         self._check_keys(section, value, where)
-        hints, made = self._fields(section), {}
+        hints, made = self._hints(section), {}
         for f in dataclasses.fields(section):
             dotted = _dotted(where, f.name)
             made[f.name] = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             made[f.name] = getattr(default, f.name, made[f.name])
-            if value.get(f.name, UNSET) != UNSET:
+            if is_inline(f):
+                own = {key: value[key] for key in self._keys(hints[f.name]) if key in value}
+                made[f.name] = self.section(type(made[f.name]), own, where, made[f.name])
+            elif value.get(f.name, UNSET) != UNSET:
                 read = self._part if PART in f.metadata and isinstance(value[f.name], Mapping) else self._value
                 made[f.name] = read(f.metadata.get(PART, hints[f.name]), value[f.name], dotted, made[f.name])
             elif made[f.name] is dataclasses.MISSING:
@@ -115,13 +220,13 @@ class Reader:
         return section(**made)
 
     def _part(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> dict[str, Any]:
-        """The keys of a section that are given, and no others."""
+        """Return the given keys of a section, and no others."""
         self._check_keys(section, value, where)
-        hints = self._fields(section)
+        hints = self._keys(section)
         return {str(key): self._value(hints[key], child, _dotted(where, key)) for key, child in value.items()}
 
     def _value(self, annotation: Any, value: Any, where: str, default: Any = None) -> Any:
-        options = {get_origin(option) or option: option for option in _options(annotation)}
+        options = {get_origin(option) or option: option for option in options_of(annotation)}
         section = _dataclass(annotation)
         if where.endswith("dtype") and isinstance(value, str):
             value = DTYPES.get(value, value)
@@ -132,7 +237,7 @@ class Reader:
         if Any in options:
             return resolve(value)
         if section is not None and isinstance(value, Mapping):
-            return self._section(section, value, where, default)
+            return self.section(section, value, where, default)
         if isinstance(value, Mapping) and dict in options:
             (of_key, of_value), keys = get_args(options[dict]), dataclasses.replace(self, strict=False)
             dotted = {key: _dotted(where, key) for key in value}
@@ -140,7 +245,7 @@ class Reader:
         if isinstance(value, list | tuple) and list in options:
             (element,) = get_args(options[list])
             return [self._value(element, child, f"{where}[{index}]") for index, child in enumerate(value)]
-        scalars = [option for option in options if option in READABLE]
+        scalars = list(dict.fromkeys(kind for option in options.values() for kind in _scalars(option)))
         if type(value) in scalars or (str in scalars and isinstance(value, str) and not isinstance(value, Plain)):
             return value
         if len(scalars) > 1 and isinstance(value, Plain):
@@ -153,13 +258,13 @@ class Reader:
         raise ConfigError(f"{where}={resolve(value)!r} must be {describe(annotation)}")
 
     def _fits(self, scalar: type, value: Any) -> bool:
-        """Whether ``value``, of another type, says one of type ``scalar``. numpy's numbers are numbers."""
+        """Return True if ``value``, of another type, stands for a ``scalar``. numpy's numbers are numbers."""
         exact = isinstance(value, EXACT.get(scalar, ())) and not isinstance(value, bool)
         said = str if isinstance(value, str) else type(value)
         return exact or (not self.strict and said in READABLE[scalar])
 
     def _check_keys(self, section: Any, value: Mapping[str, Any], where: str) -> None:
-        hints = self._fields(section)
+        hints = self._keys(section)
         unknown = [key for key in value if key not in hints]
         if unknown:
             raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
@@ -168,17 +273,19 @@ class Reader:
         return unknown_key(where, key, allowed, self._known(self.schema, self.plain, ""), value)
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
-        """Dotted names of the schema; inside a dict of dataclasses, under the names that ``value`` uses."""
+        """Yield the dotted names of the schema. Entries of a dict of dataclasses have the names that ``value`` uses."""
         section, given = _dataclass(annotation), value if isinstance(value, Mapping) else {}
-        entries = dict.fromkeys(given, (get_args(annotation) or [Any])[-1]) if section is None else self._fields(section)
+        entries = dict.fromkeys(given, (get_args(annotation) or [Any])[-1]) if section is None else self._keys(section)
         for key, inner in entries.items():
             yield _dotted(where, key)
             yield from self._known(inner, given.get(key), _dotted(where, key))
 
 
 def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
-    """What is said of ``key`` in the section ``where``, which has not it but those that are ``allowed``. ``known``: dotted names of all
-    keys; ``value``: what was given."""
+    """Return the message for the unknown ``key`` in the section ``where``, which has the keys ``allowed``.
+
+    ``known``: dotted names of all keys. ``value``: the value that was given.
+    """
     known = sorted({*known} - {_dotted(where, key)})
     last = {name: name.rpartition(".")[2] for name in known}
     same_name = [name for name in known if last[name] == key.rpartition(".")[2] and (not where or key not in EVERYWHERE)]
@@ -188,17 +295,25 @@ def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[st
     elsewhere = [
         name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
     ]
-    meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
+    newer = RENAMED.get(".".join(_dotted(where, key).split(".")[-2:]))
+    renamed = [_dotted(where, newer)] if newer in allowed else []
+    meant = next(filter(None, [renamed, below, longer[:1], here, same_name, elsewhere[:1]]), [])
     hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
     given = [name for name, _ in leaves(value, _dotted(where, key))]
-    foreign = foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
+    foreign = None if renamed else foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
     if foreign:
         return f"unknown key {foreign}"
     return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
 
 
+def _scalars(option: Any) -> Iterator[type]:
+    """Yield the scalar types of a type that is no union."""
+    kinds = map(type, get_args(option)) if get_origin(option) is Literal else [option]
+    return (kind for kind in kinds if kind in READABLE)
+
+
 def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
-    """Which of several types a plain value is of."""
+    """Return which of several types a plain value has."""
     if bool in scalars and value.lower() in SWITCH:
         return bool
     made = type(resolve(value))
@@ -206,7 +321,7 @@ def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
 
 
 def _read(scalar: type, value: Any) -> Any:
-    """Raises ValueError or KeyError for what says no ``scalar``."""
+    """Return ``value`` as a ``scalar``. Raises ValueError or KeyError if it is none."""
     if scalar is bool:
         return SWITCH[str(value).lower()]
     if scalar is str:
@@ -220,7 +335,7 @@ def _dotted(where: str, key: object) -> str:
 
 
 def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The values in a tree of mappings, by dotted key."""
+    """Yield the values in a tree of mappings, by dotted key."""
     if not (isinstance(value, Mapping) and value):
         yield where, value
     else:
@@ -228,15 +343,11 @@ def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(child, _dotted(where, key))
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
 def _dataclass(annotation: Any) -> Any:
-    """The dataclass of ``X``, ``X | None``; None where there is none."""
-    return next((option for option in _options(annotation) if dataclasses.is_dataclass(option)), None)
+    """Return the dataclass of ``X`` or ``X | None``, else None."""
+    return next((option for option in options_of(annotation) if dataclasses.is_dataclass(option)), None)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[object]) -> str:
     more = f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else ""
-    return ", ".join(names[:SHOWN_KEYS]) + more
+    return ", ".join(map(str, names[:SHOWN_KEYS])) + more

@@ -1,4 +1,4 @@
-"""The arguments that a shell script gives to a program: the script runs in a bash that can start nothing and write nothing."""
+"""The arguments that a shell script gives to a program. The script runs in a bash that can start nothing and write nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ UNSET = re.compile(r"\$?(\w+): (?:unbound variable|parameter null or not set|par
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """``arguments``: what follows the program's name. ``not_run``: other programs that the script starts. ``unset``: variables that it
-    reads and nothing sets; ``${oc.env:NAME}`` stands for each."""
+    """``arguments``: the words after the program's name. ``not_run``: other programs that the script starts. ``unset``: variables that
+    it reads and nothing sets; ``${oc.env:NAME}`` stands for each.
+    """
 
     arguments: list[str]
     not_run: list[str]
@@ -46,7 +47,7 @@ class ScriptCommand:
 
 
 def last_command(path: Path, program: str) -> ScriptCommand:
-    """The last command of a bash script that starts ``program``, a regular expression for a whole argument.
+    """Return the last command of a bash script that starts ``program``, a regular expression for a whole argument.
 
     Raises ValueError, one line, for a script that starts none.
     """
@@ -83,7 +84,7 @@ def _named(variable: str) -> str:
 
 
 def _run(program: str, path: Path, directory: str, unset: list[str]) -> tuple[list[list[str]], str]:
-    """The commands that the script would start, and its standard error."""
+    """Return the commands that the script would start, and its standard error."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("BASH")}
     kept = {name: f"${{oc.env:{name}}}" if SECRET.search(name) else value for name, value in own.items()}  # never written out
     kept |= {"PATH": directory, "LC_ALL": "C"} | {name: f"${{oc.env:{name}}}" for name in unset if not name.isdigit()}

@@ -1,7 +1,7 @@
 """YAML as it was written: a plain value stays text until the type of its key says what it is.
 
-YAML 1.1, which PyYAML speaks, makes ``false`` of ``No``, 750 of ``12:30``, 8 of ``010`` and 7 of ``007``. A key of text must get what
-was written, and a key of numbers what a person means by it. Which of the two a key is, only :mod:`rlhf_spmd.config.schema` knows.
+YAML 1.1, which PyYAML speaks, makes ``false`` of ``No``, 750 of ``12:30``, 8 of ``010`` and 7 of ``007``. A text key must get the text
+that was written, and a numeric key the number that a person means. Only :mod:`rlhf_spmd.config.schema` knows which of the two a key is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Plain(str):
 
 
 def resolve(value: Any) -> Any:
-    """``value`` for a key that says nothing of its type: plain values in it become what YAML 1.2's core schema says, of integers the
-    decimal ones without leading zeros."""
+    """Return ``value`` for a key whose type is open: plain values become what YAML 1.2's core schema says, where integers are decimal
+    and have no leading zeros.
+    """
     if isinstance(value, dict):
         return {resolve(key): resolve(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -50,7 +51,7 @@ def resolve(value: Any) -> Any:
 
 
 def parse(text: str) -> Any:
-    """The value of a YAML document: dicts, lists, None, :class:`Plain`, and text that was in quotes. Raises YAMLError."""
+    """Return the value of a YAML document: dicts, lists, None, :class:`Plain`, and quoted text as str. Raises YAMLError."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -60,8 +61,9 @@ def parse(text: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override. It is YAML where it begins as a list, a mapping or a text in quotes, else a plain value as it stands:
-    none of its characters means anything. Raises YAMLError."""
+    """Return the value of an override. It is YAML if it begins as a list, a mapping or quoted text. Any other value is plain: none of
+    its characters means anything. Raises YAMLError.
+    """
     text = text.strip()
     if text[:1] in ("[", "{", "'", '"'):
         return parse(text)
@@ -69,7 +71,7 @@ def parse_value(text: str) -> Any:
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:
-    """A copy of dicts and lists, for mappings and sequences of any kind. Raises ValueError for one that is nested too deeply."""
+    """Return a copy in dicts and lists, for mappings and sequences of any kind. Raises ValueError for too deep nesting."""
     if depth > MOST_DEPTH:
         raise ValueError(_too_deep())
     if isinstance(value, Mapping):
@@ -78,7 +80,7 @@ def to_plain(value: Any, depth: int = 0) -> Any:
 
 
 class _Loader(Reader, Scanner, Parser, Composer):
-    """YAML's nodes. A scalar's tag is ``plain`` where it has neither quotes nor a tag of its own."""
+    """Reads YAML's nodes. A scalar's tag is ``plain`` if it has neither quotes nor a tag of its own."""
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -97,7 +99,7 @@ class _Loader(Reader, Scanner, Parser, Composer):
 
 
 class _Builder:
-    """Values of nodes. What an alias stands for is made anew wherever it stands, and counts there."""
+    """Builds the values of nodes. The value of an alias is built anew wherever it stands, and counts there."""
 
     def __init__(self) -> None:
         self._num_values = 0
@@ -135,7 +137,7 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Node, depth: int) -> Iterator[dict[str, Any]]:
-        """What ``<<`` puts into a mapping."""
+        """Yield what ``<<`` puts into a mapping."""
         for one in node.value if isinstance(node, SequenceNode) else [node]:
             if not isinstance(one, MappingNode):
                 raise yaml.MarkedYAMLError(problem="<< takes a mapping, or a list of them", problem_mark=one.start_mark)

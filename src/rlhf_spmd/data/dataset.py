@@ -8,18 +8,16 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import SEEDS, check_bounds
+from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, take_rows
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Paths, Row, RowOrError, list_paths, row_or_raise, set_names, stream_rows
-
-DUPLICATES = ("refuse", "drop", "keep")
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,6 @@ class RowsConfig(EncodingConfig):
     def check(self, where: str) -> None:
         super().check(where)
         self.check_path(where)
-        counts = [field.name for field in fields(self) if type(getattr(self, field.name)) is int]
-        counts = [name for name in counts if name not in ("seed", "max_bad_rows")]
-        check_bounds(self, where, *counts, least=1)
 
     def check_path(self, where: str) -> None:
         """Raises ValueError without a path."""
@@ -84,13 +79,9 @@ class StoredRowsConfig(RowsConfig):
       for itself. See [data_and_rewards.md](data_and_rewards.md#many-rows)
     """
 
-    max_bad_rows: int = 0
+    max_bad_rows: NonNegativeInt = 0
     cache_dir: str | None = None
     one_chunk: ClassVar[bool] = False
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "max_bad_rows", least=0)
 
     def checked(self, row: RowOrError) -> Row:
         """Returns the row if it looks usable before it is tokenised. Raises DataError."""
@@ -118,16 +109,16 @@ class DatasetConfig(StoredRowsConfig):
 
     val_path: str | list[str] | dict[str, str] | None = None
     val_split: str = "test"
-    train_batch_size: int = 64
-    val_batch_size: int | None = None
-    train_max_samples: int | None = None
-    val_max_samples: int | None = None
+    train_batch_size: PositiveInt = 64
+    val_batch_size: PositiveInt | None = None
+    train_max_samples: PositiveInt | None = None
+    val_max_samples: PositiveInt | None = None
     shuffle: bool = True
-    seed: int | None = None
-    epochs: float | None = None
+    seed: Seed | None = None
+    epochs: PositiveFloat | None = None
     curriculum_key: str | None = None
-    curriculum_epochs: int = 1
-    duplicates: str = "refuse"
+    curriculum_epochs: PositiveInt = 1
+    duplicates: Literal["refuse", "drop", "keep"] = "refuse"
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "val_path": ("val_split", "val_batch_size", "val_max_samples"),
         "shuffle": ("seed",),
@@ -136,10 +127,6 @@ class DatasetConfig(StoredRowsConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_bounds(self, where, "epochs", above=0)
-        check_bounds(self, where, "seed", **SEEDS)
-        if self.duplicates not in DUPLICATES:
-            raise ValueError(f"{where}.duplicates={self.duplicates!r} must be {', '.join(DUPLICATES)}")
         weights = self.path if isinstance(self.path, dict) else {}
         for path, weight in weights.items():
             if not 0 < weight < math.inf:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
@@ -46,8 +47,8 @@ class PromptsConfig(QuestionsConfig):
     - filter_overlong_prompts: `false`: a longer prompt is an error
     """
 
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    max_prompt_length: PositiveInt = 512
+    max_response_length: PositiveInt = 512
     filter_overlong_prompts: bool = True
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> PromptDataset:
@@ -62,8 +63,8 @@ class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
     - val_batch_size: prompts per batch; null: all
     """
 
-    max_samples: int | None = None
-    val_batch_size: int | None = None
+    max_samples: PositiveInt | None = None
+    val_batch_size: PositiveInt | None = None
 
     def stream(self, validation: bool = True) -> Iterator[RowOrError]:
         return stream_rows(self.path, self.split, self.subset, self.max_samples)
@@ -85,7 +86,7 @@ class DataConfig(DatasetConfig, PromptsConfig):
       response ends in its step. See [generation.md](generation.md#responses-that-take-several-steps)
     """
 
-    gen_batch_size: int | None = None
+    gen_batch_size: PositiveInt | None = None
 
     def check(self, where: str) -> None:
         super().check(where)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.data.batch import ragged
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import ConversationEncoder, MaskedPair, PromptEncoder, check_ids, check_messages, end_ids
@@ -39,13 +39,9 @@ class ResponsesConfig(DatasetConfig):
       itself
     """
 
-    max_length: int = 1024
+    max_length: Annotated[int, Range(least=2)] = 1024
     filter_overlong: bool = True
     append_eos: bool = True
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "max_length", least=2)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.bounds import SECONDS, check_bounds
+from rlhf_spmd.config.constraints import FiniteFloat, PositiveInt, Seconds
 from rlhf_spmd.config.schema import nearest
 
 ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
@@ -51,10 +51,10 @@ class EnvironmentConfig:
 
     cls: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    max_turns: int | None = None
-    num_workers: int = 8
-    timeout_s: float = 30.0
-    weight: float = 1.0
+    max_turns: PositiveInt | None = None
+    num_workers: PositiveInt = 8
+    timeout_s: Seconds = 30.0
+    weight: FiniteFloat = 1.0
 
     @property
     def gives_reward(self) -> bool:
@@ -68,9 +68,6 @@ class EnvironmentConfig:
 
     def check(self, where: str = "environment") -> None:
         """Raises ValueError that names the key and the value. Imports the class's module to see that it exists."""
-        check_bounds(self, where, "max_turns", "num_workers", least=1)
-        check_bounds(self, where, "timeout_s", **SECONDS)
-        check_bounds(self, where, "weight")
         if self.cls is None:
             if self.args:
                 raise ValueError(f"{where}.args={self.args}: there is no {where}.cls that takes them")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 import torch
 
-from rlhf_spmd.config.bounds import SEEDS, check_bounds
+from rlhf_spmd.config.constraints import Fraction, NonNegativeInt, PositiveFraction, PositiveInt, Range, Seed
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import ATTENTION, capabilities, model_device
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
 
 BACKENDS = (*ATTENTION, *EXTRAS)
-BUFFERS = KV_CACHES = ("free", "keep", "offload")
 FLASH_PAGE = 256  # flash-attn takes pages of a multiple of this many tokens
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # at less, scaled logits overflow before they differ from greedy decoding
 MAX_SHIFT, MAX_FACTOR = 1e9, 1e6  # limits of what logits are shifted and multiplied by: results fit in fp32
+Keeping = Literal["free", "keep", "offload"]  # what happens to memory that is not used for a while
+Penalty = Annotated[float, Range(least=-MAX_SHIFT, most=MAX_SHIFT)]
 
 
 def check_attention(attention: str, device: torch.device, where: str, dtype: torch.dtype | None = None) -> None:
@@ -35,7 +37,7 @@ class GenerationConfig:
     - pp: pipeline stages while generating; divides `layout.pp`, or with `layout.zero: 3` any number where `pp * tp` divides the
       ranks
     - tp: tensor-parallel ranks while generating; divides `layout.tp`, or with `layout.zero: 3` as for `pp`
-    - engine: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
+    - reshard_method: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
       `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
       shards that an engine holds beside the generation shard wait in host memory while generating)
@@ -44,8 +46,8 @@ class GenerationConfig:
     - attention: `torch`, `cpp` (CPUs), `triton` or `flash_attn` (CUDA devices); `auto`: on CUDA devices `triton`, or `torch`
       where that cannot serve, on CPUs the actor's `attention`. Another choice than the actor's loses the equality of
       generation's and training's log-probs. See [generation.md](generation.md#backends)
-    - exact: take the sampled tokens' log-probs as the old ones of training instead of computing these in a forward pass of
-      their own. `null`: where both are the same bits (on CPUs whose products are exact, in float32 and bfloat16, if
+    - reuse_rollout_log_probs: take the sampled tokens' log-probs as training's old ones instead of computing these in a forward
+      pass of their own. `null`: where both are the same bits (on CPUs whose products are exact, in float32 and bfloat16, if
       generation and training have the same `tp` and attention and no response takes several steps); `true`: refuse settings
       in which they are not, and on CUDA devices compute both by [kernels](generation.md#exact-on-gpus) whose bits do not
       depend on the batch; `false`: never. `rollout/log_prob_diff_max` is then measured in the first update of a step
@@ -75,40 +77,35 @@ class GenerationConfig:
       the same samples; 0: none
     """
 
-    pp: int = 1
-    tp: int = 1
-    engine: str = "zero_redundancy"
-    buffers: str = "free"
+    pp: PositiveInt = 1
+    tp: PositiveInt = 1
+    reshard_method: Literal["zero_redundancy", "full_gather", "naive_groups"] = "zero_redundancy"
+    buffers: Keeping = "free"
     overlap: bool = False
     attention: str = "auto"
-    exact: bool | None = None
-    page_size: int = 64
-    kv_cache: str = "free"
-    num_pages: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float | None = None
+    reuse_rollout_log_probs: bool | None = None
+    page_size: PositiveInt = 64
+    kv_cache: Keeping = "free"
+    num_pages: PositiveInt | None = None
+    max_num_seqs: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt = 8192
+    gpu_memory_utilization: PositiveFraction | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    steps_per_sync: int | None = None
+    steps_per_sync: PositiveInt | None = None
     enforce_eager: bool = False
-    micro_batches: int | None = None
-    rebalance_steps: int = 0
-    speculative_tokens: int = 0
+    micro_batches: PositiveInt | None = None
+    rebalance_steps: NonNegativeInt = 0
+    speculative_tokens: NonNegativeInt = 0
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``models.actor.generation``."""
-        sizes = ("pp", "tp", "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens")
-        check_bounds(self, where, *sizes, "steps_per_sync", "micro_batches", least=1)
-        check_bounds(self, where, "rebalance_steps", "speculative_tokens", least=0)
-        for key, allowed in (("buffers", BUFFERS), ("kv_cache", KV_CACHES), ("attention", BACKENDS)):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"{where}.{key}={getattr(self, key)!r}: allowed are {', '.join(allowed)}")
+        if self.attention not in BACKENDS:
+            raise ValueError(f"{where}.attention={self.attention!r}: allowed are {', '.join(BACKENDS)}")
         if self.attention == "flash_attn" and self.page_size % FLASH_PAGE:
             raise ValueError(
                 f"{where}.page_size={self.page_size}: flash_attn's pages are multiples of {FLASH_PAGE} tokens; set it to {FLASH_PAGE}"
             )
-        check_bounds(self, where, "gpu_memory_utilization", above=0, most=1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
@@ -182,25 +179,25 @@ class SamplingConfig:
     - seed: keys the draws; `train` and `sft` do not read it, since their draws follow `run.seed`
     """
 
-    n: int = 1
+    n: PositiveInt = 1
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    top_p: PositiveFraction = 1.0
+    top_k: Annotated[int, Range(least=-1)] = 0
+    min_p: Fraction = 0.0
+    repetition_penalty: Annotated[float, Range(least=1 / MAX_FACTOR, most=MAX_FACTOR)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
     forbidden_token_ids: list[int] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     include_stop_str_in_output: bool = False
-    logprobs: int = 0
+    logprobs: Annotated[int, Range(least=0, most=MAX_LOGPROBS)] = 0
     min_response_length: int = 0
-    max_response_length: int | None = None
+    max_response_length: PositiveInt | None = None
     ignore_eos: bool = False
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def greedy(self) -> bool:
@@ -222,7 +219,6 @@ class SamplingConfig:
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``sampling``."""
-        check_bounds(self, where, "n", "max_response_length", least=1)
         if self.greedy and self.n > 1:
             raise ValueError(
                 f"{where}.temperature=0 is greedy: the {where}.n={self.n} responses to a prompt would be the same; set n to 1, or the "
@@ -232,16 +228,11 @@ class SamplingConfig:
             raise ValueError(
                 f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}"
             )
-        check_bounds(self, where, "top_p", above=0, most=1)  # 1 turns it off; for top_k and min_p 0 does
-        check_bounds(self, where, "top_k", least=-1)
-        check_bounds(self, where, "min_p", least=0, most=1)
         if not 0 <= self.min_response_length <= (self.max_response_length or math.inf):
             raise ValueError(
                 f"{where}.min_response_length={self.min_response_length}: must be at least 0 and at most "
                 f"{where}.max_response_length={self.max_response_length}"
             )
-        check_bounds(self, where, "repetition_penalty", least=1 / MAX_FACTOR, most=MAX_FACTOR)
-        check_bounds(self, where, "presence_penalty", "frequency_penalty", least=-MAX_SHIFT, most=MAX_SHIFT)
         for token, shift in self.logit_bias.items():
             if not abs(shift) <= MAX_SHIFT:
                 raise ValueError(
@@ -250,8 +241,6 @@ class SamplingConfig:
                 )
         if not all(self.stop):
             raise ValueError(f"{where}.stop={self.stop}: a stop string must not be empty")
-        check_bounds(self, where, "logprobs", least=0, most=MAX_LOGPROBS)
-        check_bounds(self, where, "seed", **SEEDS)
 
     def check_ids(self, vocab_size: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
         """Raises ValueError for token ids outside the vocabulary, and if no token is left to draw.

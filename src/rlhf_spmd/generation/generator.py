@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan_moves, unpack
@@ -171,7 +172,7 @@ class Generator:
         """The call on ``requests``. Raises ValueError for rows that cannot be generated."""
         vocabulary, stop = self.decoder.spec.vocab_size, build_stop_criteria(sampling, self.eos_ids, self.decoding, "sampling")
         for overrides, row_id in {r.overrides: r.row_id for r in requests if r.overrides}.items():
-            sampling.with_overrides(overrides).check(f"sampling of row {row_id}")
+            check_section(sampling.with_overrides(overrides), f"sampling of row {row_id}")
         sampling.check_ids(vocabulary, stop.token_ids, any(request.min_new_tokens for request in requests), "sampling")
         for request in requests:
             if not request.prompt_ids:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction, PositiveInt
+from rlhf_spmd.config.schema import check_fields
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.parallel.collectives import Group
 
@@ -28,15 +29,14 @@ class GenerationLimits:
     - fraction: the share of the call's groups that have ended, each with all of its rows
     """
 
-    steps: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    fraction: float | None = None
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    seconds: PositiveFloat | None = None
+    fraction: PositiveFraction | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        check_bounds(self, "limits", "steps", "tokens", "seconds", above=0)
-        check_bounds(self, "limits", "fraction", above=0, most=1)
+        check_fields(self, "limits")
 
 
 class LimitWatch:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from rlhf_spmd.checkpoint.directory import COMMIT, committed, named_checkpoint, 
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.manifest import DTYPES
 from rlhf_spmd.checkpoint.save import RoleState
-from rlhf_spmd.config.bounds import SECONDS, check_bounds
+from rlhf_spmd.config.constraints import Range, Seconds
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load, resolved_key
 from rlhf_spmd.data.dataset import RowsConfig
@@ -62,12 +62,8 @@ class LoadedConfig:
 
     model: ModelConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    timeout_s: float = 3600.0
-    threads: int = 1
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, "timeout_s", **SECONDS)
-        check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
+    timeout_s: Seconds = 3600.0
+    threads: Annotated[int, Range(least=1, most=MOST_THREADS)] = 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rlhf_spmd.config.load import check_tree
-from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.inference.requests import EngineConfig, Prompt, RequestProcessor, is_ids, prepare_model
@@ -82,7 +82,7 @@ class LLM:
         settings |= {"max_model_len": max_model_len, "tokenizer": None if tokenizer is None else str(tokenizer)}
         refuse_vllm_only(generation, VLLM_ONLY)
         knobs = {key: value for key, value in generation.items() if key not in VLLM_ONLY}
-        config = Reader(EngineConfig, {}, settings | {"generation": knobs}, interpolated=False).read()
+        config = read_section(EngineConfig, settings | {"generation": knobs})
         check_tree(config)
         set_up_cuda()
         ready = prepare_model(config, read_launch())

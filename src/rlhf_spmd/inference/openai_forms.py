@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import isnan
 from typing import Any
 
-from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.data.tokenizer import UNFINISHED
 from rlhf_spmd.inference.requests import is_ids
 from rlhf_spmd.inference.sampling_params import Logprob, SamplingParams
@@ -141,7 +141,7 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
 
 
 def _read(schema: Any, given: Mapping[str, Any]) -> Any:
-    return Reader(schema, {}, given, interpolated=False, strict=True).read()
+    return read_section(schema, given, strict=True)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ class AnswerConfig(InferenceConfig):
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def check(self, where: str) -> None:
-        super().check(where)
         check_generation(self.layout, self.generation)
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from numbers import Integral
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import SEEDS, check_bounds
+from rlhf_spmd.config.constraints import Range, Seed
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
@@ -41,14 +41,11 @@ class EngineConfig(LoadedConfig):
     """
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    seed: int = 0
-    max_model_len: int | None = None
+    seed: Seed = 0
+    max_model_len: Annotated[int, Range(least=2)] | None = None
     tokenizer: str | None = None
 
     def check(self, where: str) -> None:
-        super().check(where)
-        check_bounds(self, where, "seed", **SEEDS)
-        check_bounds(self, where, "max_model_len", least=2)
         check_generation(self.layout, self.generation)
         if self.layout.pp != 1:
             raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from rlhf_spmd.config.bounds import SEEDS, check_bounds
-from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seed
+from rlhf_spmd.config.schema import check_fields, check_section, read_section
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import SamplingOverrides
@@ -43,7 +43,7 @@ class SamplingParams:
       penalties. Every rank of a replica calls them for every token with the same arguments, so they must keep no state of a row
     """
 
-    n: int = 1
+    n: PositiveInt = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -53,15 +53,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: list[str] | str | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    max_tokens: PositiveInt | None = 16
+    min_tokens: NonNegativeInt = 0
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Range(least=0, most=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
     logits_processors: Any = None
     best_of: InitVar[int | None] = None
@@ -83,7 +83,7 @@ class SamplingParams:
 
     def read(self) -> SamplingParams:
         """These parameters with every field in its declared type. Raises ValueError, one line."""
-        checked: SamplingParams = Reader(SamplingParams, {}, vars(self), interpolated=False, strict=True).read()
+        checked: SamplingParams = read_section(SamplingParams, vars(self), strict=True)
         given = self.logits_processors
         if not (given is None or (isinstance(given, list | tuple) and all(map(callable, given)))):
             raise ValueError(f"logits_processors={given!r} must be a list of functions")
@@ -92,13 +92,10 @@ class SamplingParams:
     def of_call(self) -> SamplingConfig:
         """The fields that all rows of one generator call share. Raises ValueError, one line."""
         where = "sampling_params"
-        check_bounds(self, where, "n", "max_tokens", least=1)
-        check_bounds(self, where, "min_tokens", least=0)
-        check_bounds(self, where, "prompt_logprobs", least=0, most=MAX_LOGPROBS)
-        check_bounds(self, where, "seed", **SEEDS)
+        check_fields(self, where)
         shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
         config = SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
-        config.with_overrides(self.overrides).check(where)
+        check_section(config.with_overrides(self.overrides), where)
         return config
 
 

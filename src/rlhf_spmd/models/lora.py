@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, Range
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 
 ALL_LINEAR = "all-linear"
@@ -36,13 +36,13 @@ class LoraConfig:
       role's dtype; see [parallelism.md](parallelism.md#four-or-eight-bits)
     """
 
-    rank: int = 0
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: NonNegativeInt = 0
+    alpha: PositiveFloat = 16.0
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.0
     target_modules: str | list[str] = ALL_LINEAR
     use_rslora: bool = False
     path: str | None = None
-    bits: int | None = None
+    bits: Literal[4, 8] | None = None
 
     @property
     def scale(self) -> float:
@@ -56,12 +56,6 @@ class LoraConfig:
     def check(self, where: str) -> None:
         if not self.rank and self != LoraConfig():
             raise ValueError(f"{where}.rank=0: there are no adapters, and the other keys of {where} do nothing; give it a rank")
-        check_bounds(self, where, "rank", least=0)
-        check_bounds(self, where, "alpha", above=0)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"{where}.dropout={self.dropout}: must be at least 0 and below 1")
-        if self.bits not in (None, 4, 8):
-            raise ValueError(f"{where}.bits={self.bits}: allowed are 4, 8 and null")
         self.need_package(where)
         if not self.target_modules or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
             raise ValueError(

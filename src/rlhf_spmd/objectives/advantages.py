@@ -46,11 +46,11 @@ def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths:
 
 
 def _time_major(lengths: Tensor) -> tuple[Tensor, list[int]]:
-    """Tokens ordered by distance from their row's end, longest rows first within one distance.
+    """Order tokens by distance from their row's end, longest rows first within one distance.
 
-    The rows that still have a token at distance j are then a prefix of those at distance j - 1, so one backward step over all
-    rows is one operation on two slices, without padding. Returns int64 [T], where each packed token goes, and how many rows have
-    a token at distance 0, 1, ...
+    The rows with a token at distance j are then a prefix of those at distance j - 1, so one backward step over all rows is one
+    operation on two slices, without padding. Returns int64 [T], the place of each packed token, and the numbers of rows with a
+    token at distance 0, 1, ...
     """
     longest = int(lengths.max()) if len(lengths) else 0
     rank = torch.empty_like(lengths)
@@ -92,8 +92,10 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
 
 
 def _centered(scores: Tensor, group_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float64 [rows], scores minus their group's mean by ``weights`` [rows]: 0 to the bit where all of a group are equal. And the
-    index of each row's group, and the groups' numbers of rows with a score; the others (nan) do not count and get 0."""
+    """Return float64 [rows], scores minus their group's mean by ``weights`` [rows]; 0 to the bit where all of a group are equal.
+
+    Also the index of each row's group, and each group's number of rows with a score. Rows without one (nan) do not count and get 0.
+    """
     groups, index = torch.unique(group_ids, return_inverse=True)
     scored = ~scores.isnan()
     counts = torch.bincount(index[scored], minlength=len(groups))
@@ -109,16 +111,16 @@ def _centered(scores: Tensor, group_ids: Tensor, weights: Tensor) -> tuple[Tenso
 
 
 def _deviations(centered: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    """The unbiased standard deviation of each group, that of a single row, or of none, taken as 0."""
+    """Return the unbiased standard deviation of each group; 0 for a group with one row or none."""
     squares = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index, centered.square())
     return (squares / (counts - 1).clamp(min=1)).sqrt()
 
 
 @torch.no_grad()
 def group_advantages(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
-    """A row's score minus the mean of its group, and with ``by_std`` over the group's standard deviation (unbiased) + 1e-6.
+    """Return a row's score minus its group's mean; with ``by_std`` divided by the group's standard deviation (unbiased) + 1e-6.
 
-    GRPO (arXiv 2402.03300, section 4.1.2) and, without ``by_std``, Dr. GRPO (arXiv 2503.20783). ``scores`` [rows], ``group_ids`` int64
+    GRPO (arXiv 2402.03300, section 4.1.2); without ``by_std`` Dr. GRPO (arXiv 2503.20783). ``scores`` [rows], ``group_ids`` int64
     [rows]; whole groups. Returns [rows] in the dtype of ``scores``, at least float32: 0 to the bit where all scores of a group
     are equal, and for a row without a score (nan), which does not count in its group.
     """
@@ -130,9 +132,9 @@ def group_advantages(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
 
 @torch.no_grad()
 def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """A row's score minus the mean of the *other* rows of its group: RLOO (arXiv 2402.14740, section 3.3).
+    """Return a row's score minus the mean of the *other* rows of its group: RLOO (arXiv 2402.14740, section 3.3).
 
-    Shapes, and rows without a score, as of :func:`group_advantages`; where a single row of a group has one it gets 0. Raises
+    Shapes, and rows without a score, as in :func:`group_advantages`; the only row of a group with a score gets 0. Raises
     ValueError for a group of one row, which has no others.
     """
     centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
@@ -143,16 +145,22 @@ def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def length_weighted_advantages(scores: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
-    """A row's score minus the mean of its group weighted by length, the baseline of least variance where a row's gradient grows
-    with its tokens: OPO (arXiv 2505.23585, section 3.2). Shapes as of :func:`group_advantages`; ``lengths`` int64 [rows]."""
+    """Return a row's score minus its group's mean weighted by length: OPO (arXiv 2505.23585, section 3.2).
+
+    This baseline has the least variance where a row's gradient grows with its tokens. Shapes as in :func:`group_advantages`;
+    ``lengths`` int64 [rows].
+    """
     centered, _, _ = _centered(scores, group_ids, lengths.double())
     return centered.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 @torch.no_grad()
 def group_statistics(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """float64 [5]: the groups with a score, of them those whose scores are all equal, all equal and at least 1, all equal and at most
-    0; and the sum of the groups' standard deviations. ``scores`` (nan: none), ``group_ids`` [rows]; whole groups. Sum it over ranks."""
+    """Return float64 [5]: the groups with a score; those whose scores are all equal, all equal and at least 1, all equal and at most 0;
+    and the sum of the groups' standard deviations. Sum it over ranks.
+
+    ``scores`` (nan: none), ``group_ids`` [rows]; whole groups.
+    """
     centered, index, counts = _centered(scores, group_ids, torch.ones(len(scores), dtype=torch.float64))
     spread = _deviations(centered, index, counts)
     equal = (counts > 0).scatter_reduce_(0, index, centered == 0, "amin")
@@ -163,8 +171,11 @@ def group_statistics(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of each row's tokens, [rows] of ``x`` [T]; it passes gradients. On GPUs the host, which has ``lengths``, goes on at once:
-    a copy that it waits for would let the backward pass begin when the forward pass has ended."""
+    """Return the sum of each row's tokens, [rows] of ``x`` [T]. Passes gradients.
+
+    The host, which has ``lengths``, does not wait for a GPU: a copy that it waits for would delay the start of the backward pass until
+    the forward pass has ended.
+    """
     if not len(x):
         return x.new_zeros(len(lengths))
     # in the order of the tokens, on GPUs too, where index_add adds in any
@@ -172,12 +183,12 @@ def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def row_means(x: Tensor, lengths: Tensor) -> Tensor:
-    """The mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without. It passes gradients."""
+    """Return the mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without tokens. Passes gradients."""
     return row_sums(x, lengths) / lengths.clamp(min=1).to(x.device, non_blocking=True)
 
 
 def of_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
-    """A number of each row [rows] for each of its tokens [T]; it passes gradients."""
+    """Return each row's number [rows] for each of its tokens [T]. Passes gradients."""
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     # the gradients of an index GPUs add in order, unlike those of repeat_interleave
     return per_row[rows.to(per_row.device, non_blocking=True)]
@@ -185,7 +196,7 @@ def of_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
 
 @torch.no_grad()
 def moments(x: Tensor) -> Tensor:
-    """float64 [3]: count, sum and sum of squares of ``x`` [T]. Sum it over ranks."""
+    """Return float64 [3]: count, sum and sum of squares of ``x`` [T]. Sum it over ranks."""
     wide = x.double()
     return torch.stack([wide.new_tensor(float(len(x))), wide.sum(), wide.square().sum()])
 

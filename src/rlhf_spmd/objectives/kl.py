@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat, PositiveInt
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
@@ -80,32 +80,27 @@ class KLControlConfig:
     - horizon: responses over which the adaptive coefficient moves
     """
 
-    type: str = "fixed"
-    kl_coef: float = 0.001
-    target_kl: float = 0.1
-    horizon: int = 10000
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: NonNegativeFloat = 0.001
+    target_kl: PositiveFloat = 0.1
+    horizon: PositiveInt = 10000
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"type=adaptive": ("target_kl", "horizon")}
 
     def check(self, where: str = "kl_ctrl") -> None:
         """Raises ValueError naming the key, the value and what is allowed."""
-        if self.type not in ("fixed", "adaptive"):
-            raise ValueError(f"unknown {where}.type {self.type!r}; available: adaptive, fixed")
-        check_bounds(self, where, "kl_coef", least=0)
-        if self.type == "adaptive":
-            if self.kl_coef == 0:
-                raise ValueError(f"{where}.kl_coef = 0 with {where}.type = adaptive stays 0; start above 0 or set type=fixed")
-            check_bounds(self, where, "target_kl", "horizon", above=0)
+        if self.type == "adaptive" and self.kl_coef == 0:
+            raise ValueError(f"{where}.kl_coef=0 with {where}.type=adaptive stays 0; start above 0 or set type=fixed")
 
     @property
     def moves(self) -> bool:
         return self.type == "adaptive"
 
     def moved(self, coefficient: float, current_kl: float, num_rows: int) -> float:
-        """The next step's: coefficient * (1 + e * num_rows / horizon), e = clip(current_kl / target_kl - 1, -0.2, 0.2) (Ziegler et al.
-        2019), or the same one for ever.
+        """Return the next step's coefficient: coefficient * (1 + e * num_rows / horizon), e = clip(current_kl / target_kl - 1,
+        -0.2, 0.2) (Ziegler et al. 2019); the same coefficient where it is fixed.
 
-        Call once per step, with replicated numbers, so that every rank holds the same coefficient. ``current_kl``: the step's mean
-        KL; with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token (:func:`losses.aggregate` in mode
+        Call once per step, with replicated numbers, so that every rank holds the same coefficient. ``current_kl``: the step's
+        mean KL, with verl's meaning of ``target_kl`` the mean over rows of each row's mean per token (:func:`losses.aggregate` in mode
         ``seq-mean-token-mean``), in nats. ``num_rows``: of the global batch. Raises FloatingPointError for a KL that is not finite.
         """
         if not math.isfinite(current_kl):

@@ -10,25 +10,22 @@ lower and upper clip ratios, DAPO (arXiv 2503.14476); clipped value loss: TRL an
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from rlhf_spmd.objectives.advantages import check_packed, moments
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LOSS_AGG_MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
 
 # exp() of a larger difference of log-probs carries no information and overflows float32 from 88 on.
 LOG_RATIO_LIMIT = 20.0
 
 
-def check_loss_agg_mode(mode: str, where: str = "loss_agg_mode") -> None:
-    """Raises ValueError unless ``mode`` is one of :data:`LOSS_AGG_MODES`."""
-    if mode not in LOSS_AGG_MODES:
-        raise ValueError(f"unknown {where} {mode!r}; available: {', '.join(LOSS_AGG_MODES)}")
-
-
 def check_clip_ratios(low: float, high: float, c: float, where: str = "") -> None:
-    """Raises ValueError for clip ratios that cannot be meant. ``where`` goes before the keys, as in ``algorithm.``"""
+    """Raises ValueError for impossible clip ratios. ``where`` precedes the keys, as in ``algorithm.``"""
     if not 0.0 <= low <= 1.0:
         raise ValueError(f"{where}clip_ratio_low = {low}: the ratio is kept above 1 - clip_ratio_low, so it must lie in [0, 1]")
     if not high >= 0.0:
@@ -40,7 +37,7 @@ def check_clip_ratios(low: float, high: float, c: float, where: str = "") -> Non
 
 
 def log_ratios(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
-    """log(new / old) [T], within the bounds outside of which exp() says nothing; all three have that shape."""
+    """Return log(new / old) [T], clamped where exp() carries no information. All three have that shape."""
     assert log_prob.shape == old_log_prob.shape == advantages.shape, (
         f"shapes differ: {tuple(log_prob.shape)}, old {tuple(old_log_prob.shape)}, advantages {tuple(advantages.shape)}"
     )
@@ -105,7 +102,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_va
 def aggregate(
     loss: Tensor,
     lengths: Tensor,
-    mode: str,
+    mode: LossAggMode,
     num_tokens: int | float,
     num_rows: int | float,
     max_length: int | float | None = None,
@@ -122,9 +119,8 @@ def aggregate(
     ``num_tokens`` and ``num_rows`` (those with a token) are those of the whole mini-batch over all ranks. ``max_length`` is a
     constant of the run (tokens), needed by the last mode only.
 
-    Raises ValueError for an unknown mode, and for the last one without ``max_length``.
+    Raises ValueError for the last mode without ``max_length``.
     """
-    check_loss_agg_mode(mode)
     check_packed(loss, lengths)
     if mode == "token-mean":
         assert num_tokens > 0, "the mini-batch has no tokens (global count 0)"
@@ -135,6 +131,7 @@ def aggregate(
         return (loss * each.to(device=loss.device, dtype=loss.dtype, non_blocking=True)).sum() / num_rows
     if mode == "seq-mean-token-sum":
         return loss.sum() / num_rows
+    assert mode == "seq-mean-token-sum-norm", f"loss_agg_mode {mode!r}"
     if max_length is None or max_length <= 0:
         raise ValueError(f"loss_agg_mode {mode!r} divides by the largest response length; got {max_length}, give one > 0")
     return loss.sum() / (num_rows * max_length)
@@ -142,17 +139,17 @@ def aggregate(
 
 @torch.no_grad()
 def explained_variance_sums(values: Tensor, returns: Tensor) -> Tensor:
-    """float64 [5] of ``values`` and ``returns`` [T]: :func:`moments` of the returns, and of the errors without the count.
+    """Return float64 [5] of ``values`` and ``returns`` [T]: :func:`moments` of the returns, and of the errors without the count.
 
-    Add over ranks.
+    Sum it over ranks.
     """
     return torch.cat([moments(returns), moments(returns.double() - values.double())[1:]])
 
 
 def explained_variance(sums: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns), from global sums; 1 is perfect, 0 no better than a constant, below 0 worse.
+    """Return 1 - Var(returns - values) / Var(returns), from global sums: 1 is perfect, 0 no better than a constant, below 0 worse.
 
-    0.0 where the returns do not vary, so that the ratio does not exist.
+    0.0 if the returns do not vary, so that the ratio does not exist.
     """
     count, target_sum, target_squares, error_sum, error_squares = sums.double().tolist()
     if count == 0:

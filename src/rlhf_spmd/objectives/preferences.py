@@ -1,4 +1,4 @@
-"""Losses of preferences: what pairs of responses, or responses with a label, say of a model's scores or log-probs.
+"""Losses of preferences, from a model's scores or log-probs of pairs, or of responses with a label.
 
 Every function takes float tensors with one number per pair [pairs] or per row [rows], with gradients, and returns losses of the
 same shape, not aggregated. Log-probs are of whole responses, in nats.
@@ -6,16 +6,20 @@ same shape, not aggregated. Log-probs are of whole responses, in nats.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-LOSS_TYPES = ("sigmoid", "ipo", "hinge", "robust")
+LossType = Literal["sigmoid", "ipo", "hinge", "robust"]
 
 
 def pair_indices(group_ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the chosen and of the rejected row of each group, int64 [pairs] each. ``group_ids`` int64 [rows], ``chosen`` [rows]:
-    1 for one row of each group, 0 for the other."""
+    """Return the positions of the chosen and of the rejected row of each group, int64 [pairs] each.
+
+    ``group_ids`` int64 [rows]. ``chosen`` [rows]: 1 for one row of each group, 0 for the other.
+    """
     chosen = chosen.to(group_ids.device)
     by_rank = torch.argsort(chosen, descending=True, stable=True)
     order = by_rank[torch.argsort(group_ids[by_rank], stable=True)]
@@ -27,8 +31,11 @@ def pair_indices(group_ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_and_worst(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """float64 [rows]: 1 for a group's first row of the highest score, 0 for its first of the lowest, else -1, as in a group whose
-    ``scores`` [rows] are equal; a row without a score (nan) is neither. ``group_ids`` int64 [rows]; whole groups."""
+    """Return float64 [rows]: 1 for a group's first row of the highest score, 0 for its first of the lowest, else -1.
+
+    A group whose ``scores`` [rows] are equal has only -1; a row without a score (nan) is neither. ``group_ids`` int64 [rows]; whole
+    groups.
+    """
     result = torch.full((len(scores),), -1.0, dtype=torch.float64)
     rows = torch.nonzero(~scores.isnan())[:, 0]
     scores, group_ids = scores[rows], group_ids[rows]
@@ -44,19 +51,21 @@ def best_and_worst(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """-log sigmoid(chosen - rejected - margin) of scores [pairs]: Bradley-Terry (arXiv 2203.02155, eq. 1), with the margin of Llama 2
-    (arXiv 2307.09288, eq. 2)."""
+    """Return -log sigmoid(chosen - rejected - margin) of scores [pairs]: Bradley-Terry (arXiv 2203.02155, eq. 1), with the margin of
+    Llama 2 (arXiv 2307.09288, eq. 2).
+    """
     return -logsigmoid(chosen - rejected - margin)
 
 
 def cost_preference(safer: Tensor, riskier: Tensor, safer_sign: Tensor, riskier_sign: Tensor) -> Tensor:
-    """Loss of costs [pairs]: the riskier response costs more, and costs are above 0 for unsafe responses only (Safe-RLHF, arXiv
-    2310.12773, eq. 6). Signs: 1 for a safe response, -1 for an unsafe one."""
+    """Return the loss of costs [pairs] (Safe-RLHF, arXiv 2310.12773, eq. 6): the riskier response costs more, and only unsafe responses
+    cost more than 0. Signs: 1 for a safe response, -1 for an unsafe one.
+    """
     signs = logsigmoid(-safer_sign * safer) + logsigmoid(-riskier_sign * riskier)
     return -logsigmoid(riskier - safer) - signs
 
 
-def preference_loss(difference: Tensor, beta: float, loss_type: str = "sigmoid", smoothing: float = 0.0) -> Tensor:
+def preference_loss(difference: Tensor, beta: float, loss_type: LossType = "sigmoid", smoothing: float = 0.0) -> Tensor:
     """DPO's losses of ``difference`` [pairs]: log-ratio to the reference of the chosen minus that of the rejected response.
 
     =========== ========================================================================================================

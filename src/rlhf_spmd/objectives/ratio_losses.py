@@ -1,8 +1,8 @@
-"""Policy losses beside PPO's (:func:`losses.policy_loss`): how else the ratio of the new to the old policy may be bounded.
+"""Policy losses beside PPO's (:func:`losses.policy_loss`): other bounds of the ratio of the new to the old policy.
 
-All take ``log_prob`` (takes gradients), ``old_log_prob`` and ``advantages``, [T] packed, log-probs in nats, and return the loss [T]
-and, without gradients, [T] each: ``ppo_kl`` and, of those that clip, ``clipped`` (bool), as
-:func:`losses.policy_loss`. Those that look at whole rows also take ``lengths`` int64 [rows].
+All take ``log_prob`` (takes gradients), ``old_log_prob`` and ``advantages``, [T] packed, log-probs in nats. They return the loss [T]
+and, without gradients, [T] each: ``ppo_kl``, and ``clipped`` (bool) for losses that clip, as :func:`losses.policy_loss`. Losses that
+look at whole rows also take ``lengths`` int64 [rows].
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What to do where the rollout's log-probs are not those of training: weights, masks and how far apart they are.
+"""Corrections where the rollout's log-probs differ from training's: weights, masks, and measures of the difference.
 
-Tokens are drawn by the generator's policy (``rollout_log_prob``), the update's ratio starts from training's forward pass
-(``old_log_prob``). r = exp(old - rollout) is what the first is off by. Truncated importance sampling: Yao et al. 2025
+The generator's policy draws the tokens (``rollout_log_prob``); the update's ratio starts from training's forward pass
+(``old_log_prob``). r = exp(old - rollout) is their ratio. Truncated importance sampling: Yao et al. 2025
 (https://fengyao.notion.site/off-policy-rl); sequences and masks: Liu et al. 2025 (https://richardli.xyz/rl-collapse).
 All tensors are [T] packed, nats, ``lengths`` int64 [rows]; nothing takes gradients.
 """
@@ -11,41 +11,49 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat
 from rlhf_spmd.objectives.advantages import of_tokens, row_means, row_sums
 from rlhf_spmd.objectives.kl import low_var_kl
 from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
 
-IS_LEVELS = ("token", "sequence")
-RS_LEVELS = ("token", "seq_sum", "seq_mean")
-RS_KINDS = tuple(f"{level}_{kind}" for level in RS_LEVELS for kind in ("k1", "k2", "k3"))
+RejectionKind = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+]
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
     """``rollout_correction``; the names are verl's.
 
-    - rollout_is: weight the loss by the ratio r of training's to the rollout's probability: `token`, or `sequence` (product
+    - rollout_is: weight the loss by the ratio r of training's to the rollout's probability: by `token`, or by `sequence` (product
       over the response); see [algorithms.md](algorithms.md#off-policy-corrections)
-    - rollout_is_threshold: the weight is at most this
-    - rollout_rs: weight tokens or rows by 0 that are outliers: `token_k1`, `seq_sum_k1`, `seq_mean_k1` (by the ratio of the
-      token, of the row, or its geometric mean), or with `_k2`, `_k3` (by an estimate of the KL)
+    - rollout_is_threshold: the largest weight
+    - rollout_rs: give outliers weight 0: `token_k1`, `seq_sum_k1`, `seq_mean_k1` (by the ratio of the token, of the row, or its
+      geometric mean), or with `_k2`, `_k3` (by an estimate of the KL)
     - rollout_rs_threshold: the largest ratio, or KL in nats, that is kept
     - rollout_rs_threshold_lower: the smallest ratio that is kept; null: 1 / the largest
-    - bypass_mode: the old log-probs are the rollout's: the loss's ratio is against the weights that drew the tokens, and no
-      forward pass is made for others
+    - bypass_mode: take the rollout's log-probs as the old ones: the loss's ratio is against the weights that drew the tokens, and no
+      forward pass computes others
     """
 
-    rollout_is: str | None = None
-    rollout_is_threshold: float = 2.0
-    rollout_rs: str | None = None
-    rollout_rs_threshold: float | None = None
-    rollout_rs_threshold_lower: float | None = None
+    rollout_is: Literal["token", "sequence"] | None = None
+    rollout_is_threshold: PositiveFloat = 2.0
+    rollout_rs: RejectionKind | None = None
+    rollout_rs_threshold: PositiveFloat | None = None
+    rollout_rs_threshold_lower: PositiveFloat | None = None
     bypass_mode: bool = False
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "rollout_is": ("rollout_is_threshold",),
@@ -53,10 +61,6 @@ class RolloutCorrectionConfig:
     }
 
     def check(self, where: str) -> None:
-        for key, value, known in (("rollout_is", self.rollout_is, IS_LEVELS), ("rollout_rs", self.rollout_rs, RS_KINDS)):
-            if value is not None and value not in known:
-                raise ValueError(f"unknown {where}.{key} {value!r}; available: {', '.join(known)}, or null")
-        check_bounds(self, where, "rollout_is_threshold", "rollout_rs_threshold", "rollout_rs_threshold_lower", above=0)
         if self.bypass_mode and self.active:
             key = "rollout_is" if self.rollout_is is not None else "rollout_rs"
             raise ValueError(
@@ -85,10 +89,10 @@ class RolloutCorrectionConfig:
 def correction_weights(
     config: RolloutCorrectionConfig, old_log_prob: Tensor, rollout_log_prob: Tensor, lengths: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What each token's loss is multiplied by [T], and per token [T]: ``rollout_is_mean`` (the weights without rejection),
-    ``rollout_is_ratio_fraction_high`` (bool: truncated) and ``rollout_rs_masked_fraction`` (bool: rejected).
+    """Return the factor of each token's loss [T], and statistics [T].
 
-    1 to the bit where both log-probs are the same numbers.
+    They are ``rollout_is_mean`` (the weights without rejection), ``rollout_is_ratio_fraction_high`` (bool: truncated) and
+    ``rollout_rs_masked_fraction`` (bool: rejected). The factor is 1 to the bit where both log-probs are the same numbers.
     """
 
     def at(level: str, x: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ def correction_weights(
 
 @torch.no_grad()
 def mismatch_sums(old_log_prob: Tensor, rollout_log_prob: Tensor, lengths: Tensor) -> dict[str, Any]:
-    """How far the two policies are apart: [total, count], of which both add over ranks, and under ``..._max`` this rank's largest.
+    """Return how far the two policies are apart: [total, count], which add over ranks, and under ``..._max`` this rank's largest.
 
     ``rollout_corr/kl`` and ``rollout_corr/k3_kl``: of the rollout's policy from training's, nats per token, by k1 and k3.
     ``rollout_corr/ppl_ratio``: training's perplexity of a response over the rollout's.

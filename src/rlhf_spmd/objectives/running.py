@@ -1,6 +1,6 @@
 """Mean and standard deviation of all numbers of a run so far, to normalise rewards and values by (as VecNormalize in gym's tradition).
 
-The state is three numbers in a dictionary that checkpoints hold, the same on every rank, since it takes sums over all of them.
+The state is three numbers in a dictionary that checkpoints hold. It takes sums over all ranks, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ STD_EPSILON = 1e-8
 
 
 class RunningMoments:
-    """``state[name]`` is [count, mean, sum of squared distances from the mean]; merged by Chan et al. 1979, so that numbers far from 0
-    lose no digits. Before the first numbers, and of equal ones, the mean is known and the standard deviation taken as 1."""
+    """``state[name]`` is [count, mean, sum of squared distances from the mean].
+
+    Merged by Chan et al. 1979, so that numbers far from 0 lose no digits. Before the first numbers nothing is normalised; equal numbers
+    have the standard deviation 1.
+    """
 
     def __init__(self, name: str, state: dict[str, Any]) -> None:
         self.name, self.state = name, state

@@ -11,9 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+
+from rlhf_spmd.config.constraints import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ class LayoutConfig:
       without effect at tp 1
     """
 
-    pp: int = 1
-    vpp: int = 1
-    tp: int = 1
-    dp: int | None = None
-    zero: int = 0
-    zero_size: int | None = None
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    tp: PositiveInt = 1
+    dp: PositiveInt | None = None
+    zero: Literal[0, 1, 2, 3] = 0
+    zero_size: PositiveInt | None = None
     sequence_parallel: bool = False
 
 
@@ -153,17 +155,10 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
     ``where`` names the role and pool in messages: ``models.critic.layout on pool 'b'``. Raises ValueError with both sides of the failed
     equation.
     """
-    for key in ("pp", "tp", "vpp"):
-        if getattr(config, key) < 1:
-            raise ValueError(f"{where}: {key}={getattr(config, key)} must be at least 1")
     if config.vpp > 1 and config.pp == 1:
         raise ValueError(
             f"{where}: vpp={config.vpp} interleaves the chunks of several stages, but pp=1; set vpp=1 or pp to 2 or more"
         )
-    if config.dp is not None and config.dp < 1:
-        raise ValueError(f"{where}: dp={config.dp} must be at least 1 (or null: what the pool leaves)")
-    if config.zero not in (0, 1, 2, 3):
-        raise ValueError(f"{where}: zero={config.zero} is not a ZeRO stage; allowed: 0, 1, 2, 3")
     dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp), 1)
     check_zero_size(config.zero, config.zero_size, dp, where)
     zero_size = None if config.zero_size == dp else config.zero_size
@@ -180,8 +175,6 @@ def check_zero_size(zero: int, size: int | None, dp: int, where: str) -> None:
     """Raises ValueError if ZeRO cannot shard over ``size`` neighbours of ``dp`` ranks, with the value and what is allowed."""
     if size is None:
         return
-    if size < 1:
-        raise ValueError(f"{where}.zero_size={size}: must be at least 1, or null: all of dp")
     if dp % size:
         allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
         raise ValueError(f"{where}.zero_size={size}: must divide dp={dp}; allowed: {allowed}, or null: all of dp")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
 from rlhf_spmd.config.schema import nearest
 
 GIB = 1 << 30
@@ -57,8 +58,8 @@ class HostsConfig:
     - gpu: as `cluster.gpu`
     """
 
-    nodes: int = 1
-    gpus_per_node: int | None = None
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt | None = None
     gpu: str | None = None
 
 
@@ -76,12 +77,12 @@ class ClusterConfig:
       read
     """
 
-    nodes: int = 1
-    gpus_per_node: int = 8
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt = 8
     gpu: str = "h100"
-    network_gb_s: float = 50.0
-    memory_gb: float | None = None
-    host_memory_gb: float | None = None
+    network_gb_s: PositiveFloat = 50.0
+    memory_gb: Annotated[float, Range(above=DRIVER_GB)] | None = None
+    host_memory_gb: PositiveFloat | None = None
     groups: list[HostsConfig] = field(default_factory=list)
 
     @property
@@ -91,9 +92,6 @@ class ClusterConfig:
         return [(group.nodes, group.gpus_per_node or self.gpus_per_node, group.gpu or self.gpu) for group in groups]
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "nodes", "gpus_per_node", least=1)
-        for number, group in enumerate(self.groups):
-            check_bounds(group, f"{where}.groups[{number}]", "nodes", "gpus_per_node", least=1)
         kinds = {kind for _, _, kind in self.hosts}
         for name in kinds:
             if name not in GPUS and not is_file(name):
@@ -105,11 +103,8 @@ class ClusterConfig:
             raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")
         if len({devices for _, devices, _ in self.hosts}) > 1:
             raise ValueError(
-                f"{where}.groups: hosts of different numbers of devices; training refuses them too; give all groups as many"
+                f"{where}.groups: hosts of different numbers of devices; training refuses them, too; give all as many"
             )
-        check_bounds(self, where, "network_gb_s", above=0)
-        check_bounds(self, where, "memory_gb", above=DRIVER_GB)
-        check_bounds(self, where, "host_memory_gb", above=0)
 
     def machine(self, measured: Gpu | None = None) -> Machine:
         """``measured``: the device of the profile that ``gpu`` names."""

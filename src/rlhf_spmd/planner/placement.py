@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import ResourcePool
@@ -29,7 +29,7 @@ class PlacementConfig:
       step so many before began with; 0: both take turns. See [placement.md](placement.md#one-step-ahead)
     - speeds: of each rank of the job against the others, above 0: calls deal their rows in this proportion ([Unequal
       devices](placement.md#unequal-devices)); empty: all alike
-    - stream: portions in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all
+    - rollout_chunks: portions in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all
       together
     - profile: with `placement.strategy=auto`: times of this machine, a file that [`plan profile`](planner.md#profiles) wrote;
       null: formulas, for GPUs of the planner's table
@@ -37,15 +37,13 @@ class PlacementConfig:
 
     strategy: str = "colocate"
     pools: dict[str, list[int]] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
-    max_staleness: int = 0
-    speeds: list[float] = field(default_factory=list)
-    stream: int = 1
+    ratios: dict[str, PositiveFraction] = field(default_factory=dict)
+    max_staleness: NonNegativeInt = 0
+    speeds: list[PositiveFloat] = field(default_factory=list)
+    rollout_chunks: PositiveInt = 1
     profile: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "max_staleness", least=0)
-        check_bounds(self, where, "stream", least=1)
         if self.strategy != AUTO:
             find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place", beside=[AUTO])
             if self.profile is not None:
@@ -54,15 +52,6 @@ class PlacementConfig:
                 )
         elif self.pools or self.ratios:
             raise ValueError(f"{where}.strategy=auto chooses pools and ratios by itself; leave {where}.pools and ratios out")
-        for name, ratio in self.ratios.items():
-            if not 0 < ratio <= 1:
-                raise ValueError(f"{where}.ratios.{name}={ratio}: a share of the ranks must be above 0 and at most 1")
-        wrong = [i for i, speed in enumerate(self.speeds) if not 0 < speed < math.inf]
-        if wrong:
-            raise ValueError(
-                f"{where}.speeds[{wrong[0]}]={self.speeds[wrong[0]]} is not allowed; a rank's speed is a number above 0, "
-                "1 that of the others"
-            )
 
 
 def place_roles(

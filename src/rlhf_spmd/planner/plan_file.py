@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from rlhf_spmd.config.bounds import check_bounds
-from rlhf_spmd.config.schema import ConfigError, Reader
+from rlhf_spmd.config.constraints import PositiveInt
+from rlhf_spmd.config.schema import ConfigError, check_section, read_section
 from rlhf_spmd.config.written import parse, resolve
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import check_zero_size
@@ -29,9 +29,9 @@ class PlacedCall:
     """
 
     ranks: str
-    pp: int = 1
-    tp: int = 1
-    dp: int = 1
+    pp: PositiveInt = 1
+    tp: PositiveInt = 1
+    dp: PositiveInt = 1
     home: bool = False
     zero: int = 0
     zero_size: int | None = None
@@ -56,7 +56,6 @@ class PlacedCall:
         """Raises ValueError."""
         if not re.fullmatch(r"\d+(-\d+)?", self.ranks) or self.rank_range.count < 1:
             raise ValueError(f"{where}.ranks={self.ranks!r} must be the first and the last rank, as 0-7, or one rank")
-        check_bounds(self, where, "pp", "tp", "dp", least=1)
         if self.pp * self.tp * self.dp != self.rank_range.count:
             raise ValueError(
                 f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) is not the number of ranks in {self.ranks} "
@@ -150,10 +149,10 @@ def read_plan(path: str) -> PlanFile:
         if str(name).count(".") != 1 or not isinstance(given, dict) or "ranks" not in given:
             raise ConfigError(f"{where} must be a call as role.method, with its ranks")
         try:
-            calls[str(name)] = Reader(PlacedCall, {}, given, interpolated=False).read()
+            calls[str(name)] = read_section(PlacedCall, given)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        calls[str(name)].check(where)
+        check_section(calls[str(name)], where)
     if not calls:
         raise ConfigError(f"plan={path} has no calls")
     for role in {name.split(".")[0] for name in calls}:
@@ -194,7 +193,7 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
         if not merged["offload"]:
             merged.pop("prefetch", None)
         if "generate_sequences" in merged["calls"]:  # whole weights are sent there
-            merged["generation"] = _without(merged["generation"], "overlap", "engine", "buffers")
+            merged["generation"] = _without(merged["generation"], "overlap", "reshard_method", "buffers")
         models[role] = merged
     for role in set(models) - set(settings["models"]):  # without a model: the strategy places them
         if isinstance(models[role], Mapping):

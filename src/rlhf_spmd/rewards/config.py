@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.bounds import SECONDS, check_bounds
+from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range, Seconds
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
 from rlhf_spmd.rewards.format import check as check_pattern
@@ -36,13 +36,11 @@ class JudgeConfig:
     template: str = ""
     pattern: str = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
     range: list[float] | None = None
-    max_response_length: int = 256
-    temperature: float = 0.0
+    max_response_length: PositiveInt = 256
+    temperature: NonNegativeFloat = 0.0
 
     def check(self, where: str) -> None:
         """Raises ValueError that names the key and the value; reads the template's file."""
-        check_bounds(self, where, "max_response_length", least=1)
-        check_bounds(self, where, "temperature", least=0)
         check_pattern(where, self.pattern)
         limits = self.range
         if limits is not None and not (len(limits) == 2 and -LARGEST <= limits[0] < limits[1] <= LARGEST):
@@ -97,6 +95,7 @@ class JudgeConfig:
 
 
 FLOAT32_MAX = 3.4028234e38
+Float32 = Annotated[float, Range(least=-FLOAT32_MAX, most=FLOAT32_MAX)]
 
 
 @dataclass(frozen=True)
@@ -132,32 +131,24 @@ class RewardConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     by_group: bool = False
     model: str | None = None
-    retokenize: bool | str = "auto"
-    apply_chat_template: bool | str = "auto"
+    retokenize: bool | Literal["auto"] = "auto"
+    apply_chat_template: bool | Literal["auto"] = "auto"
     chat_template: str | None = None
     judge: JudgeConfig | None = None
     data_sources: list[str] | None = None
-    weight: float = 1.0
-    model_weight: float = 1.0
-    timeout_s: float = 10.0
-    default: float | None = None
-    num_workers: int = 1
-    max_failure_rate: float = 1.0
-    max_memory_gb: float = 16.0
-    max_file_gb: float = 4.0
+    weight: Float32 = 1.0
+    model_weight: Float32 = 1.0
+    timeout_s: Seconds = 10.0
+    default: Float32 | None = None
+    num_workers: PositiveInt = 1
+    max_failure_rate: Fraction = 1.0
+    max_memory_gb: PositiveFloat = 16.0
+    max_file_gb: PositiveFloat = 4.0
 
     def check(self, where: str = "reward") -> None:
         """Raises ValueError that names the key and the value; imports the function's module to see that it exists."""
-        check_bounds(self, where, "weight", "model_weight", "default", least=-FLOAT32_MAX, most=FLOAT32_MAX)
-        check_bounds(self, where, "timeout_s", **SECONDS)
-        check_bounds(self, where, "max_memory_gb", "max_file_gb", above=0)
-        check_bounds(self, where, "num_workers", least=1)
-        check_bounds(self, where, "max_failure_rate", least=0, most=1)
         if self.data_sources is not None and not self.data_sources:
             raise ValueError(f"{where}.data_sources=[] scores no row; name a data source, or leave it out for all")
-        for key in ("retokenize", "apply_chat_template"):
-            if getattr(self, key) not in ("auto", True, False):
-                raise ValueError(f"{where}.{key}={getattr(self, key)!r} must be auto, true or false")
         if self.judge is not None and self.retokenize is False:
             raise ValueError(f"{where}.retokenize=false: a judge reads text through its own tokenizer; leave it out")
         if self.function is None:

@@ -1,4 +1,4 @@
-"""What is about to run, in the lines that a run begins with."""
+"""The lines that a run begins with."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
 def describe(ready: Any, world: World) -> str:
-    """What is trained, on what ranks, how they are split, what fits; and warnings. ``ready``: the checked run (``Prepared`` of the
-    training program)."""
+    """Return what is trained on which ranks, the layouts, the memory, and warnings. ``ready``: the :class:`TrainJob`."""
     config, device = ready.config, world.device
     trained = " and ".join(_with_size(role, plan) for role, plan in ready.plans.items() if plan.trained)
     rows = ", ".join(data.summary() for data in ready.training.values())
@@ -52,7 +51,7 @@ def describe(ready: Any, world: World) -> str:
 
 
 def describe_roles(ready: Any, launch: Launch) -> str:
-    """:func:`describe`, and where every role and every call of it is, for a run that is not started."""
+    """Return :func:`describe` and the place of every role and call, for a run that is not started."""
     world = World(launch, model_device(), lone_store(), 0.0)
     placement, usual = ready.config.placement, PlacementConfig()
     products = f"float32 products '{torch.get_float32_matmul_precision()}'"
@@ -73,7 +72,7 @@ def describe_roles(ready: Any, launch: Launch) -> str:
 
 
 def _with_size(role: str, plan: RolePlan) -> str:
-    """``actor (1.6M parameters)``."""
+    """Return ``actor (1.6M parameters)``."""
     if plan.spec is None or not issubclass(plan.worker, ModelWorker):
         return role
     size = shape_of(plan.spec, plan.worker.head).params
@@ -83,7 +82,7 @@ def _with_size(role: str, plan: RolePlan) -> str:
 
 
 def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
-    """One text for the roles that share a layout: its axes above 1, and its ranks if they are not all."""
+    """Yield a text for each layout and the roles that share it: its axes above 1, and its ranks unless it has all."""
     alike: dict[str, list[str]] = {}
     for role, plan in plans.items():
         if plan.spec is None:
@@ -107,11 +106,11 @@ def _axes(split: Layout | GenerationLayout, copies: int) -> str:
 
 
 def _attention(ready: Any, device: torch.device) -> Iterator[str]:
-    """The name of training's attention; then of generation's, if the exported model generates."""
+    """Yield the name of training's attention, then of generation's if the exported model generates."""
     exported = ready.config.algorithm.exported
     plan = ready.plans[exported]
     dtype = plan.config.torch_dtype(device)
-    wanted, exact = plan.config.attention, plan.config.generation.exact is True
+    wanted, exact = plan.config.attention, plan.config.generation.reuse_rollout_log_probs is True
     attention = choose_ops(dtype, device, wanted, f"models.{exported}.attention", exact).name
     yield attention
     if plan.generation is not None:
@@ -126,7 +125,8 @@ def _warnings(ready: Any) -> Iterator[str]:
     for name, reward in ready.rewards.items():
         if reward.misses_answers(reward_key(name), prompts):
             yield f"no row has an answer (data.answer_key), and {reward_key(name)}.function={reward.function} reads one"
-    correction = getattr(config.algorithm, "rollout_correction", None)
+    policy = getattr(config.algorithm, "policy", None)
+    correction = policy and policy.rollout_correction
     if placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
         advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
         yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"
@@ -135,7 +135,7 @@ def _warnings(ready: Any) -> Iterator[str]:
 
 
 def start_facts(world: World) -> dict[str, str]:
-    """Of this start of a run: date, host, ranks, device, versions, commit of this code where it is in a git tree, command line."""
+    """Return facts of this start: date, host, ranks, device, versions, command line, and the commit if the code is in a git tree."""
     launch, device = world.launch, world.device
     argv, hosts = sys.orig_argv, -(-launch.size // launch.local_size)
     program = argv[argv.index("-m") :] if "-m" in argv else sys.argv

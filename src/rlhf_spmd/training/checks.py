@@ -1,65 +1,34 @@
-"""What a configuration must hold together before a run starts: sizes, lengths and layouts against each other. Pure, but for devices."""
+"""Checks of a configuration before a run starts: batch sizes, layouts and settings against each other. Pure, but for devices."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
-from types import ModuleType, SimpleNamespace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
-from rlhf_spmd.config.schema import ConfigError, first_line, nearest, type_hints
+from rlhf_spmd.config.schema import ConfigError, nearest
 from rlhf_spmd.controller import CallRecord, Graph, Reference, Worker
-from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
-from rlhf_spmd.data.prompts import DataConfig, PromptDataset, PromptsConfig
-from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
+from rlhf_spmd.data.dataset import DatasetConfig
+from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.devices import unavailable
-from rlhf_spmd.training.roles import RolePlan, check_sampling, generating
-from rlhf_spmd.workers import RewardWorker
+from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.workers.optim_config import learning_rate, warmup_steps
-
-
-def settings_of(module: ModuleType) -> type[AlgorithmConfig]:
-    """The ``Config`` of an algorithm. Raises ValueError for one with settings that no configuration could change."""
-    config = getattr(module, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig) and is_dataclass(config)):
-        raise ValueError(
-            f"algorithm '{module.__name__}': its Config must be a dataclass that derives from rlhf_spmd.algorithms.base."
-            f"AlgorithmConfig; it is {config!r}"
-        )
-    for what, check in (
-        ("step must take (models, data, config, number)", lambda: inspect.signature(module.step).bind(*"mdcn")),
-        ("the types of its Config cannot be read", lambda: type_hints(module.Config)),
-    ):
-        try:
-            check()
-        # The boundary to the user's code: whatever its annotations raise.
-        except Exception as error:
-            raise ValueError(f"algorithm '{module.__name__}': {what}: {first_line(error)}") from error
-    said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
-    settings = {f.name for f in fields(config)}
-    typed = {name for kind in config.__mro__ for name in vars(kind).get("__annotations__", {})}
-    for kind in config.__mro__:
-        if issubclass(kind, AlgorithmConfig) and "__dataclass_fields__" not in vars(kind):
-            raise ValueError(f"{said} put @dataclass(frozen=True) above {kind.__name__}")
-        for name, value in vars(kind).items():
-            is_code = name.startswith("_") or isinstance(value, type) or hasattr(value, "__get__")
-            if name not in vars(kind).get("__annotations__", {}) and (name in settings or not (is_code or name in typed)):
-                raise ValueError(f"{said} give {name} a type, as in '{name}: int = ...' (or ClassVar[int] if it is none)")
-    return config
-
 
 UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the data are known
 
 
 def check_duration(config: Any) -> tuple[Any, float | None]:
-    """``data.epochs``, and then the configuration with more steps than any run has, until the data are known. Raises ConfigError."""
+    """Return the configuration and ``data.epochs``. With epochs, ``run.steps`` is more than any run has until the data are known.
+
+    Raises ConfigError unless exactly one of the two is given.
+    """
     steps, epochs = config.run.steps, getattr(config.data, "epochs", None)
     if steps is not None and epochs is not None:
         raise ConfigError(
@@ -71,27 +40,19 @@ def check_duration(config: Any) -> tuple[Any, float | None]:
 
 
 def with_steps(config: Any, steps: int) -> Any:
-    """As if ``run.steps`` had been given in place of ``data.epochs``, which ``config.yaml`` could not have both."""
+    """Return the configuration with ``run.steps`` in place of ``data.epochs``: ``config.yaml`` could not have both."""
     return replace(config, run=replace(config.run, steps=steps), data=replace(config.data, epochs=None))
 
 
-def with_tools(sections: Mapping[str, Any], environments: Mapping[str, EnvironmentConfig]) -> dict[str, Any]:
-    """Sections of data whose prompts tell of the tools that environments have."""
-    return {
-        name: replace(data, tools=tools_of(environments, data.tools)) if isinstance(data, PromptsConfig) else data
-        for name, data in sections.items()
-    }
-
-
 def in_flight(config: Any) -> int | None:
-    """Prompts in flight, where they are more than a step takes (``data.gen_batch_size``)."""
+    """Return ``data.gen_batch_size`` if it keeps more prompts in flight than a step takes, else None."""
     data = config.data
     more = isinstance(data, DataConfig) and data.gen_batch_size is not None and data.gen_batch_size > data.train_batch_size
     return data.gen_batch_size if more else None
 
 
 def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
-    """Batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
+    """Check batch sizes against each other and against the layouts. Raises ValueError with both sides and the remedy."""
     algorithm, batch = config.algorithm, config.data.train_batch_size
     mini = algorithm.mini_batch_size or batch
     if batch % min(mini, batch):
@@ -114,7 +75,7 @@ def check_batches(config: Any, plans: Mapping[str, RolePlan]) -> None:
 
 
 def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
-    """A step's prompts against the replicas that generate."""
+    """Check a step's prompts against the replicas that generate. Raises ValueError."""
     prompts, least = config.data.train_batch_size, config.algorithm.min_samples
     if config.sampling.greedy:
         raise ValueError("sampling.temperature=0: training needs samples; use a temperature above 0")
@@ -153,9 +114,9 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
 
 
 def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[], Graph]) -> None:
-    """``placement.max_staleness`` needs trained roles that generate on ranks where they do not train. ``graph`` traces a step.
+    """Raises ValueError where ``placement.max_staleness`` lacks trained roles that generate on ranks where they do not train.
 
-    Raises ValueError.
+    ``graph`` traces a step.
     """
     ahead, where = config.placement.max_staleness, "placement.max_staleness"
     if not ahead:
@@ -173,24 +134,8 @@ def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[
             )
 
 
-def scored_rows(
-    algorithm: AlgorithmConfig,
-    sections: Mapping[str, Any],
-    training: Mapping[str, TokenDataset],
-    validation: Mapping[str, TokenDataset],
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Where examples of the prompts that rewards will see stand, for messages, and their rows."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    for name, data in (*training.items(), *validation.items()):
-        trains = data is training.get(name) or not isinstance(sections[name], DatasetConfig)
-        where = f"{algorithm.streams[name].key}.{'path' if trains else 'val_path'}"
-        if isinstance(data, PromptDataset):
-            found += [(f"{where}, row {row['id']!r}", row) for row in data.examples()]
-    return [place for place, _ in found], [row for _, row in found]
-
-
 def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
-    """Raises ValueError for settings of samples that the algorithm does not draw. (``temperature`` is that of all log-probs.)"""
+    """Raises ValueError for sampling settings that the algorithm never uses. ``temperature`` counts for all log-probs."""
     kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
     trains = any(issubclass(kind, DatasetConfig) for kind in kinds)
     for name, draws, when in (("sampling", trains, "in training"), ("val_sampling", bool(kinds), "in validation")):
@@ -204,7 +149,7 @@ def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
 
 
 def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, that ``placement.stream`` does nothing, if no call takes generated rows on ranks that do not generate."""
+    """Return a warning if ``placement.rollout_chunks`` does nothing: no call takes generated rows on ranks that do not generate."""
 
     def ranks(call: CallRecord) -> set[int]:
         plan = plans.get(call.role.name)
@@ -212,14 +157,15 @@ def idle_stream(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> lis
 
     makers = set().union(*(ranks(call) for call in graph.nodes if call.spec.kind == "generate"))
     streams = any(makers and call.spec.streams and ranks(call).isdisjoint(makers) for call in graph.nodes)
-    text = (
-        f"placement.stream={config.placement.stream} does nothing: no call takes generated rows on ranks that do not generate"
-    )
-    return [text] if config.placement.stream > 1 and not streams else []
+    chunks = config.placement.rollout_chunks
+    text = f"placement.rollout_chunks={chunks} does nothing: no call takes generated rows on ranks that do not generate"
+    return [text] if chunks > 1 and not streams else []
 
 
 def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, which calls have ranks or a layout of their own, although nothing makes them. A validation may make all but updates."""
+    """Return warnings about calls that have ranks or a layout of their own and are never made. A validation may make any call but
+    updates.
+    """
     made = {(call.role.name, call.spec.name) for call in graph.nodes}
     idle = [(role, plan, method) for role, plan in plans.items() for method in plan.calls if (role, method) not in made]
     text = "models.{}.calls.{} does nothing: no step of {} makes this call"
@@ -231,7 +177,7 @@ def idle_calls(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list
 
 
 def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError | None:
-    """What to say of a script that asks for a role, a call or a value that there is not; None of another error."""
+    """Return the error for a script that asks for a role, a call or a value that does not exist; None for any other error."""
     what, name = error.obj, error.name or ""
     if isinstance(what, SimpleNamespace) and hasattr(what, "controller"):  # the script's ``models``
         text = f"there is no role {name!r}{nearest(name, list(plans)) or ';'} this run has: {', '.join(plans)}"
@@ -252,8 +198,10 @@ def absent(error: AttributeError, plans: Mapping[str, RolePlan]) -> ValueError |
 
 
 def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> list[str]:
-    """In words, what keeps weights as they are that the run is to train, and updates whose metrics are lost. Raises ValueError for
-    those of roles that do not learn."""
+    """Return warnings about updates that change nothing, and about updates whose metrics are lost.
+
+    Raises ValueError for an update of a role that does not learn.
+    """
     updates_made = [call for call in graph.nodes if call.spec.kind == "train"]
     learns = {role for role, plan in plans.items() if plan.trained or role in config.algorithm.moved}
     frozen = next((call for call in updates_made if call.role.name not in learns), None)
@@ -278,48 +226,8 @@ def idle_updates(config: Any, plans: Mapping[str, RolePlan], graph: Graph) -> li
     return found
 
 
-def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:
-    """What is sampled against the models and the token budget. Raises ValueError as :func:`check_batches`."""
-    by_model = any(
-        issubclass(plan.worker, RewardWorker) and plan.worker.head == "value" and plan.spec for plan in plans.values()
-    )
-    for section in algorithm.streams.values():
-        data = getattr(config, section.key)
-        if not isinstance(data, PromptsConfig):
-            continue
-        for name in ("val_sampling", "sampling") if isinstance(data, DatasetConfig) else ("val_sampling",):
-            longest, lengths = check_sampling(name, getattr(config, name), section.key, data, plans)
-            # validation's rows are cut into micro-batches by a reward model only
-            if name == "sampling" or (getattr(data, "val_path", True) and by_model):
-                _check_budget(algorithm, longest, f"{lengths}, more than")
-
-
-def check_rows(
-    key: str, data: DatasetConfig, dataset: TokenDataset, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]
-) -> None:
-    """Rows that are trained on as they are, against contexts and token budget. Raises ValueError with both sides."""
-    longest = int(dataset.lengths.max())
-    for role, plan in plans.items():
-        if plan.spec is not None and longest > plan.spec.max_position_embeddings:
-            raise ValueError(
-                f"the longest row has {longest} tokens, more than the context of models.{role} = {plan.spec.max_position_embeddings}; "
-                f"set {key}.max_length={plan.spec.max_position_embeddings} to drop such rows"
-            )
-    together = int(dataset.lengths.view(-1, dataset.group_size).sum(1).max())
-    what = "row" if dataset.group_size == 1 else "pair"
-    _check_budget(algorithm, together, f"the longest {what} of {key} has {together} tokens, more than", what)
-
-
-def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str, what: str = "row") -> None:
-    budget = algorithm.limits
-    if budget.rows is None and longest > budget.max_tokens:
-        raise ValueError(
-            f"{words} {budget.where}={budget.max_tokens}: a micro-batch must hold a {what}; raise it, or lower the lengths"
-        )
-
-
 def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool) -> None:
-    """``run.test_freq`` against what there is to validate by. Raises ValueError."""
+    """Check ``run.test_freq`` against the validation data. Raises ValueError."""
     freq = config.run.test_freq
     sections = {section.key: getattr(config, section.key) for section in algorithm.streams.values()}
     paths = [f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in sections.items()]
@@ -338,21 +246,22 @@ def check_validation(config: Any, algorithm: AlgorithmConfig, can_validate: bool
 
 
 def exact_rollouts(config: Any, plans: Mapping[str, RolePlan]) -> bool:
-    """Whether generation's log-probs are a training forward's, bit for bit, so that no such forward is needed.
+    """Return True if generation's log-probs equal those of a training forward bit for bit, so that no such forward is needed.
 
-    Raises ValueError where ``models.<role>.generation.exact`` demands it and something stands against it.
+    Raises ValueError where ``models.<role>.generation.reuse_rollout_log_probs=true`` demands it and a setting prevents it.
     """
     found = [_exact(role, plan, config) for role, plan in generating(plans).items()]
     return bool(found) and all(found)
 
 
 def _exact(role: str, plan: RolePlan, config: Any) -> bool:
+    """As :func:`exact_rollouts`, of one role."""
     generation, settings = plan.generation, plan.config.generation
     assert generation is not None
-    if settings.exact is False:
+    if settings.reuse_rollout_log_probs is False:
         return False
     against, device, dtype = None, model_device(), plan.config.torch_dtype(model_device())
-    if not capabilities(device).batch_invariant and settings.exact is None:
+    if not capabilities(device).batch_invariant and settings.reuse_rollout_log_probs is None:
         return False  # its kernels are slower there: on by choice only
     if not capabilities(device).batch_invariant and (why := _against_on_gpus(role, plan, device, dtype)):
         against = why
@@ -370,13 +279,13 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = f"with placement.max_staleness={config.placement.max_staleness} tokens come from weights of earlier steps"
     elif in_flight(config) is not None:
         against = f"with data.gen_batch_size={config.data.gen_batch_size} tokens may come from weights of earlier steps"
-    if settings.exact and against:
-        raise ValueError(f"models.{role}.generation.exact=true, but {against}; leave it out")
+    if settings.reuse_rollout_log_probs and against:
+        raise ValueError(f"models.{role}.generation.reuse_rollout_log_probs=true, but {against}; leave it out")
     return against is None
 
 
 def _against_on_gpus(role: str, plan: RolePlan, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the exact kernels of GPUs cannot serve, or None."""
+    """Return why the exact kernels of GPUs cannot serve, or None."""
     settings, spec = plan.config.generation, plan.spec
     assert spec is not None, "a role that generates has a model"
     if why := unavailable("triton", device, dtype):

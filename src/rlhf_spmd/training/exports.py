@@ -1,4 +1,4 @@
-"""What a run writes as Hugging Face directories, and which step of it is the best one."""
+"""The Hugging Face directories that a run writes, and which of its steps is the best one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_spmd.training.roles import model_directory
 
 
 class Exports:
-    """``prepared`` has ``config`` and ``plans``. ``best``: metric, step and value of ``run.keep_best`` so far."""
+    """``prepared``: has ``config`` and ``plans``. ``best``: metric, step and value of ``run.keep_best`` so far."""
 
     def __init__(self, prepared: Any, controller: Controller) -> None:
         self.prepared, self.controller, self.run = prepared, controller, prepared.config.run
@@ -31,12 +31,12 @@ class Exports:
         self.best: dict[str, Any] | None = None
 
     def restore(self, best: dict[str, Any] | None) -> None:
-        """Go on with the best step that a checkpoint names, if it is of the same metric and still there."""
+        """Go on with a checkpoint's best step if it is of the same metric and still exists."""
         same = best is not None and best["metric"] == self.run.keep_best
         self.best = best if best and same and (step_directory(self.run_dir, best["step"]) / COMMIT).is_file() else None
 
-    def is_best(self, number: int, found: Mapping[str, float]) -> bool:
-        """Whether no validation after an earlier step gave a better ``run.keep_best``; it is then remembered. Step 0 has no checkpoint.
+    def is_best(self, global_step: int, found: Mapping[str, float]) -> bool:
+        """Return True, and remember the step, if no earlier validation gave a better ``run.keep_best``. Step 0 has no checkpoint.
 
         Raises ValueError where validation gives no such metric.
         """
@@ -47,19 +47,19 @@ class Exports:
             hint = nearest(name, list(found)) or ";"
             raise ValueError(f"run.keep_best={name}: validation has no such metric{hint} it gives {', '.join(sorted(found))}")
         value, sign = found[name], -1 if LOWEST.fullmatch(name) else 1
-        if not number or not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
+        if not global_step or not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
             return False
-        self.best = {"metric": name, "step": number, "value": value}
+        self.best = {"metric": name, "step": global_step, "value": value}
         return True
 
-    def write(self, number: int, newest: Path, ended: bool) -> None:
-        """What is due after step ``number`` and not there yet: a run may have been ended between a checkpoint and its export.
+    def write(self, global_step: int, newest: Path, ended: bool) -> None:
+        """Write what is due after step ``global_step`` and missing: a run may have ended between a checkpoint and its export.
 
         Collective over the world: every rank of it must call, in program order.
         """
         due: dict[str, Path] = {}
-        if self.run.export_freq and number % self.run.export_freq == 0:
-            due[f"{run_dir.EXPORTS_DIR}/step_{number}"] = newest
+        if self.run.export_freq and global_step % self.run.export_freq == 0:
+            due[f"{run_dir.EXPORTS_DIR}/step_{global_step}"] = newest
         if self.run.export and self.best:
             due[f"{run_dir.EXPORTS_DIR}/best"] = step_directory(self.run_dir, self.best["step"])
         if self.run.export and ended:
@@ -70,7 +70,7 @@ class Exports:
                 self._write(checkpoint, self.run_dir / name)
 
     def _write(self, checkpoint: Path, out: Path) -> None:
-        """Rank 0 writes for as long as it takes; nobody waits for it in one collective, whose time is limited."""
+        """Export on rank 0. The others poll, since the time limit of a collective would not let them wait that long."""
 
         def export() -> None:
             from transformers.utils.hub import convert_file_size_to_int

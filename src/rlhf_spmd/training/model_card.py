@@ -1,4 +1,4 @@
-"""The model card of an export, ``model_card.md`` filled in: what it was made from and how, how it went, how to load it."""
+"""The model card of an export: ``model_card.md`` filled in with base model, settings, curves and how to load it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ CARD = Path(__file__).with_suffix(".md")
 
 
 def model_card(run_dir: Path, config: Any, base: Path, checkpoint: str, head: str, whole: bool) -> str:
-    """README.md as the Hub reads it. ``config``: the whole configuration; ``checkpoint``: its name, step_N; ``head``: of the role;
-    ``whole``: not only its adapters."""
+    """Return README.md as the Hub reads it.
+
+    ``config``: the whole configuration. ``checkpoint``: its name, step_N. ``head``: the role's. ``whole``: the export has the
+    whole model, not only adapters.
+    """
     kind = "AutoModelForSequenceClassification" if head == "value" else "AutoModelForCausalLM"
     last = int(checkpoint.removeprefix("step_"))
     rows = [row for row in read_jsonl(run_dir / METRICS_FILE) if row["step"] <= last]
@@ -48,8 +51,11 @@ def model_card(run_dir: Path, config: Any, base: Path, checkpoint: str, head: st
 
 
 def base_names(base: Path) -> tuple[str, str | None]:
-    """How the model in the directory ``base`` is loaded: by its name on the hub if it lies in the client's cache, else from there; and
-    the hub's model that it comes from, by its place or its own card, if there is one."""
+    """Return how the model in the directory ``base`` is loaded, and the hub's model that it comes from, or None.
+
+    It is loaded by its hub name if it is in the client's cache, else by its path. The hub's model is known from the cache's
+    path, or from the directory's own card.
+    """
     cached = next((part for part in base.parts if part.startswith("models--")), None)
     if cached is not None and base.parent.name == "snapshots":
         name = cached.removeprefix("models--").replace("--", "/", 1)
@@ -61,7 +67,7 @@ def base_names(base: Path) -> tuple[str, str | None]:
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A short table of the metrics that say most, of validated steps where there are any. Pure."""
+    """Return a short table of the most telling metrics, of validated steps if there are any. Pure."""
     names = dict.fromkeys(name for row in rows for name in row)
     validation = [name for name in names if name.startswith("val/")]
     shown = [*validation, reward_of(list(names)), *(name for name in names if name.endswith("/loss")), "response_length/mean"]

@@ -1,4 +1,4 @@
-"""Functions and classes of a notebook as a file: other processes, and the run when it goes on, find them there by name."""
+"""Functions and classes of a notebook as a file, where other processes, and the resumed run, find them by name."""
 
 from __future__ import annotations
 import __future__
@@ -24,7 +24,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def importable_name(value: Any) -> str | None:
-    """``package.module:name`` or ``file.py:name`` of a function or class that any process can import; None of one that it cannot."""
+    """Return ``package.module:name`` or ``file.py:name`` of a function or class that any process can import, else None."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     if module is None or module.__name__ == "__main__" or not isinstance(name, str) or getattr(module, name, None) is not value:
@@ -36,10 +36,10 @@ def importable_name(value: Any) -> str | None:
 
 
 def source_of(value: Any, where: str) -> tuple[str, str]:
-    """The name of a function or class, and the text of a module that defines it, with the imports, functions and constants of its
+    """Return the name of a function or class, and the text of a module that defines it with the imports, functions and constants of its
     module that it uses. ``where``: the configuration's key, for messages.
 
-    Raises ConfigError, one line, for what the text cannot be written of: a lambda, a partial, an object, a function with variables of
+    Raises ConfigError, one line, for a value that no text can stand for: a lambda, a partial, an object, a function with variables of
     the function around it, or one that uses an object which is neither imported nor a plain value.
     """
     source = _Source(where)
@@ -49,7 +49,7 @@ def source_of(value: Any, where: str) -> tuple[str, str]:
 
 
 class _Source:
-    """Text of a module, written from what it uses to what uses that. ``names``: what each global name in it stands for."""
+    """The text of a module, each definition after those that it uses. ``names``: the objects that its global names stand for."""
 
     def __init__(self, where: str) -> None:
         self.where, self.postpones = where, False
@@ -61,7 +61,7 @@ class _Source:
         return ConfigError(f"{self.where}: {what}; {remedy}write it into a file and give FILE.py:{name}")
 
     def define(self, value: Any) -> None:
-        """A function or a class. Raises ConfigError."""
+        """Add a function or a class. Raises ConfigError."""
         name = str(getattr(value, "__name__", type(value).__name__))
         functions = _functions(value)
         if functions is None:
@@ -92,7 +92,7 @@ class _Source:
         self.parts.append(text)
 
     def use(self, name: str, value: Any, text: str, user: str) -> None:
-        """A global name that ``user``, whose source is ``text``, has for ``value``. Raises ConfigError."""
+        """Add the global ``name`` for ``value``, which ``user``, whose source is ``text``, uses. Raises ConfigError."""
         is_module = isinstance(value, ModuleType) and value.__spec__ is not None and value.__name__ != "__main__"
         if is_module:
             for inner in _submodules(name, value, text):
@@ -123,7 +123,7 @@ class _Source:
 
 
 def _functions(value: Any) -> list[FunctionType] | None:
-    """A function, without what decorates it, or the functions of a class's body; None for anything else."""
+    """Return a function without its decorators, or the functions of a class's body; None for anything else."""
     value = inspect.unwrap(value) if callable(value) else value
     if isinstance(value, type):
         inner = (getattr(one, "__func__", one) for one in vars(value).values())
@@ -132,8 +132,9 @@ def _functions(value: Any) -> list[FunctionType] | None:
 
 
 def _definition(name: str, functions: list[FunctionType]) -> tuple[str, list[FunctionType]]:
-    """The source of the function, or of the class with these functions, with decorators; and those of them that stand in it, which
-    others, as a dataclass's own, do not. Empty where it is not there."""
+    """Return the source of the function, or of the class with these functions, with decorators, and the functions that stand in it.
+    Generated ones, such as a dataclass's, do not. Empty if there is no source.
+    """
     for file in dict.fromkeys(function.__code__.co_filename for function in functions):
         lines = linecache.getlines(file)
         for node in _definitions("".join(lines)):
@@ -156,7 +157,7 @@ def _definitions(text: str) -> list[Definition]:
 
 
 def _global_names(text: str) -> set[str]:
-    """The names that a module of this text needs of its globals, its own definition's among them where it uses that."""
+    """Return the global names that a module of this text needs, its own definition's among them if it uses that."""
 
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         for symbol in table.get_symbols():
@@ -169,7 +170,7 @@ def _global_names(text: str) -> set[str]:
 
 
 def _submodules(name: str, module: ModuleType, text: str) -> list[str]:
-    """``xml.etree`` where the text has ``xml.etree...``: importing ``xml`` alone need not import it."""
+    """Return ``xml.etree`` if the text uses ``xml.etree...``: importing ``xml`` alone need not import it."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         path: list[str] = []
@@ -183,7 +184,7 @@ def _submodules(name: str, module: ModuleType, text: str) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether Python's text of ``value`` is that value again."""
+    """Return True if Python's text of ``value`` evaluates to ``value``."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):

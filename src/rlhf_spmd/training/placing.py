@@ -109,14 +109,15 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
     config, layout, spec = plan.config.generation, plan.shape.layout, plan.spec
     assert spec is not None
     try:
-        generation = generation_layout(layout, config.pp, config.tp, METHODS[config.engine].consecutive)
+        generation = generation_layout(layout, config.pp, config.tp, METHODS[config.reshard_method].consecutive)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
     if config.overlap and generation.consecutive:
         raise ValueError(
-            f"{where}.generation.overlap=true: weights come layer by layer only if engine=zero_redundancy regroups ranks in "
-            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by engine={config.engine}; leave it out"
+            f"{where}.generation.overlap=true: weights come layer by layer only if reshard_method=zero_redundancy regroups ranks in "
+            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by reshard_method={config.reshard_method}; leave "
+            "it out"
         )
     if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
         raise ValueError(
@@ -149,7 +150,7 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     if layout.zero or layout.vpp > 1:
         raise ValueError(f"{where}.layout is {layout}: generation has neither zero nor vpp; leave them out")
     usual = GenerationConfig()
-    for key in ("overlap", "engine", "buffers"):
+    for key in ("overlap", "reshard_method", "buffers"):
         if getattr(generation, key) != getattr(usual, key):
             raise ValueError(
                 f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights for "

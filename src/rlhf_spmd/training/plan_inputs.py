@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
@@ -32,15 +32,12 @@ class SizesConfig:
     - hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, vocab_size: as in `config.json`
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-
-    def check(self, where: str) -> None:
-        check_bounds(self, where, *vars(self), least=1)
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    vocab_size: PositiveInt
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,10 @@ class WorkloadConfig:
       `data.max_response_length`
     """
 
-    prompt_length: float | None = None
+    prompt_length: PositiveFloat | None = None
     response_lengths: list[float] = field(default_factory=list)
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "prompt_length", above=0)
         lengths = self.response_lengths
         if lengths != sorted(lengths) or any(length <= 0 for length in lengths):
             raise ValueError(f"{where}.response_lengths={lengths}: must be numbers above 0, ascending")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.config.schema import Reader
+from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.controller import CallRecord, Graph
 from rlhf_spmd.kernels import capabilities, model_device
 from rlhf_spmd.kernels.devices import total_bytes
@@ -133,8 +133,7 @@ def placed_roles(
     settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in described.items()}}, file)
     roles = {}
     for role, plan in described.items():
-        reader = Reader(type(plan.config), {}, settings["models"][role], interpolated=False)
-        roles[role] = replace(plan, config=reader.read())
+        roles[role] = replace(plan, config=read_section(type(plan.config), settings["models"][role]))
     placement = PlacementConfig(pools=settings["placement"]["pools"], max_staleness=ahead)
     return place(roles, placement, file.ranks, file.local_size, graph)
 

@@ -1,4 +1,4 @@
-"""Rank 0's side of a session: the ranks' reports as metrics, and where metrics and samples are written."""
+"""Rank 0's side of a run: the ranks' reports as metrics, and where metrics and samples are written."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlhf_spmd.controller import CallStats, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.logger import TrackerProcesses
 from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE, JsonlLog
-from rlhf_spmd.training.streams import merge_values
+from rlhf_spmd.training.streams import mean_extras
 
 
 class MadeStep(NamedTuple):
-    """A step that this rank has made, and others perhaps not yet. ``rows``: what the data gave it. ``calls``: all that it made;
-    ``num_reported``: how many report values. ``told``: metrics of its data; ``preempted``: waits for all ranks."""
+    """A step that this rank has made; other ranks may still be at it.
 
-    number: int
+    ``rows``: the data's rows. ``calls``: all calls that it made; ``num_reported`` of them report values. ``told``: metrics of its data.
+    ``preempted``: waits for all ranks.
+    """
+
+    global_step: int
     rows: Sequence[Batch]
     calls: Sequence[CallStats]
     num_reported: int
@@ -31,7 +36,7 @@ class MadeStep(NamedTuple):
 def merge_reports(
     step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[CallStats], int, float, float], dict[str, float]]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """A step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest count.
+    """Return a step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest counts.
 
     ``utilisation(calls, rows, tokens, seconds)``: metrics of the share of the devices' arithmetic that the step used.
     """
@@ -50,11 +55,35 @@ def merge_reports(
     return {**step.told, **metrics}, samples
 
 
+def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the collected values of a step's calls as metrics (keys with a slash) and samples.
+
+    The members' values of a key are equal, or each member has its own. A pair [total, count] becomes the mean over all members.
+    Of other values a name that ends in max takes the largest, one in min the smallest, and any other their mean.
+    """
+    metrics: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+    for members in calls:
+        reports = [member for member in members if isinstance(member, dict)]
+        for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
+            values = [report[key] for report in reports if key in report]
+            if isinstance(values[0], list):
+                total, count = map(sum, zip(*values, strict=True))
+                metrics[key] = total / count if count else 0.0
+            elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands
+                metrics[key] = float((np.max if key.endswith("max") else np.min)(values))
+            else:
+                metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+        samples += [sample for report in reports for sample in report.get("samples", [])]
+        metrics |= mean_extras(reports)
+    return {key: float(value) for key, value in metrics.items()}, samples
+
+
 class Recorder:
-    """Rank 0's side of a session: metrics, samples, progress."""
+    """Writes metrics and samples, and shows progress. Rank 0 only."""
 
     def __init__(self, run_dir: Path, config: Any, started_at: int, facts: Mapping[str, str]) -> None:
-        """``config``: with ``run`` and ``logger``; it lies in the run directory already. ``facts``: of this start, for the report."""
+        """``config``: has ``run`` and ``logger``; it is in the run directory already. ``facts``: about this start, for the report."""
         self.run_dir, resume = run_dir, started_at or None
         starts = JsonlLog(run_dir / STARTS_FILE, resume)
         starts.append([{"step": started_at, **facts}])
@@ -68,18 +97,18 @@ class Recorder:
         self.progress = Progress(steps, start_step=started_at)
 
     def log(
-        self, number: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
+        self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        """A step's metrics come last in the files: followers then find all of it. Raises LockLost, WriteError."""
+        """Write a step. Its metrics come last, so that followers then find all of it. Raises LockLost, WriteError."""
         run_lock.check_still_held(self.run_dir)
         shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
-        self.rollouts.append({"step": number, **sample} for sample in shown)
-        self.validations.append({"step": number, **sample} for sample in validated)
-        self.metrics.append([{"step": number, "unix_s": round(time.time(), 3), **metrics}])
-        self.progress.update(number, metrics)
+        self.rollouts.append({"step": global_step, **sample} for sample in shown)
+        self.validations.append({"step": global_step, **sample} for sample in validated)
+        self.metrics.append([{"step": global_step, "unix_s": round(time.time(), 3), **metrics}])
+        self.progress.update(global_step, metrics)
 
     def sync(self) -> None:
-        """Before a checkpoint: the steps that it holds are in the files whatever happens to this machine. Raises WriteError."""
+        """Flush to the disk, so that the files hold the steps of the checkpoint that follows. Raises WriteError."""
         for log in self._logs:
             log.sync()
 
@@ -91,5 +120,5 @@ class Recorder:
 
 
 def token_count(batch: Batch) -> int:
-    """Of all token fields that the data gave."""
+    """Return the tokens of all token fields that the data gave."""
     return sum(int(x.lengths.sum()) for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids"))

@@ -1,4 +1,4 @@
-"""What a run goes on with: the state of roles and of rows in flight, and whether a checkpoint is of the same experiment."""
+"""What a run resumes with: states of roles and rows in flight, and whether a checkpoint is of the same experiment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPERIMENT = re.compile(
 
 
 def role_state(worker: ModelWorker) -> RoleState:
-    """What this rank holds of a role whose weights change, by reference: saving reads it, loading writes it."""
+    """Return what this rank holds of a role whose weights change, by reference: saving reads it, loading writes it."""
     engine = worker.engine
     states = engine.optimizer.state_tensors() if engine.optimizer else {}
     shards, weights = engine.param_shards(), worker.owned.between_calls()
@@ -43,7 +43,7 @@ def role_state(worker: ModelWorker) -> RoleState:
 
 
 def rows_in_flight(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
-    """Those that this rank answers for, saved by it: they go through no other rank."""
+    """Return the rows in flight that this rank saves; they go through no other rank."""
     actors = [worker for worker in saved.values() if isinstance(worker, ActorWorker)]
     tensors = {name: rows for worker in actors for name, rows in worker.rollout_state().items()}
     shards = {name: whole_shard(name, tuple(x.shape)) for name, x in tensors.items()}
@@ -51,7 +51,7 @@ def rows_in_flight(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
 
 
 def restore_rows_in_flight(directory: Path, saved: Mapping[str, ModelWorker]) -> None:
-    """Every replica reads them all and goes on with its own. Raises CheckpointError."""
+    """Every replica reads all rows in flight and keeps its own. Raises CheckpointError."""
     manifest = read_manifest(directory)
     if ROWS_IN_FLIGHT not in manifest.roles:
         return
@@ -63,7 +63,7 @@ def restore_rows_in_flight(directory: Path, saved: Mapping[str, ModelWorker]) ->
 
 
 def weights_ahead(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
-    """Older weights that generation ahead of training will take, on the ranks that have them: training has newer ones."""
+    """Return the older weights that generation ahead of training will still take, on the ranks that hold them."""
     found: dict[str, RoleState] = {}
     for role, replica in _async_replicas(saved):
         if replica.member:
@@ -91,13 +91,14 @@ def _async_replicas(saved: Mapping[str, ModelWorker]) -> Iterator[tuple[str, Asy
 
 
 def _older(role: str, version: int) -> str:
-    """A checkpoint's name for weights of a role that are not the newest."""
+    """Return a checkpoint's name for an older version of a role's weights."""
     return f"{role}_at_version_{version}"
 
 
 def environment_digests(config: Any) -> dict[str, str]:
-    """Digests, by key, of values that came from the environment and decide which experiment this is. ``config.yaml`` has only
-    their references."""
+    """Return digests, by key, of values from the environment that decide which experiment this is: ``config.yaml`` has only their
+    references.
+    """
     values, shown = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
     return {key: digest(text) for key, text in values.items() if text != shown[key] and EXPERIMENT.fullmatch(key)}
 
@@ -105,10 +106,10 @@ def environment_digests(config: Any) -> dict[str, str]:
 def compare_runs(
     path: Path, config: Any, saved: Mapping[str, Any], present: Mapping[str, Any], lacking: Sequence[str] = ()
 ) -> str:
-    """What is another than in the run whose checkpoint ``path`` is, for people; ``saved`` and ``present``: its state and this run's.
-    ``lacking``: roles of this run that the checkpoint does not hold.
+    """Return the settings that differ from those of the run whose checkpoint is ``path``, for people.
 
-    Raises ValueError where that is another experiment, unless ``run.resume`` says that it is meant.
+    ``saved``, ``present``: the state of that run and of this one. ``lacking``: roles of this run that the checkpoint does not hold.
+    Raises ValueError where it is another experiment, unless ``run.resume`` says that this is meant.
     """
     file = _config_of(path)
     values, new = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
@@ -138,7 +139,7 @@ def compare_runs(
 
 
 def _config_of(checkpoint: Path) -> Path:
-    """Its run's config.yaml. The checkpoint, or the directory of all of them, may be a link to another place."""
+    """Return the config.yaml of a checkpoint's run. The checkpoint, or the directory of all of them, may be a link."""
     named, found = (path.parents[1] / CONFIG_FILE for path in (checkpoint.absolute(), checkpoint.resolve()))
     return named if os.path.lexists(named) else found
 
@@ -148,7 +149,8 @@ def same_path(*paths: str) -> bool:
 
 
 def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.device) -> None:
-    """Weights are in the dtype that the checkpoint ``path`` has them in. Raises ValueError; adapters have one of their own."""
+    """Raises ValueError where a role's weights have another dtype than in the checkpoint ``path``. Adapters have a dtype of
+    their own."""
     manifest = read_manifest(path)
     for role, config in models.items():
         saved, present = DTYPES[manifest.dtype_of(role)], config.torch_dtype(device)
@@ -166,7 +168,7 @@ def role_states(controller: Controller, models: SimpleNamespace) -> dict[str, An
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises CheckpointError where the state is not one that :class:`Trainer` saves: somebody has edited it."""
+    """Raises CheckpointError for a state that :class:`Trainer` does not save: somebody has edited it."""
     kinds = {"step": int, "stopped": bool, "optimizer_steps": dict, "data": dict, "roles": dict, "kept": list}
     for key, kind in kinds.items():
         value = manifest.state.get(key)
@@ -182,7 +184,7 @@ def check_state(manifest: Manifest) -> None:
 
 @contextmanager
 def read_state(path: Path) -> Iterator[None]:
-    """Raises CheckpointError where the state of the checkpoint ``path`` lacks something, or has something else in its place."""
+    """Raise CheckpointError if the body finds that the state of the checkpoint ``path`` lacks something."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
@@ -190,7 +192,7 @@ def read_state(path: Path) -> Iterator[None]:
 
 
 def restore(state: dict[str, Any], data: Data, models: SimpleNamespace) -> None:
-    """What :class:`Trainer` saved as ``state``, back into place. Raises CheckpointError for a state that this run cannot take."""
+    """Put the ``state`` that :class:`Trainer` saved back into place. Raises CheckpointError for a state that this run cannot take."""
     data.load_state_dict(state["data"])
     if state["kept"] and models.controller.rank == 0:
         lost = f"the script kept rows for later steps ({', '.join(state['kept'])}), which checkpoints do not hold"

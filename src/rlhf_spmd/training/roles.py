@@ -7,27 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor
-
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import leaves, nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
-from rlhf_spmd.data.tokenizer import decoding
-from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
-from rlhf_spmd.generation.stopping import build_stop_criteria
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
-from rlhf_spmd.reshard import METHODS
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
+from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.workers import (
     ActorWorker,
     ComputeWorker,
@@ -60,9 +56,12 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role, decided: ``spec`` is None for roles without a model. ``calls``: methods that run elsewhere than the role. ``is_added``:
-    the configuration names it, not the algorithm. ``reads_text``: through a tokenizer of its own, not the rows' tokens.
-    ``serves``: roles of the algorithm that are this one's model without its adapters, and its object."""
+    """A role, decided.
+
+    ``spec``: None for roles without a model. ``calls``: methods that run on other ranks, or in another layout, than the role.
+    ``is_added``: the configuration names it, not the algorithm. ``reads_text``: it reads text through its own tokenizer, not the rows'
+    tokens. ``serves``: roles of the algorithm that are this role's model without its adapters, and the same object.
+    """
 
     worker: RoleClass
     config: RoleConfig
@@ -75,12 +74,12 @@ class RolePlan:
     serves: tuple[str, ...] = ()
 
     def at(self, method: str) -> CallPlan | RolePlan:
-        """Where a method runs."""
+        """Return where a method runs."""
         return self.calls.get(method, self)
 
     @property
     def generation(self) -> GenerationLayout | None:
-        """The layout that ``generate_sequences`` runs in, of a role that has it."""
+        """The layout of ``generate_sequences``; None for a role that does not generate."""
         return self.at("generate_sequences").shape.generation
 
     @property
@@ -89,13 +88,46 @@ class RolePlan:
 
     @property
     def pools(self) -> list[ResourcePool]:
-        """Its own, and those of its methods that run elsewhere."""
+        """The role's pool, and those of its methods that run elsewhere."""
         return [self.pool, *(call.pool for call in self.calls.values())]
 
 
 def generating(plans: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
-    """Those that generate."""
+    """Return the roles that generate."""
     return {role: plan for role, plan in plans.items() if plan.generation is not None}
+
+
+def rewarded_roles(
+    algorithm: AlgorithmConfig, sections: Mapping[str, Any], rewards: Mapping[str, RewardConfig], given: bool
+) -> dict[str, RoleClass]:
+    """Return the algorithm's roles. Roles that score responses are left out if there are no prompts, or if no reward is given
+    or needed.
+
+    Raises ValueError.
+    """
+    if any(isinstance(data, PromptsConfig) for data in sections.values()) and (algorithm.needs_reward or given):
+        return dict(algorithm.roles)
+    if rewards:
+        missing = next(iter(s.key for s in algorithm.streams.values() if issubclass(s.config, PromptsConfig)), None)
+        remedy = f"give {missing}.path, or leave the reward out" if missing else "leave it out"
+        raise ValueError(f"{reward_key(next(iter(rewards)))} scores responses to prompts, and there are none: {remedy}")
+    exported = algorithm.exported
+    return {role: kind for role, kind in algorithm.roles.items() if role == exported or not issubclass(kind, RewardWorker)}
+
+
+def with_templates(
+    plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], sections: Mapping[str, Any]
+) -> dict[str, RewardConfig]:
+    """Return the settings of every reward role. If the actor gets text prompts through a template, so do reward models whose
+    ``apply_chat_template`` is ``auto``.
+    """
+    found = {role: rewards.get(role, RewardConfig()) for role, plan in plans.items() if issubclass(plan.worker, RewardWorker)}
+    if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in sections.values()):
+        found = {
+            role: replace(one, apply_chat_template=True) if one.apply_chat_template == "auto" and one.judge is None else one
+            for role, one in found.items()
+        }
+    return found
 
 
 def describe_roles(
@@ -106,11 +138,11 @@ def describe_roles(
     rewarded: bool = False,
     weights: bool = True,
 ) -> dict[str, RolePlan]:
-    """Every role with its model, on as many ranks as its layout has at least: what is known before :func:`place`. ``roles``: name ->
-    class. ``exported``: the role whose model those take that name none. ``rewards``: role -> settings; names that are no role of
-    ``roles`` become rewards that add to the role "reward". ``rewarded``: an environment gives rewards too, in the first reward role.
-    ``weights``: they are needed, and checked.
+    """Return every role with its model, on as many ranks as its layout needs at least: what is known before :func:`place`.
 
+    ``roles``: name -> class. ``exported``: the role whose model other roles take if they name none. ``rewards``: role ->
+    settings; a name that is no role of ``roles`` becomes a reward that adds to the role "reward". ``rewarded``: an environment
+    gives rewards too, in the first reward role. ``weights``: they are needed, and checked.
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
     declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
@@ -163,7 +195,7 @@ def describe_roles(
 
 
 def _is_base(config: RoleConfig, own: RoleConfig) -> bool:
-    """Whether a reference is the model beside which ``own`` trains adapters, and nothing else is said of it."""
+    """Return True if a reference is just the model beside which ``own`` trains adapters."""
     usual = type(config)()
     alike = replace(config, path=usual.path, dtype=usual.dtype) == usual
     return own.lora.rank > 0 and alike and config.path in (None, own.path) and config.dtype in (usual.dtype, own.dtype)
@@ -188,7 +220,7 @@ def _check_lora(where: str, worker: type[ModelWorker], config: RoleConfig, spec:
 
 
 def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded: bool) -> RoleConfig:
-    """A reward role with its model, which ``rewards.<role>.model`` names as well as ``models.<role>.path``."""
+    """Return a reward role with its model, which ``rewards.<role>.model`` or ``models.<role>.path`` names."""
     key = reward_key(role)
     if reward.model is not None and config.path not in (None, reward.model):
         raise ValueError(f"{key}.model={reward.model!r} and models.{role}.path={config.path!r} name different models; give one")
@@ -236,23 +268,21 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         if not issubclass(worker, JudgeWorker):
             _refuse_unusual(generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
-    if generation.engine not in METHODS:
-        raise ValueError(f"{where}.generation.engine={generation.engine!r}: allowed are {', '.join(METHODS)}")
-    check_bounds(generation, f"{where}.generation", "pp", "tp", least=1)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
 
 
 def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
-    """Raises ValueError for a setting that is not the ``usual`` one."""
+    """Raises ValueError for a setting that differs from the ``usual`` one."""
     for (key, value), (_, default) in zip(leaves(to_dict(config), where), leaves(to_dict(usual), where), strict=True):
         if value != default:
             raise ValueError(f"{key}={value}: {why}; leave it out")
 
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
-    """Raises ValueError for what a judge, which generates with its weights as they lie, cannot have."""
+    """Raises ValueError for settings that a judge cannot have: it generates with its weights where they are."""
     own, usual = config.generation, GenerationConfig()
-    rest = replace(usual, **{key: getattr(own, key) for key in ("pp", "tp", "engine", "buffers", "overlap", "exact")})
+    judged = ("pp", "tp", "reshard_method", "buffers", "overlap", "reuse_rollout_log_probs")
+    rest = replace(usual, **{key: getattr(own, key) for key in judged})
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
     if layout.vpp > 1:
         raise ValueError(
@@ -263,9 +293,8 @@ def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
 def find_text_readers(
     plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], exported: str, tokenizer: Any, data: Any
 ) -> dict[str, RolePlan]:
-    """``plans``, with the reward models marked that read text through tokenizers of their own: all others must read the tokens of
-    ``exported``. The models that generate know the ends that their tokenizers and the template of ``data`` (the
-    section), a judge its own, name.
+    """Return ``plans`` with the reward models marked that read text through their own tokenizers; all others must read the tokens of
+    ``exported``. Models that generate learn the end tokens of their tokenizers and of the template of ``data`` (the section).
 
     Raises ValueError, DataError.
     """
@@ -297,7 +326,7 @@ def find_text_readers(
 def check_templates(
     plans: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], tokenizer: Any, rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Renders the first of ``rows``, the prompts' columns, for reward models that read text. Raises DataError, one line."""
+    """Render the first ``rows``, the prompts' columns, for reward models that read text. Raises DataError, one line."""
     for role, plan in plans.items():
         own = _retokenizer(role, plan, rewards, tokenizer) if plan.reads_text else None
         if own is not None:
@@ -311,62 +340,18 @@ def _retokenizer(role: str, plan: RolePlan, rewards: Mapping[str, RewardConfig],
     return build_retokenizer(rewards[role], plan.config.path, tokenizer, *limits, reward_key(role))
 
 
-def check_vocabulary(data: TokenDataset, plan: RolePlan) -> None:
-    """Raises ValueError if the tokenizer gave ids that the model has not."""
-    spec = plan.spec
-    assert spec is not None
-    largest = max(int(ids.values.max()) for ids in data.columns.values())
-    if largest >= spec.vocab_size:
-        raise ValueError(
-            f"the data have token id {largest}, but the model in '{plan.config.path}' has a vocabulary of "
-            f"{spec.vocab_size}: its tokenizer is larger than the model"
-        )
-
-
-def check_sampling(
-    section: str, sampling: SamplingConfig, where: str, data: PromptsConfig, plans: Mapping[str, RolePlan]
-) -> tuple[int, str]:
-    """What ``section`` says against the models' contexts, and the cache of those that generate; ``where``: the section of ``data``.
-
-    Returns the tokens of the longest row, and in words where they come from. Raises ValueError with both sides.
-    """
-    key = f"{section if sampling.max_response_length else where}.max_response_length"
-    longest = data.max_prompt_length + (sampling.max_response_length or data.max_response_length)
-    lengths = f"{where}.max_prompt_length + {key} = {longest} tokens"
-    if sampling.min_response_length > longest - data.max_prompt_length:
-        raise ValueError(
-            f"{section}.min_response_length={sampling.min_response_length} must be at most {key}={longest - data.max_prompt_length}"
-        )
-    for role, plan in plans.items():
-        if plan.spec is not None and not plan.reads_text and longest > plan.spec.max_position_embeddings:
-            raise ValueError(f"{lengths}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
-    for role, plan in generating(plans).items():
-        plan.config.generation.check_row(f"models.{role}.generation", longest, lengths)
-    return longest, lengths
-
-
-def check_prompts(
-    section: str, sampling: SamplingConfig, data: PromptDataset | None, tokenizer: Any, plans: Mapping[str, RolePlan]
-) -> None:
-    """What ``section`` says against vocabulary and tokenizer of the models that answer ``data``, and its rows' own limits.
-
-    Raises ValueError.
-    """
-    own_minimum = data is not None and "min_response_length" in data.row_fields
-    if data is not None and own_minimum and sampling.max_response_length:
-        least = int(cast(Tensor, data.row_fields["min_response_length"]).max())
-        if least > sampling.max_response_length:
-            raise ValueError(
-                f"{section}.max_response_length={sampling.max_response_length}, but a row has min_response_length={least}"
-            )
-    for plan in generating(plans).values():
-        assert plan.spec is not None, "a role that generates has a model"
-        ends = build_stop_criteria(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
-        sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
+def repeated_metrics(
+    dataset: TokenDataset, rewards: Mapping[str, RewardConfig], plans: Mapping[str, RolePlan]
+) -> frozenset[str]:
+    """Return the metrics that a validation by ``dataset`` would report twice. With several rewards there are none."""
+    added = added_rewards(rewards, plans)
+    if len(added) != 1 or not isinstance(dataset, PromptDataset):
+        return frozenset()
+    return repeated_means({name: rewards[name] for name in added}, dataset.examples_by_path())
 
 
 def build_models(plans: Mapping[str, RolePlan], build: WorkerContext) -> SimpleNamespace:
-    """The role objects by name, the same on every rank; ``rewards``, those whose scores add up; and the ``controller``.
+    """Return the role objects by name, the same on every rank, with ``rewards``, those whose scores add up, and the ``controller``.
 
     Collective over the world: every rank of it must call.
     """
@@ -377,7 +362,7 @@ def build_models(plans: Mapping[str, RolePlan], build: WorkerContext) -> SimpleN
 
 
 def added_rewards(rewards: Iterable[str], plans: Mapping[str, RolePlan]) -> tuple[str, ...]:
-    """Names of the rewards whose scores are added up."""
+    """Return the names of the rewards whose scores are added up."""
     return tuple(role for role in rewards if role == "reward" or plans[role].is_added)
 
 

@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
-from rlhf_spmd.config.bounds import SECONDS, SEEDS, check_bounds
+from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seconds, Seed
 from rlhf_spmd.config.interpolation import select
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.schema import ConfigError
@@ -25,54 +26,47 @@ class RunConfig:
     """``run``.
 
     - name: name of the run
-    - dir: the run directory; on several nodes on a file system that all see. It belongs to one job at a time, see
+    - dir: the run directory; with several nodes on a file system that all see. One job at a time may use it, see
       [clusters.md](clusters.md#one-job-per-run-directory)
     - seed: of sampling, of random weights and, unless `data.seed` is given, of the order of the data
-    - steps: null: as `data.epochs` says; steps of the whole run; a resumed run goes on to this number
+    - steps: steps of the whole run; a resumed run goes on to this number; null: `data.epochs` says the length
     - save_freq: steps between checkpoints; 0: only at the end
-    - test_freq: steps between validations (and one before the first step and at the end); 0: never. It needs data to validate
-      by: `data.val_path`, in `sft` also `val_prompts`
-    - resume: `auto`: from the newest good checkpoint in `run.dir`, if there is one; refused where it is of another algorithm
-      (`algorithm.name`), other models (their `path`) or other data (`data.path`, or other prompts or pairs in it); `force`: as
-      `auto`, whatever it is of; `never`; or a checkpoint directory. Settings that are not those of the run it goes on with are
-      printed
-    - keep_checkpoints: how many stay, at least 2
+    - test_freq: steps between validations, besides one before the first step and one at the end; 0: never. Needs validation data:
+      `data.val_path`, in `sft` also `val_prompts`
+    - resume: `auto`: go on from the newest good checkpoint in `run.dir`, if there is one. A checkpoint of another algorithm
+      (`algorithm.name`), other models (their `path`) or other data (`data.path`, or other prompts or pairs in it) is refused. `force`:
+      as `auto`, and refuses none. `never`. Or a checkpoint directory. The run prints which settings have changed
+    - keep_checkpoints: how many checkpoints stay
     - timeout_s: the longest that one rank may keep the others waiting
-    - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); on GPUs not read
+    - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); not read on GPUs
     - log_samples: responses written to `rollouts.jsonl` per step
     - export: write `export/` at the end
-    - export_freq: also every so many steps, as `exports/step_N/`, with a checkpoint; 0: not. Rank 0 writes an export by one
-      thread while all other ranks wait: about the time of reading and writing the weights once
-    - export_merged: of an actor with adapters write the whole model, too; false: only `adapter/`
-    - max_shard_size: of a safetensors file of an export, as transformers reads it (`200MB`, `2GiB`)
-    - keep_best: a metric of validation, such as `val/reward_mean`: the checkpoint of the step in which it was best stays, and is
-      exported as `exports/best/`. Best is highest, of names that end in `loss`, `perplexity` or `kl` lowest. It needs `run.test_freq`
+    - export_freq: write `exports/step_N/` and a checkpoint every so many steps; 0: never. Rank 0 writes an export with one thread
+      while all other ranks wait: about the time of reading and writing the weights once
+    - export_merged: write the whole model of an actor with adapters, too; false: only `adapter/`
+    - max_shard_size: the largest safetensors file of an export, as transformers reads it (`200MB`, `2GiB`)
+    - keep_best: a metric of validation, such as `val/reward_mean`. The checkpoint of its best step stays and is exported as
+      `exports/best/`. The highest value is best; the lowest for names that end in `loss`, `perplexity` or `kl`. Needs `run.test_freq`
     """
 
     name: str = "run"
     dir: str = "runs/${run.name}"
-    seed: int = 0
-    steps: int | None = 100
-    save_freq: int = 0
-    test_freq: int = 0
+    seed: Seed = 0
+    steps: PositiveInt | None = 100
+    save_freq: NonNegativeInt = 0
+    test_freq: NonNegativeInt = 0
     resume: str = "auto"
-    keep_checkpoints: int = 2
-    timeout_s: float = 600.0
-    threads: int = 1
-    log_samples: int = 4
+    keep_checkpoints: Annotated[int, Range(least=2)] = 2
+    timeout_s: Seconds = 600.0
+    threads: Annotated[int, Range(least=1, most=MOST_THREADS)] = 1
+    log_samples: NonNegativeInt = 4
     export: bool = True
-    export_freq: int = 0
+    export_freq: NonNegativeInt = 0
     export_merged: bool = True
     max_shard_size: str = "5GB"
     keep_best: str | None = None
 
     def check(self, where: str) -> None:
-        check_bounds(self, where, "steps", least=1)
-        check_bounds(self, where, "threads", least=1, most=MOST_THREADS)
-        check_bounds(self, where, "save_freq", "test_freq", "log_samples", "export_freq", least=0)
-        check_bounds(self, where, "keep_checkpoints", least=2)
-        check_bounds(self, where, "timeout_s", **SECONDS)
-        check_bounds(self, where, "seed", **SEEDS)
         from transformers.utils.hub import convert_file_size_to_int
 
         try:
@@ -97,8 +91,9 @@ class RunConfig:
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
-    """Where exit_status.json goes when the configuration is refused: ``run.dir`` of command line, file and defaults, as far as they can
-    be read."""
+    """Return where exit_status.json goes when the configuration is refused, or None: ``run.dir`` of command line, file and defaults, as
+    far as they can be read.
+    """
     try:
         tree = read_tree(path, overrides)
         given = {key: value for key, value in (tree.get("run") or {}).items() if value is not None}

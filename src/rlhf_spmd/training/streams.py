@@ -1,7 +1,7 @@
-"""What an algorithm's step finds in ``data``: its streams of rows, references that it keeps, and the rows it is validated by.
+"""What an algorithm's step finds in ``data``: its streams of rows, references that it keeps, and its validation rows.
 
-A script is executed twice, traced and run, and gets the same rows in both. ``next()`` hands out a step's rows; what the trace took
-and the run did not is given back to the loader.
+A script runs twice, traced and for real, and gets the same rows both times. ``next()`` hands out a step's rows. Rows that only the
+trace took go back to the loader.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ STREAM_STRIDE = 1 << 56  # between the ids of two streams, so that no row of one
 
 
 class RowStream:
-    """The loader's batches, ``n`` rows of each. The same on every rank; nothing is communicated.
+    """The loader's batches, ``n`` rows for each of theirs. The same on every rank; nothing is communicated.
 
-    ``number``: of the stream among those of the run; ids of rows and groups begin at ``number * STREAM_STRIDE``.
+    ``number``: the stream's among the run's streams; ids of rows and groups begin at ``number * STREAM_STRIDE``.
     """
 
     num_groups: tuple[int, ...] | None = None  # that each generation replica ends in a step; None: those that the step began
@@ -45,7 +45,7 @@ class RowStream:
         self._to_keep: list[tuple[str, Tensor, Tensor]] = []  # what the script has the data keep, in this execution of it
 
     def next(self, size: int | None = None) -> Reference:
-        """The next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
+        """Return the next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
         size = self.loader.batch_size if size is None else size
         num_rows = size * self.n * self.loader.dataset.group_size
         if self._place < len(self._given) and len(self._given[self._place][0]) != num_rows:  # the trace asked for others
@@ -60,13 +60,15 @@ class RowStream:
         return self._given[self._place - 1][1]
 
     def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
-        """``numbers`` float64 [rows], the same on every rank, of rows that ``next`` gave: from the next step on these rows of the
-        data come with them as field ``name``, in a batch of which all are known; of others :meth:`split_by_kept` tells which are.
-        Not in checkpoints: a resumed run asks again."""
+        """Keep ``numbers`` float64 [rows], the same on every rank, for rows that ``next`` gave.
+
+        From the next step on, a batch whose rows all have such numbers comes with them as field ``name``; :meth:`split_by_kept`
+        splits other batches. Checkpoints do not hold them: a resumed run asks again.
+        """
         self._to_keep.append((name, self._entries(rows)["entry"], numbers))
 
     def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
-        """Of ``rows`` that ``next`` gave: those of which the field ``name`` is kept, with it; and the others."""
+        """Split ``rows`` that ``next`` gave into those whose field ``name`` is kept, with it, and the others."""
         batch, kept = self._entries(rows), self.loader.dataset.known.get(name)
         numbers = torch.full((len(batch),), torch.nan) if kept is None else kept[batch["entry"].long()]
         batch = Batch(batch.row_ids, batch.group_ids, {name: numbers})
@@ -74,22 +76,22 @@ class RowStream:
         return rows.take(known).union(known), rows.take(unknown)
 
     def _entries(self, rows: Reference) -> Batch:
-        """``entry`` of rows that ``next`` gave, in their order."""
+        """Return the field ``entry`` of rows that ``next`` gave, in their order."""
         assert rows.rows is not None, "rows that next() gave"
         given = [Batch(batch.row_ids, batch.group_ids, {"entry": batch["entry"]}) for batch, *_ in self._given]
         return concat(given).reorder(torch.from_numpy(rows.rows.row_ids))
 
     def begin(self) -> None:
-        """Of a script: the trace and the run get the same rows."""
+        """Begin an execution of the script: the trace and the run get the same rows."""
         self._place = 0
         self.keep_nothing()
 
     def keep_nothing(self) -> None:
-        """After a trace, in which what is computed are ones."""
+        """Forget what a trace had kept: it computes only ones."""
         self._to_keep.clear()
 
     def commit(self) -> Batch | None:
-        """End of a step: the rows that it was given; those that only the trace asked for go back."""
+        """End a step. Returns its rows; rows that only the trace asked for go back to the loader."""
         self._give_back()
         for name, entries, numbers in self._to_keep:
             self.loader.dataset.keep(name, entries, numbers)
@@ -98,7 +100,7 @@ class RowStream:
         return concat(taken) if taken else None
 
     def _give_back(self) -> None:
-        """What was handed out from here on, to the loader."""
+        """Give the rows after the current place back to the loader."""
         if self._place < len(self._given):
             self.loader.load_state_dict(self._given[self._place][2])
             del self._given[self._place :]
@@ -107,7 +109,7 @@ class RowStream:
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError if the checkpoint has rows in flight, which only an :class:`InFlightStream` can go on with."""
+        """Raises CheckpointError if the checkpoint has rows in flight, which only an :class:`InFlightStream` can resume."""
         if state.get("in_flight"):
             raise CheckpointError(
                 f"the checkpoint has {len(state['in_flight'])} prompts in flight; give the data.gen_batch_size of the run that wrote it"
@@ -116,11 +118,11 @@ class RowStream:
 
 
 class InFlightStream(RowStream):
-    """Prompts whose responses may take several steps (``data.gen_batch_size``): ``in_flight`` at a time, of which a step takes the
-    loader's batch size, the oldest groups that have ended on every generation replica.
+    """Prompts whose responses may take several steps (``data.gen_batch_size``).
 
-    Which rows are in flight and on which replica they lie is the same on every rank; their tokens are known to their replica only.
-    Each replica has prompts in flight and gives groups in proportion to its speed (``speeds``, empty: all alike), but one at least.
+    ``in_flight`` prompts are under way at a time. A step takes the loader's batch size of them: on every generation replica the oldest
+    groups that have ended. Every rank knows which rows are in flight and on which replica; only the replica knows their tokens.
+    Each replica holds and ends prompts in proportion to its speed, but one at least. ``speeds``: empty if all are alike.
     """
 
     def __init__(self, loader: Loader, n: int, in_flight: int, num_replicas: int, speeds: tuple[float, ...] = ()) -> None:
@@ -137,7 +139,7 @@ class InFlightStream(RowStream):
         self._reference: Reference | None = None
 
     def next(self, size: int | None = None) -> Reference:
-        """All rows in flight, filled up from the data. Raises ValueError for a ``size``: ``data.gen_batch_size`` is it."""
+        """Return all rows in flight, filled up from the data. Raises ValueError for a ``size``: ``data.gen_batch_size`` sets it."""
         if size is not None:
             raise ValueError(
                 f"next({size}): with data.gen_batch_size all {self.in_flight} prompts in flight are given; leave the size out"
@@ -151,7 +153,9 @@ class InFlightStream(RowStream):
         return self._reference
 
     def take_ended(self, groups: list[int]) -> np.ndarray:
-        """Row ids of these groups, which are in flight no longer. Without any (in a trace): of as many groups as a step takes."""
+        """Return the row ids of these groups, which are then no longer in flight. A trace has no groups: it takes as many as a step
+        does.
+        """
         assert self.prompts is not None, "next() comes first"
         ids = self.prompts.row_ids.numpy()
         self._ended = np.isin(ids, groups) if groups else np.arange(len(ids)) < self.loader.batch_size
@@ -184,10 +188,10 @@ class InFlightStream(RowStream):
         return {"num_replicas": self.cut.num_parts, **({"speeds": list(self.cut.speeds)} if self.cut.speeds else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Local: no communication. Another number of replicas than then, or of other speeds, takes the rows by token count.
+        """Local: no communication. With another number of replicas, or other speeds, rows are dealt anew by token count.
 
-        Raises CheckpointError if the prompts of rows in flight, or how many rows each has, are not the same as then: their tokens
-        would answer other prompts.
+        Raises CheckpointError if the prompts of rows in flight, or the rows of each, have changed: the tokens would answer
+        other prompts.
         """
         self.loader.load_state_dict(state)
         flying = state.get("in_flight") or []
@@ -211,7 +215,7 @@ class InFlightStream(RowStream):
         return [] if self.prompts is None else [zlib.crc32(ids.numpy().tobytes()) for ids in self.prompts["prompt_ids"].rows()]
 
     def _append(self, prompts: Batch, homes: np.ndarray | None = None) -> None:
-        """``homes``: of each prompt; None: balanced by tokens."""
+        """Add prompts. ``homes``: the replica of each; None: balanced by tokens."""
         if homes is None:
             held, lengths = np.bincount(self.homes, minlength=self.cut.num_parts), prompts["prompt_ids"].lengths.numpy()
             counts = fill_by_speed(len(self.homes) + len(lengths), self._has, held) - held
@@ -221,8 +225,9 @@ class InFlightStream(RowStream):
 
 
 class ValidationRows(NamedTuple):
-    """``sets``: names of the files that the rows are from. ``batch_size``: None: all at once. ``repeated``: means of rewards that
-    the mean of all rows or of a set says already."""
+    """``sets``: names of the files that the rows are from. ``batch_size``: None: all at once. ``repeated``: means of rewards
+    that another metric reports already.
+    """
 
     dataset: Any
     batch_size: int | None
@@ -234,8 +239,8 @@ class ValidationRows(NamedTuple):
 class Data:
     """``data`` of a step: the streams by name, ``sampling``, and ``kept``, references that a script keeps for later steps.
 
-    ``validation``: by stream. Row ids in it are positions in the data set. ``num_shown``: prompts of each set whose responses are
-    kept in ``shown`` by a validation, until they are taken.
+    ``validation``: rows by stream; their row ids are positions in the data set. ``num_shown``: prompts of each set whose responses a
+    validation keeps in ``shown`` until they are taken.
     """
 
     _controller: Controller
@@ -260,12 +265,12 @@ class Data:
         return next(iter(self._streams.values())).loader.epochs
 
     def take_shown(self) -> list[dict[str, Any]]:
-        """What validations have shown since this was last asked."""
+        """Return the responses that validations have kept since the last call."""
         taken, self.shown = self.shown, []
         return taken
 
-    def run(self, number: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
-        """Trace and run step ``number``: what it returns, and the rows that it was given of each stream.
+    def run(self, global_step: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
+        """Trace and run step ``global_step``. Returns the script's result, and the step's rows of each stream.
 
         Collective over the world: every rank of it must call.
         """
@@ -277,12 +282,12 @@ class Data:
                 stream.begin()
             return script()
 
-        result = self._controller.run_step(number, execute)
+        result = self._controller.run_step(global_step, execute)
         given = [stream.commit() for stream in self._streams.values()]
         return result, [rows for rows in given if rows is not None]
 
     def trace(self, script: Callable[[], Any]) -> Graph:
-        """The dataflow of a step, whose rows are then taken as if it had run. Local: no communication."""
+        """Return the dataflow of a step and move on as if it had run. Local: no communication."""
         for stream in self._streams.values():
             stream.begin()
         graph = self._controller.trace(script)
@@ -292,7 +297,7 @@ class Data:
         return graph
 
     def validate_rows(self, name: str, call: Callable[[Reference], Reference]) -> list[Any]:
-        """What a call says of all validation rows of a stream: the values of its members, batch after batch.
+        """Return the values of a call on all validation rows of a stream: those of its members, batch after batch.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -303,12 +308,12 @@ class Data:
     def validate_rewards(
         self, name: str, script: Callable[[Reference, SamplingConfig, Function], tuple[Reference, list[Reference]]]
     ) -> dict[str, float]:
-        """``val/reward_mean``, the mean of the scores, means of the rewards' extras, and ``val/...`` of :func:`measures.measure_sets`,
-        of prompts whose responses all have a score. The first prompts of each set, with a response each, go to ``shown``.
+        """Return ``val/reward_mean``, the mean of the scores; means of the rewards' extras; and ``val/...`` of
+        :func:`eval_metrics.measure_sets` for prompts whose responses all have a score.
 
-        ``script`` gets rows, sampling and a function for ``compute.apply``, and returns the rows' ``scores`` (nan: none) and
-        ``answer_codes``, and the calls that report. Raises RewardError where no response has a score.
-        Collective over the world: every rank of it must call, in program order.
+        The first prompts of each set go to ``shown``, with a response each. ``script`` gets rows, sampling and a function for
+        ``compute.apply``. It returns the rows' ``scores`` (nan: none) and ``answer_codes``, and the calls that report.
+        Raises RewardError if no response has a score. Collective over the world: every rank of it must call, in program order.
         """
         given = self.validation[name]
         reports: list[dict[str, Any]] = []
@@ -333,7 +338,8 @@ class Data:
         return {f"val/{key}": value for key, value in means.items()}
 
     def _reader(self, given: ValidationRows) -> Function:
-        """A function for ``compute.apply``: ``answer_codes`` float64 [rows], equal where final answers are, -1 for none."""
+        """Return a function for ``compute.apply`` that gives ``answer_codes`` float64 [rows]: equal for equal final answers,
+        -1 for none."""
         n, sources = self.val_sampling.n, given.dataset.sources
         firsts = [int((sources < number).sum()) for number in range(len(given.sets))]
         shown = {first + i for first in firsts for i in range(self.num_shown)}
@@ -366,32 +372,8 @@ class Data:
             stream.load_state_dict(state[name])
 
 
-def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The collected values of a step's calls as metrics (keys with a slash) and samples.
-
-    Members' values of one key are equal, or each member's own: of a pair [total, count] the mean over all of them, else the largest
-    of names that end in max, the smallest of min, and the mean of what is no sum over rows, such as seconds.
-    """
-    metrics: dict[str, float] = {}
-    samples: list[dict[str, Any]] = []
-    for members in calls:
-        reports = [member for member in members if isinstance(member, dict)]
-        for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
-            values = [report[key] for report in reports if key in report]
-            if isinstance(values[0], list):
-                total, count = map(sum, zip(*values, strict=True))
-                metrics[key] = total / count if count else 0.0
-            elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands
-                metrics[key] = float((np.max if key.endswith("max") else np.min)(values))
-            else:
-                metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
-        samples += [sample for report in reports for sample in report.get("samples", [])]
-        metrics |= mean_extras(reports)
-    return {key: float(value) for key, value in metrics.items()}, samples
-
-
 def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over all rows of the other numbers that reward functions returned beside the score."""
+    """Return the means over all rows of the other numbers that reward functions returned beside the score."""
     sums: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report.get("extras", {}).items():

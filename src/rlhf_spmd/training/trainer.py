@@ -1,4 +1,4 @@
-"""A run from its first step to its last: the loop that ``train`` and ``sft`` share, with its metrics, checkpoints and resume."""
+"""The loop of a run, from its first step to its last, with metrics, checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Validate = Callable[[int], dict[str, float]]
 
 
 class Trainer:
-    """A run of ``models`` by ``data``. ``context.prepared``: the checked run (``Prepared`` of the training program)."""
+    """Runs ``models`` on ``data``. ``context.prepared``: the :class:`~rlhf_spmd.training.job.TrainJob`."""
 
     def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
         self.context, self.models, self.data = context, models, data
@@ -81,10 +81,11 @@ class Trainer:
             print(f"perf/mfu is of {rate}: no figure of this device's data sheet is known", file=sys.stderr)
 
     def run(self, script: Script, validate: Validate) -> None:
-        """All steps from where the run stands; what ``validate`` gives is the same on every rank.
+        """Run all steps from where the run stands. ``validate`` returns the same on every rank; it is called every
+        ``run.test_freq`` steps.
 
-        ``validate`` is called where ``run.test_freq`` says. The run ends when ``TARGET`` has reached the algorithm's goal.
-        Collective over the world: every rank of it must call. Raises Preempted after saving if any rank was signalled.
+        The run ends early when ``TARGET`` reaches the algorithm's goal. Collective over the world: every rank of it must call.
+        Raises Preempted, after saving, if any rank was signalled.
         """
         started_at = self.resume()
         if self.finished_before or started_at >= self.steps:
@@ -111,11 +112,11 @@ class Trainer:
                 recorder.log(0, first, [], shown)
         self._moved_bytes()
         under_way: deque[MadeStep] = deque()  # steps that some ranks may not have ended yet
-        for number in range(started_at + 1, self.steps + 1):
-            under_way.append(self._make(script, number))
-            is_tested = bool(test_freq) and (number % test_freq == 0 or number == self.steps)
-            is_saved = any(freq and number % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
-            spare = 0 if is_tested or is_saved or number == self.steps else self.controller.versions.ahead
+        for global_step in range(started_at + 1, self.steps + 1):
+            under_way.append(self._make(script, global_step))
+            is_tested = bool(test_freq) and (global_step % test_freq == 0 or global_step == self.steps)
+            is_saved = any(freq and global_step % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
+            spare = 0 if is_tested or is_saved or global_step == self.steps else self.controller.versions.ahead
             preempted = stopped = is_best = False
             while len(under_way) > spare:
                 step = under_way.popleft()
@@ -123,42 +124,44 @@ class Trainer:
                     preempted, spare = True, 0  # the checkpoint comes after all steps
                 metrics, samples = self._receive(step)
                 if is_tested and not under_way:
-                    found = validate(number)
+                    found = validate(global_step)
                     self._moved_bytes()  # not of a step
                     metrics |= found
-                    is_best = self.exports.is_best(number, found)
+                    is_best = self.exports.is_best(global_step, found)
                     stopped = self.goal is not None and found.get(TARGET, -math.inf) >= self.goal
                 shown = self.data.take_shown()
                 if recorder is not None:
-                    recorder.log(step.number, metrics, samples, shown)
+                    recorder.log(step.global_step, metrics, samples, shown)
                 if recorder is not None and stopped:
-                    recorder.progress.say(f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {number}")
-            ended = stopped or number == self.steps
+                    recorder.progress.say(
+                        f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {global_step}"
+                    )
+            ended = stopped or global_step == self.steps
             if ended or preempted or is_saved or is_best:
                 if recorder is not None:
                     recorder.sync()  # before the checkpoint is there
-                self.save(number, stopped)
+                self.save(global_step, stopped)
             if preempted and not ended:
-                self._close(recorder, "preempted", number)
+                self._close(recorder, "preempted", global_step)
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
             if ended or is_saved or is_best:
-                self._export(number, ended)
+                self._export(global_step, ended)
             if ended:
                 break
-        self._close(recorder, "done", number)
+        self._close(recorder, "done", global_step)
 
-    def _make(self, script: Script, number: int) -> MadeStep:
-        """One step, and this rank's part of what is told of it, on its way to rank 0 while the rank goes on."""
-        self.board.set_step(number)
-        self.controller.timeline.begin_step(number)
+    def _make(self, script: Script, global_step: int) -> MadeStep:
+        """Make one step. This rank's report of it travels to rank 0 while the rank goes on."""
+        self.board.set_step(global_step)
+        self.controller.timeline.begin_step(global_step)
         start = time.perf_counter()
-        calls, rows = self.data.run(number, partial(script, number))
+        calls, rows = self.data.run(global_step, partial(script, global_step))
         if not calls and not self.controller.call_stats:
             name = self.context.prepared.algorithm.__name__
-            raise RuntimeError(f"{name}.step made no call in step {number}: nothing was computed and nothing learnt")
+            raise RuntimeError(f"{name}.step made no call in step {global_step}: nothing was computed and nothing learnt")
         seconds = time.perf_counter() - start
         own: dict[str, float] = defaultdict(float)
-        for name, value in self.controller.timeline.phase_totals(number).items():
+        for name, value in self.controller.timeline.phase_totals(global_step).items():
             if ":" not in name:
                 own[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
         own |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
@@ -166,15 +169,17 @@ class Trainer:
         self.controller.send_report([self.controller.values(*calls), own])
         told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
         preempted = self.controller.vote(self.board.preempted)
-        return MadeStep(number, rows, self.controller.call_stats, len(calls), told, preempted)
+        return MadeStep(global_step, rows, self.controller.call_stats, len(calls), told, preempted)
 
     def _moved_bytes(self) -> int:
-        """Of weights that this rank has received since this was last asked: they may come between steps, too."""
+        """Return the bytes of weights that this rank has received since the last call; they may come between steps, too."""
         before, self._received = self._received, sum(RECORDER.received[label] for label in LABELS)
         return self._received - before
 
     def _receive(self, step: MadeStep) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """On rank 0 what all ranks tell of a step, as metrics and samples; waits for those that have yet to end it."""
+        """Return on rank 0 the metrics and samples of a step from the reports of all ranks; waits for ranks that have yet to
+        end it. Other ranks return nothing.
+        """
         if not self.is_first:
             return {}, []
         reports = self.controller.receive_reports()
@@ -182,14 +187,16 @@ class Trainer:
         metrics = {name: value for name, value in metrics.items() if name not in self.repeated}
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
-            self.controller.timeline.instant("generation", of_step=step.number, idle_fraction=idle)
+            self.controller.timeline.instant("generation", of_step=step.global_step, idle_fraction=idle)
         return metrics, samples
 
     def _utilisation(self, calls: Sequence[CallStats], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
-        """Shares of what all devices could do, by their data sheet where it is known and as measured, by the calls that the step made.
-        An update counts three forward passes in each epoch: one, and backward twice that, of which half are the gradients of
-        weights, which a role with adapters does not make. Of rows in flight a step draws as many tokens as those that it takes have,
-        in the mean."""
+        """Return the share of all devices' arithmetic that the step's calls used: by their data sheet if it is known, and as measured.
+
+        An update counts three forward passes in each epoch: one forward, and a backward of two. Half of the backward are the weights'
+        gradients, which a role with adapters does not compute. With rows in flight, a step is taken to draw as many tokens as
+        the rows have that it takes.
+        """
         prepared, mean = self.context.prepared, num_tokens / num_rows
         flops = 0.0
         for role, kind, rows, epochs in calls:
@@ -208,34 +215,34 @@ class Trainer:
     # Checkpoints
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the roles that change."""
+        """Return what a checkpoint holds besides the roles that change."""
         roles = restart.role_states(self.controller, self.models)
         environment = restart.environment_digests(self.context.prepared.config)
         return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
 
-    def save(self, number: int, stopped: bool = False) -> None:
+    def save(self, global_step: int, stopped: bool = False) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
         with self.controller.timeline.span("save_checkpoint", category="io"):
             progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
             versions = self.controller.versions.state()
-            state = {"step": number, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
+            state = {"step": global_step, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
             state["best"] = self.exports.best
             state[ADAPTERS] = {role: asdict(it.config.lora) for role, it in self.saved.items() if it.config.lora.rank}
             held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
             held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
             if self.is_first:
                 run_lock.check_still_held(self.run_dir)
-                run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, number).name)
+                run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, global_step).name)
             keep = self.config.keep_checkpoints
-            path = save_checkpoint(self.run_dir, number, held, state, self.world.all, keep, self.damaged)
+            path = save_checkpoint(self.run_dir, global_step, held, state, self.world.all, keep, self.damaged)
         self.board.last_checkpoint = str(path)
 
     def resume(self) -> int:
-        """Load the checkpoint that ``run.resume`` asks for; returns its step, 0 for a new run.
+        """Load the checkpoint that ``run.resume`` asks for. Returns its step, 0 for a new run.
 
-        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where a new run would
-        mix with the checkpoints of an older one, or go on with those of another experiment.
+        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where the run would mix with the
+        checkpoints of an older one, or resume another experiment.
         """
         # also beside a path that is given: what is damaged must not count as kept
         found = find_resumable(self.run_dir, self.world.all, restart.check_state)
@@ -284,25 +291,26 @@ class Trainer:
             print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
         return int(state["step"])
 
-    def _close(self, recorder: Recorder | None, ended: str, number: int) -> None:
+    def _close(self, recorder: Recorder | None, ended: str, global_step: int) -> None:
         self.controller.settle()
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             run_lock.check_still_held(self.run_dir)
             write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
             write_report(
-                self.run_dir, status=run_dir.ExitStatus(ended, step=number, last_checkpoint=self.board.last_checkpoint)
+                self.run_dir, status=run_dir.ExitStatus(ended, step=global_step, last_checkpoint=self.board.last_checkpoint)
             )
             recorder.close()
             print(*artifact_lines(self.run_dir), sep="\n", file=sys.stderr)
 
-    def _export(self, number: int, ended: bool) -> None:
+    def _export(self, global_step: int, ended: bool) -> None:
         if self.board.last_checkpoint is not None:
-            self.exports.write(number, Path(self.board.last_checkpoint), ended)
+            self.exports.write(global_step, Path(self.board.last_checkpoint), ended)
 
 
 def start_controller(context: ProgramContext[Any]) -> Controller:
-    """A controller whose timeline has the pools that this rank is in; on GPUs the wait for the started work ends a timed span.
+    """Return a controller whose timeline has the pools that this rank is in. On GPUs a timed span ends when the work it started
+    is done.
 
     It waits for the work of the present stream only: weights are sent to replicas from another one while the script goes on.
     """
@@ -318,6 +326,6 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
         config.run.seed,
         ahead=placement.max_staleness,
         speeds=placement.speeds,
-        num_portions=placement.stream,
+        num_portions=placement.rollout_chunks,
         limits=(limits.max_tokens, limits.rows or 0),
     )

@@ -65,7 +65,7 @@ class ModelWeights:
                 new_head=new_head,
                 fill=fill,
                 lora=config.lora,
-                exact_gpu=config.generation.exact is True,
+                exact_gpu=config.generation.reuse_rollout_log_probs is True,
             )
 
     def shards(self, spec: ModelSpec) -> Callable[[int, int], dict[str, ParamShard]]:

@@ -6,19 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat, PositiveFloat, Range
 
 Tensors = Mapping[str, Tensor]  # by parameter name
 States = Sequence[Tensors]  # of each parameter, by the state's name
 StateForms = dict[str, tuple[Sequence[int], torch.dtype]]  # shape and dtype of a parameter's states, by the state's name
-
-OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -43,45 +40,28 @@ class OptimConfig:
     - offload: optimizer states and those copies rest in host memory, pinned on GPUs, see [parallelism.md](parallelism.md)
     """
 
-    name: str = "adamw"
-    lr: float = 1e-6
-    head_lr: float | None = None
-    lr_scheduler_type: str = "constant"
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    lr: NonNegativeFloat = 1e-6
+    head_lr: NonNegativeFloat | None = None
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_steps: int = -1
-    lr_warmup_steps_ratio: float = 0.0
-    min_lr_ratio: float = 0.0
-    weight_decay: float = 0.01
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    momentum: float = 0.95
-    clip_grad: float | None = 1.0
+    lr_warmup_steps_ratio: Fraction = 0.0
+    min_lr_ratio: Fraction = 0.0
+    weight_decay: NonNegativeFloat = 0.01
+    betas: list[Annotated[float, Range(least=0, below=1)]] = field(default_factory=lambda: [0.9, 0.999])
+    eps: PositiveFloat = 1e-8
+    momentum: Annotated[float, Range(least=0, below=1)] = 0.95
+    clip_grad: NonNegativeFloat | None = 1.0
     master_weights: bool = True
     offload: bool = False
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"name=muon": ("momentum",)}
 
     def check(self, where: str) -> None:
         """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
-
-        def refuse(key: str, allowed: str) -> None:
-            raise ValueError(f"{where}.{key}={getattr(self, key)}: must be {allowed}")
-
-        for key, known in (("name", OPTIMIZERS), ("lr_scheduler_type", SCHEDULES)):
-            if getattr(self, key) not in known:
-                refuse(key, f"one of {', '.join(known)}")
         if self.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
             raise ValueError(f"{where}.name=adamw_8bit needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
-        check_bounds(self, where, "lr", "head_lr", "weight_decay", least=0)
-        if not 0 <= self.momentum < 1:
-            refuse("momentum", "at least 0 and below 1")
-        for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
-            if not 0 <= getattr(self, key) <= 1:
-                refuse(key, "between 0 and 1")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            refuse("betas", "two numbers, each at least 0 and below 1")
-        if not self.eps > 0:
-            refuse("eps", "above 0")
-        if self.clip_grad is not None and not self.clip_grad >= 0:
-            refuse("clip_grad", "null or at least 0 (0 and null: no clipping)")
+        if len(self.betas) != 2:
+            raise ValueError(f"{where}.betas={self.betas}: must be two numbers")
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:

@@ -97,7 +97,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     context, pool, layout, spec = worker.context, worker.pool, worker.shape.generating, worker.spec
     mesh = build_mesh(context.world, pool.ranks, layout)
     # a replica generates in the layout in which it receives its weights, so there is nothing to choose
-    name = "zero_redundancy" if worker.method else worker.config.generation.engine
+    name = "zero_redundancy" if worker.method else worker.config.generation.reshard_method
     method = choose_method(name, layout)
     if not worker.member:
         return None

@@ -1,4 +1,4 @@
-"""KL in the reward, for algorithms that subtract it: their knobs, and its coefficient, which moves with what is measured."""
+"""The KL to the reference: in the loss, in the reward, and the coefficient in the reward, which follows what is measured."""
 
 from __future__ import annotations
 
@@ -9,23 +9,38 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.policy import PolicyConfig
-from rlhf_spmd.config.bounds import check_bounds
+from rlhf_spmd.config.constraints import NonNegativeFloat
 from rlhf_spmd.objectives.advantages import row_means
 from rlhf_spmd.objectives.kl import KLControlConfig, check_kl_kind, kl_penalty
 from rlhf_spmd.workers.objective import Rows
 
 
 @dataclass(frozen=True)
-class KLRewardConfig(PolicyConfig):
-    """The names are verl's.
+class KLLossConfig:
+    """The KL in the loss; the names are verl's.
 
-    - gamma: discount per token
+    - use_kl_loss: add the KL to the reference to the policy loss
+    - kl_loss_coef: coefficient of that KL
+    - kl_loss_type: estimate of that KL, as `kl_penalty`; a final `+` (`k3+`) keeps the value and takes the gradient of k2
+    """
+
+    use_kl_loss: bool = False
+    kl_loss_coef: NonNegativeFloat = 0.001
+    kl_loss_type: str = "low_var_kl"
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"use_kl_loss": ("kl_loss_coef", "kl_loss_type")}
+
+    def check(self, where: str) -> None:
+        check_kl_kind(self.kl_loss_type, f"{where}.kl_loss_type")
+
+
+@dataclass(frozen=True)
+class KLConfig(KLLossConfig):
+    """The KL in the loss and in the reward; the names are verl's.
+
     - use_kl_in_reward: subtract the KL to the reference from the reward of each token
     - kl_penalty: estimate in the reward: `kl` or `k1`, `abs`, `mse` or `k2`, `low_var_kl` or `k3`
     """
 
-    gamma: float = 1.0
     use_kl_in_reward: bool = True
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
@@ -37,23 +52,27 @@ class KLRewardConfig(PolicyConfig):
     def check(self, where: str) -> None:
         super().check(where)
         check_kl_kind(self.kl_penalty, f"{where}.kl_penalty")
-        check_bounds(self, where, "gamma", least=0, most=1)
 
     @property
     def uses_reference(self) -> bool:
         return self.use_kl_in_reward or self.use_kl_loss
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The fields that :class:`MeasuredKL` computes from."""
+        return ("old_log_probs", "ref_log_prob") if self.uses_reference else ()
+
 
 class MeasuredKL:
-    """A step's KL to the reference, and the coefficient that it is subtracted by. ``values``: per token [T]; 0 without a reference.
+    """A step's KL to the reference, and the coefficient by which the reward subtracts it.
 
-    ``state``: of the role, where the coefficient is kept. It moves on the mean over rows of the row's mean KL per token (verl's
-    meaning of ``target_kl``), and not where KL is no part of the reward.
+    ``values``: per token [T]; 0 without a reference. ``state``: the role's, which keeps the coefficient. The coefficient follows the
+    mean over rows of each row's mean KL per token (verl's meaning of ``target_kl``), and stays where KL is no part of the reward.
     """
 
-    def __init__(self, config: KLRewardConfig, fields: dict[str, Tensor], rows: Rows, state: dict[str, Any]) -> None:
+    def __init__(self, config: KLConfig, fields: dict[str, Tensor], rows: Rows, state: dict[str, Any]) -> None:
         self.state, self.config, self.lengths = state, config, rows.lengths
-        # of this step; one that does not move is the configuration's, also of a resumed run: a user who changes it means it
+        # A fixed coefficient is the configuration's, also in a resumed run: a user who changes it means it.
         kept = state if config.kl_ctrl.moves else {}
         self.coefficient = float(kept.get("kl_coef", config.kl_ctrl.kl_coef))
         self.values = torch.zeros(int(rows.lengths.sum()), dtype=fields["scores"].dtype)
@@ -61,13 +80,13 @@ class MeasuredKL:
             self.values = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
 
     def sums(self) -> Tensor:
-        """float64 [4]: rows, tokens, KL, and the rows' means of it. Sum it over ranks."""
+        """Return float64 [4]: rows, tokens, the sum of KL, and the sum of the rows' means. Sum it over ranks."""
         kl = self.values.double()
         counts = kl.new_tensor([float(len(self.lengths)), float(len(kl))])
         return torch.cat([counts, torch.stack([kl.sum(), row_means(kl, self.lengths).sum()])])
 
     def settle(self, sums: Tensor) -> dict[str, float]:
-        """Move the coefficient, once per step, by :meth:`sums` of all ranks. Returns the metrics."""
+        """Move the coefficient, once per step, by the :meth:`sums` of all ranks. Returns the metrics."""
         rows, tokens, total, row_total = sums.tolist()
         control, coefficient = self.config.kl_ctrl, self.coefficient
         if self.config.use_kl_in_reward:

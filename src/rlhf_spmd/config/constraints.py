@@ -1,0 +1,74 @@
+"""What a field of a configuration may hold, said in its type, and settings that do nothing.
+
+A field says its range as ``PositiveInt`` or ``Annotated[float, Range(least=0, below=1)]`` and its choices as
+``Literal["a", "b"]``. ``schema.check_section`` checks both. ``load.check_tree`` also refuses a setting that does nothing beside the
+other settings (:func:`idle_settings`).
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass
+from operator import attrgetter
+from typing import Annotated, Any, Union, get_args, get_origin
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers within the bounds that are given."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    most: float = math.inf
+
+    def allows(self, value: float) -> bool:
+        return math.isfinite(value) and self.least <= value <= self.most and self.above < value < self.below
+
+    def words(self) -> list[str]:
+        """``["at least 0", "below 1"]``."""
+        bounds = {"at least": self.least, "above": self.above, "below": self.below, "at most": self.most}
+        return [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
+
+    def refusal(self, value: float) -> str:
+        """Return what ``value``, which is out of the range, must be."""
+        words = self.words()
+        return " and ".join(words) if words and math.isfinite(value) else ", ".join(["a finite number", *words])
+
+
+PositiveInt = Annotated[int, Range(least=1)]
+NonNegativeInt = Annotated[int, Range(least=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(least=0)]
+FiniteFloat = Annotated[float, Range()]
+Fraction = Annotated[float, Range(least=0, most=1)]
+PositiveFraction = Annotated[float, Range(above=0, most=1)]
+Seconds = Annotated[float, Range(above=0, most=100_000_000)]  # three years: clocks and threads still take multiples of it
+Seed = Annotated[int, Range(least=-(2**63), most=2**63 - 1)]  # draws use 64 bits of a seed: beyond, two seeds would be one
+
+
+def options_of(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; a type that is none by itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield the settings of a dataclass that differ from their defaults and do nothing: key, value, default, and what they need.
+
+    ``needs`` of its class and of the bases lists them: ``{"val_path": ("val_batch_size",), "type=adaptive": ("horizon",)}``. A
+    setting counts where the field that it needs is true, or has the value after ``=``; `` or `` separates alternatives.
+    """
+    for kind in type(section).__mro__:
+        for needed, keys in vars(kind).get("needs", {}).items():
+            pairs = [condition.partition("=") for condition in needed.split(" or ")]
+            if any(getattr(section, name) == value if value else getattr(section, name) for name, _, value in pairs):
+                continue
+            for key in keys:
+                first, _, inner = key.partition(".")
+                field: Field[Any] = section.__dataclass_fields__[first]
+                default = field.default if field.default_factory is MISSING else field.default_factory()
+                value, default = attrgetter(key)(section), attrgetter(inner)(default) if inner else default
+                if value != default:
+                    yield f"{where}.{key}", value, default, f"{where}.{needed}"
