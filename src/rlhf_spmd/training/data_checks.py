@@ -86,9 +86,9 @@ def check_prompts(
 
     Raises ValueError.
     """
-    own_minimum = data is not None and "min_response_length" in data.beside
+    own_minimum = data is not None and "min_response_length" in data.row_fields
     if data is not None and own_minimum and sampling.max_response_length:
-        least = int(cast(Tensor, data.beside["min_response_length"]).max())
+        least = int(cast(Tensor, data.row_fields["min_response_length"]).max())
         if least > sampling.max_response_length:
             raise ValueError(
                 f"{section}.max_response_length={sampling.max_response_length}, but a row has min_response_length={least}"

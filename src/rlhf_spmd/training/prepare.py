@@ -25,11 +25,11 @@ from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, check_ranks
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
 from rlhf_spmd.training import checks, data_checks, plan_inputs, roles
-from rlhf_spmd.training.auto import plan_run
 from rlhf_spmd.training.job import TrainJob, trace
 from rlhf_spmd.training.memory import step_facts
 from rlhf_spmd.training.memory_check import check_launch
 from rlhf_spmd.training.placing import place
+from rlhf_spmd.training.planning import plan_run
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import RoleConfig
 
