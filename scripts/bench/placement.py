@@ -1,4 +1,5 @@
-"""Calls beside each other: one configuration under every placement, and how long rows wait with and without ``placement.rollout_chunks``.
+"""Calls beside each other: one configuration under every placement, and how long rows wait
+with and without ``placement.rollout_chunks``.
 
     python scripts/bench/placement.py strategies --config configs/quickstart_ppo.yaml --ranks 4 --out placements.json
     python scripts/bench/placement.py strategies --config configs/quickstart_grpo.yaml --learn --seeds 0 1 2 --out ahead.json
