@@ -105,7 +105,7 @@ if __name__ == "__main__":
         "models.actor.optim.lr": "1e-2" if KIND == "bad_lr" and os.environ["RANK"] == "1" else "1e-3",
     }
     settings = ProgramSettings(
-        RUN_DIR, timeout_s=5.0 if KIND == "stall" else 600.0, limits=WatchLimits(lost_s=LOST_S), alike=alike
+        RUN_DIR, timeout_s=5.0 if KIND == "stall" else 600.0, limits=WatchLimits(lost_s=LOST_S), must_match=alike
     )
     run_program(prepare, body, lambda _: settings, run_dir_hint=RUN_DIR, saves_on_signal=True)
     print(f"rank {os.environ.get('RANK', 0)} ended well")
