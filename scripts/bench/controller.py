@@ -302,7 +302,7 @@ def plan_groups(rank: int, size: int, pools: Sequence[range]) -> tuple[list[int]
 
 
 def count(size: int, placement: str, pools: Sequence[range]) -> dict[str, Any]:
-    """Of the rank, among some of every pool, that has most of each; the median of their seconds."""
+    """The largest figures of any rank, among some of every pool, and the median of their seconds."""
     planned = [plan_groups(rank, size, pools) for rank in range(0, size, size // 16)]
     sizes = [own for own, _ in planned]
     row: dict[str, Any] = {"placement": placement, "groups": max(map(len, sizes))}

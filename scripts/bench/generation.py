@@ -125,7 +125,7 @@ class Options:
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """Of our generator, as ``attention=triton,enforce_eager=false``."""
+    """Settings of our generator, from text as ``attention=triton,enforce_eager=false``."""
     settings: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -151,7 +151,7 @@ def spawn(engine: str, case: dict[str, Any], options: Options) -> dict[str, Any]
 
 
 def engines_of(case: dict[str, Any], options: Options) -> list[tuple[str, dict[str, Any]]]:
-    """(engine, settings of ours)."""
+    """The engines to run, with the settings of ours."""
     found: list[tuple[str, dict[str, Any]]] = []
     for engine in chosen(options.engines, ENGINES):
         if engine == "ours":

@@ -267,7 +267,7 @@ def cycle(actor: Actor, number: int, drain: bool) -> None:
 
 
 def live_storages() -> tuple[int, int]:
-    """Number and bytes."""
+    """How many storages live tensors have, and their bytes."""
     gc.collect()
     found = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     sizes = {storage._cdata: storage.nbytes() for storage in found}
@@ -275,7 +275,7 @@ def live_storages() -> tuple[int, int]:
 
 
 def slope(values: list[float]) -> float:
-    """Per step, least squares."""
+    """The slope per step of a least-squares line."""
     middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
     square = sum((i - middle) ** 2 for i in range(len(values)))
     return sum((i - middle) * (value - mean) for i, value in enumerate(values)) / square

@@ -58,7 +58,7 @@ def tree_cpu_s() -> float:
 
 
 def repeated(body: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Of all repetitions together the CPU time: a tick of the kernel's clock is longer than one of them."""
+    """Wall and CPU microseconds. CPU time is taken over all repetitions: the kernel's clock ticks less often than they end."""
     import torch
 
     wall = []
@@ -151,7 +151,7 @@ def different_words(completions: list[str], **columns: Any) -> list[float]:
 def group_trainer(
     name: str, path: str, reward: Callable[..., Any], callback: Any, prompts: Any, tokenizer: Any, **settings: Any
 ) -> Any:
-    """GRPO's or RLOO's."""
+    """TRL's trainer of GRPO or RLOO."""
     import trl
     from transformers import AutoModelForCausalLM
 

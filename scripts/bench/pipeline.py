@@ -52,7 +52,7 @@ class Case:
         return plan(self.num_micro_batches, self.pp, stage, self.vpp)
 
     def seconds(self, action: Action, forward_s: float) -> float:
-        """Of one pass; ``forward_s`` is that of a rank's whole part of the model, forward, for ``TOKENS`` tokens."""
+        """Seconds of one pass. ``forward_s``: a forward pass of ``TOKENS`` tokens through all chunks of a rank."""
         return forward_s / self.vpp * (2 if action.kind == "B" else 1) * self.tokens[action.micro_batch] / TOKENS
 
 

@@ -53,7 +53,7 @@ LEARNING = ("colocate", "separate", "separate, one step ahead")
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """Disjoint and ascending."""
+    """The spans merged: disjoint and ascending."""
     found: Spans = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

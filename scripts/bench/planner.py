@@ -97,8 +97,8 @@ def estimate(call: Call, calibration: Calibration, spec: ModelSpec = LLAMA_7B, m
 
 
 def step_seconds(seconds: Sequence[float], plan: str, graphs: bool) -> float:
-    """Of the calls in the order of REAL. Of the searched plan the first two inferences, and the two trainings, are on a node
-    each."""
+    """Seconds of a step; ``seconds`` are those of REAL's calls. In the searched plan the first two inferences run side by side, and so
+    do the two trainings."""
     of = {call.name: s for call, s in zip(REAL, seconds, strict=True) if call.plan == plan and call.graphs in (graphs, False)}
     of["ActorGen"] = next(s for call, s in zip(REAL, seconds, strict=True) if (call.plan, call.graphs) == (plan, graphs))
     if plan == "heuristic":

@@ -149,7 +149,7 @@ def measured_step(run_dir: Path) -> tuple[float, dict[str, float]]:
 
 
 def spearman(one: list[float], other: list[float]) -> float:
-    """Of values without ties."""
+    """The rank correlation of values without ties."""
     ranks = [[sorted(values).index(value) for value in values] for values in (one, other)]
     return statistics.correlation(*(list(map(float, each)) for each in ranks))
 

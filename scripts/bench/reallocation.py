@@ -66,7 +66,7 @@ def shards_of(side: list[Holding], rank: int) -> dict[str, ParamShard]:
 
 
 def move_between(world: World, number: int, source: Place, target: Place, repeats: int) -> dict[str, Any]:
-    """One row. Collective over the world: every rank of it must call, in program order."""
+    """The figures of one case. Collective over the world: every rank of it must call, in program order."""
     ranks = sorted({*source[1], *target[1]})
     group = world.group(ranks, "weight_sync", channel=f"bench{number}")
     if group is not None:

@@ -175,7 +175,7 @@ def mean(world: World, values: Sequence[float]) -> list[float]:
 
 
 def transition(world: World, name: str, train: Layout, pp: int, tp: int, repeats: int, bucket_bytes: int) -> dict[str, Any]:
-    """One row. Collective over the world: every rank of it must call, in program order."""
+    """The figures of one case. Collective over the world: every rank of it must call, in program order."""
     layout = layout_of(name, train, pp, tp)
     model = Model(world, name, layout, bucket_bytes)
     hybrid, group, peers = model.hybrid, model.group, model.peer_parameters()

@@ -58,7 +58,7 @@ def adapter_of(path: Path, rank: int) -> Path:
 
 
 def write_adapter(path: Path, rank: int) -> None:
-    """Of all matrices of the layers, as PEFT makes them: B is zero."""
+    """Writes PEFT's adapters of all matrices of the layers, with B at zero."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -251,7 +251,7 @@ def over_ranks(figures: dict[str, Any], step: Step) -> dict[str, Any] | None:
 
 
 def mib_sent(step: Step) -> dict[str, float]:
-    """By one more step, by label."""
+    """What this rank sends in one more step, by label."""
     from rlhf_spmd.parallel.collectives import RECORDER
 
     RECORDER.sent.clear()
