@@ -39,7 +39,7 @@ def test_a_group_is_made_by_its_own_ranks_alone() -> None:
 
 def first_transfers(world: World) -> float:
     mesh = build_mesh(world, range(4), Layout(pp=4))
-    with pytest.raises(AssertionError, match=r"group pp_back: connect\(\) it first, where all of its ranks pass"):
+    with pytest.raises(AssertionError, match=r"group pp_back: call connect\(\) first, where all of its ranks pass"):
         mesh.pp_back.irecv(torch.zeros(1), 0, "test")
     mesh.pp_back.connect()
     assert mesh.pp_back.process_group is not mesh.pp.process_group, "a channel of its own"

@@ -224,7 +224,7 @@ def test_bad_settings_are_refused(optim: dict[str, Any], dtype: str, message: st
 
 
 def test_eight_bits_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_spmd.workers.optimizer.find_spec", lambda name: None)
+    monkeypatch.setattr("rlhf_spmd.workers.optim_config.find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"optim\.name=adamw_8bit needs the package bitsandbytes: pip install 'rlhf_spmd\[optim\]'$"
     ):
