@@ -3,7 +3,7 @@
 The rules that hold, on which the code below rests:
 
 1. Every rank walks the same script and makes the same calls in the same order. A call has a number, ``seq``, for the whole run.
-   Ranks that have no part in a call only count it.
+   On a rank outside the call's role no body runs; it may send inputs of the call.
 2. A script is traced before it runs: the same function, whose calls only record nodes. ``node`` is a call's place in that graph.
    Calls that the trace did not contain (a loop's second round, calls outside :meth:`Controller.run`) have the node UNTRACED.
 3. Rows are found by id. No two references need the same rows in the same order. A row lies where the call that made a field put it.

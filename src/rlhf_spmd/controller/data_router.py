@@ -186,7 +186,7 @@ class DataRouter:
         return [(call, share) for call in calls for share in self._announce(producer, call, call.inputs)]
 
     def sends_portions(self, consumer: CallRecord) -> bool:
-        """True if exactly the rows that a call takes are sent to it in portions."""
+        """True if ``consumer`` gets all its rows, and no others, in portions."""
         if not consumer.in_portions:
             return False
         (its,) = consumer.inputs

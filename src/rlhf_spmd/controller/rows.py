@@ -27,8 +27,8 @@ class PartitionSpec(NamedTuple):
     - ``num_chunks``: mini-batches of about equally many groups (train calls). Each of ``epochs`` deals them anew, in an order that
       depends on (``seed``, epoch, group id).
     - ``speeds``: each part gets tokens in proportion to its speed; empty: all alike.
-    - ``follows``: for rows that stay where a call made them: that call's cut, its token counts, and which part here each of its
-      parts becomes. Such rows are never dealt.
+    - ``follows``: set if rows stay where an earlier call made them. It holds that call's partition, its token counts, and for each
+      of its parts the part here. Such rows are not dealt again.
     - ``limits``: tokens and rows of a micro-batch; 0: no limit.
     """
 

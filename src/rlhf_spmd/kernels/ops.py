@@ -36,15 +36,17 @@ class LogitShape(NamedTuple):
 
 
 class Ops:
-    """- name: of the attention, as ``models.<role>.attention`` says it.
-    - joins_layers: its attention over packed sequences can be a part of :meth:`layer`.
-    - chunk_logits: logits that the head makes at a time; at most so many rows of them in the backward pass: ``backward_rows``,
-      since fewer add to gradients too often.
-    - small_head: logits so few that the backward pass takes chunks of rows whole; of as many it finds those of the forward pass, where
-      ``keeps_logits``: the statistics leave them as they are.
-    - head_columns: blocks of the vocabulary in the head's backward pass are a multiple of so many tokens.
-    - alike_chunks: paged attention in Triton must give the tokens of a chunk the bits of single ones.
-    - wide_head: the products of the head's backward pass are in fp32, also where its weight is not.
+    """The operations of a model on one kind of device, in torch. Subclasses replace some of them by kernels.
+
+    - name: the attention's name in ``models.<role>.attention``.
+    - joins_layers: :meth:`layer` can run the attention over packed sequences as one of its steps.
+    - chunk_logits: the most logits that the head computes at once.
+    - backward_rows: the most rows of a chunk in the head's backward pass.
+    - small_head: up to this many logits, the head's backward pass computes a chunk of rows over the whole vocabulary.
+    - keeps_logits: such a chunk's logits are kept from the forward pass and not computed again.
+    - head_columns: larger chunks are cut into blocks of the vocabulary, whose width is a multiple of this.
+    - alike_chunks: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
+    - wide_head: the products of the head's backward pass are in fp32 for half-precision weights too.
     """
 
     name, joins_layers, alike_chunks = "torch", False, False
@@ -52,12 +54,11 @@ class Ops:
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
     def min_rows(self, numel: int, inner: int) -> int:
-        """Rows from which on x @ w gives each row the same bits whatever their number; ``numel``: elements of w, with its batch;
-        ``inner``: those that one of the product is a sum of."""
+        """The fewest rows with which x @ w is batch-invariant. ``numel``: elements of w, with its batch; ``inner``: columns of x."""
         return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
 
     def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
-        """Whether a row's bits do not depend on the batch, as this process's device multiplies."""
+        """True if a row's bits do not depend on the rest of the batch on this device."""
         return False
 
     @staticmethod

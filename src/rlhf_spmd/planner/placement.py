@@ -25,8 +25,8 @@ class PlacementConfig:
     - pools: name: list of ranks, for roles whose `pool` names one, which goes before the strategy; see
       [placement.md](placement.md)
     - ratios: role, or `role.method`: its share of the ranks, above 0 and at most 1; see [placement.md](placement.md#ratios)
-    - max_staleness: steps that generation on ranks of its own is ahead of training: responses come from the weights that the
-      step so many before began with; 0: both take turns. See [placement.md](placement.md#one-step-ahead)
+    - max_staleness: how many steps generation, on ranks of its own, runs ahead of training; its weights are as many steps old; 0:
+      both take turns. See [placement.md](placement.md#one-step-ahead)
     - speeds: of each rank of the job against the others, above 0: calls deal their rows in this proportion ([Unequal
       devices](placement.md#unequal-devices)); empty: all alike
     - rollout_chunks: portions in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all

@@ -1,6 +1,6 @@
 """The life of a rank, from its arguments to its exit code.
 
-Floor F2: may import config, telemetry, kernels, parallel; must not know models, roles or algorithms.
+Floor F3. This package must not know models, roles or algorithms.
 
 - ``arguments``, ``command_line``: the command line of all programs; ``arguments`` needs no torch
 - ``launcher``: starts the ranks of one machine

@@ -30,11 +30,10 @@ Index = tuple[int, ...]  # one number per tensor dim
 
 @dataclass(frozen=True)
 class Holding:
-    """``ranks`` that hold these parameters.
+    """``ranks`` that hold these parameters, no element twice on one rank.
 
-    ``parts``: so many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``); 1: each rank
-    holds all rows. It divides the number of ranks. ``whole``: each rank holds all rows, but gives only its own. On one side a rank
-    holds no element of a tensor twice.
+    ``parts``: this many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``); 1: each rank
+    holds all rows. It divides the number of ranks. ``whole``: each rank holds all rows, but sends only those that ``parts`` gives it.
     """
 
     ranks: tuple[int, ...]

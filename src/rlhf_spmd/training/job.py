@@ -130,12 +130,11 @@ def run_script(job: TrainJob, models: Any, data: Data, global_step: int) -> list
 
 
 def trace(job: TrainJob) -> Graph:
-    """Return the calls of the run's last step, which trains all that any step trains, or of the step before if that makes more
+    """Return the calls of one step: the last step of the run, by which every role is trained, or the step before if that makes more
     different calls.
 
-    A rank that is in no pool traces the script, so that roles are descriptions, on streams of its own, so that the run's streams stay
-    where they are. ``job.plans`` may be on pools of any size. The step before is traced first: a script may keep rows for the next one.
-    Local: no communication, no weights, no device.
+    The trace uses descriptions of the roles and streams of its own, so the run's streams do not move. The step before is traced
+    first, because a script may keep rows for the next step. Local: no communication, no weights, no device.
     """
     last = job.config.run.steps
     assert last is not None, "checks.check_duration has seen to it"

@@ -194,8 +194,8 @@ class Trainer:
         """Return the share of all devices' arithmetic that the step's calls used: by their data sheet if it is known, and as measured.
 
         An update counts three forward passes in each epoch: one forward, and a backward of two. Half of the backward are the weights'
-        gradients, which a role with adapters does not compute. With rows in flight, a step is taken to draw as many tokens as
-        the rows have that it takes.
+        gradients, which a role with adapters does not compute. With rows in flight, the tokens of the rows that a step trains on
+        stand for the tokens that it generated.
         """
         prepared, mean = self.context.prepared, num_tokens / num_rows
         flops = 0.0

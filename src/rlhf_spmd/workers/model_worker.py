@@ -257,8 +257,8 @@ class ModelWorker(Worker):
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """The objective's loss and statistics, without training.
 
-        Each is this replica's share times the number of all rows; ``rows`` is the number of its own. The sums over replicas, divided
-        by the sum of ``rows``, are what an update on these rows would report.
+        To combine replicas, add each number up over them and divide by the sum of ``rows``. The result is what an update on these rows
+        would report.
 
         Collective over the pool: every rank of it must call, in program order.
         """

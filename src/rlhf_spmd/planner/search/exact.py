@@ -1,10 +1,12 @@
 """The best plan, proved: best first over the homes of roles, then branch and bound for the other calls. Pure.
 
-Only homes hold memory between calls. Given all homes, each lent call has one fastest option on each range of ranks that fits
-beside what is held there. Only times couple these calls then, and the phases of a step
-(:func:`~rlhf_spmd.planner.search.packing.phases`) are independent. The bound of some homes is a sum over phases: the fewest
-seconds in which a phase can be packed if undecided roles see only the memory that is left so far. Positions that differ by a
-symmetry of the cluster are tried once.
+A role's home is where its weights stay between calls; only homes hold memory all the time. A call elsewhere is lent. Once all
+homes are chosen, a lent call has one fastest option on each range of ranks: the fastest that fits into the memory left there. From
+then on only time connects the calls, and the phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) can be packed one
+by one.
+
+While some homes are open, the lower bound is a sum over phases: the fewest seconds in which each can be packed, if the open roles
+need no memory. Positions that differ only by a symmetry of the cluster are tried once.
 """
 
 from __future__ import annotations
