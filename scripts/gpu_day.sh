@@ -75,7 +75,7 @@ pytest_here() {
 }
 kernels() { pytest_here tests/generation/test_triton.py tests/generation/test_triton_draw.py tests/kernels/test_triton_layers.py tests/kernels/test_head.py; }
 tests() { pytest_here tests/workers/test_gpu.py; }
-attention() { "$python" "$bench/paged_attention.py" --device $device "${quick[@]}" --out "$results/attention.json"; }
+attention() { "$python" "$bench/kernels.py" attention --device $device "${quick[@]}" --out "$results/attention.json"; }
 ppo() {
   "$python" -m rlhf_spmd.data.sort_digits --out runs/quickstart/task || return
   launch rlhf_spmd.sft --config "$root/configs/quickstart_sft.yaml" "${steps[@]}" || return
@@ -84,23 +84,23 @@ ppo() {
   "$python" -m rlhf_spmd.summary runs/quickstart/ppo
   return $status
 }
-agreement() { "$python" "$bench/agreement.py" "${quick[@]}" --out "$results/agreement.json"; }
+agreement() { "$python" "$bench/kernels.py" agreement "${quick[@]}" --out "$results/agreement.json"; }
 train_1.7b() {
-  "$python" "$bench/train_step.py" --models "${middle[@]}" --dtypes bfloat16 --out "$results/train_1.7b.json" \
+  "$python" "$bench/update.py" --models "${middle[@]}" --dtypes bfloat16 --out "$results/train_1.7b.json" \
     --peers "${peers[@]}" --seconds 5 --timeout 100
 }
 train_8b() {
-  "$python" "$bench/train_step.py" --models "${large[@]}" --dtypes bfloat16 --optimizer no_masters --micro-tokens 4096 \
+  "$python" "$bench/update.py" --models "${large[@]}" --dtypes bfloat16 --optimizer no_masters --micro-tokens 4096 \
     --out "$results/train_8b.json" --peers --seconds 5 --timeout 100
 }
 prime() {
   local options=(--dtypes bfloat16 --peers --seconds 3 --timeout 60)
-  "$python" "$bench/train_step.py" --models "${served[@]}" --rows "${long[@]}" "${options[@]}" --out "$results/prime_sft.json"
-  "$python" "$bench/train_step.py" --models "${served[@]}" --rows "${longer[@]}" --micro-tokens 16384 "${options[@]}" --out "$results/prime_rl.json"
-  "$python" "$bench/train_step.py" --models "${lora[@]}" --rows "${longer[@]}" --micro-tokens 16384 --lora 16 "${options[@]}" \
+  "$python" "$bench/update.py" --models "${served[@]}" --rows "${long[@]}" "${options[@]}" --out "$results/prime_sft.json"
+  "$python" "$bench/update.py" --models "${served[@]}" --rows "${longer[@]}" --micro-tokens 16384 "${options[@]}" --out "$results/prime_rl.json"
+  "$python" "$bench/update.py" --models "${lora[@]}" --rows "${longer[@]}" --micro-tokens 16384 --lora 16 "${options[@]}" \
     --out "$results/prime_lora.json"
 }
-grpo() { "$python" "$bench/step.py" --model $grown --ranks 1 --programs grpo --steps 3 --out "$results/grpo.json"; }
+grpo() { "$python" "$bench/train.py" step --model $grown --ranks 1 --programs grpo --steps 3 --out "$results/grpo.json"; }
 serve_rows() {
   "$python" "$bench/generation.py" --workload nano --dtypes bfloat16 --modes sampled --repeats 1 --seconds 0 --timeout 140 "$@"
 }

@@ -10,23 +10,21 @@ its own memory (RssAnon) when it is done, ``mapped`` pages of files (RssFile), w
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from measure import memory_mib, reset_peak
+from measure import MIB, memory_mib, reset_peak, run_case, run_parts, save, table
 from rlhf_spmd.data.loader import Loader, load_dataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sort_digits import write_tokenizer
 from rlhf_spmd.data.tokenizer import load_tokenizer
 
-FIELDS = {"own": "RssAnon", "mapped": "RssFile", "peak": "VmHWM"}
+FIELDS = {"own_mib": "RssAnon", "mapped_mib": "RssFile", "peak_mib": "VmHWM"}
 
 
 def write_rows(path: Path, number: int) -> None:
@@ -38,12 +36,12 @@ def write_rows(path: Path, number: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def measure_rank(directory: Path, cache: str | None) -> dict[str, float]:
-    tokenizer = load_tokenizer(directory)
+def load(directory: str, cache: str | None) -> dict[str, float]:
+    tokenizer = load_tokenizer(Path(directory))
     tokenizer(["1>"])
     reset_peak()
     before, start = {name: memory_mib(field) for name, field in FIELDS.items()}, time.perf_counter()
-    data = load_dataset(DataConfig(path=str(directory / "rows.jsonl"), cache_dir=cache), tokenizer)
+    data = load_dataset(DataConfig(path=f"{directory}/rows.jsonl", cache_dir=cache), tokenizer)
     assert isinstance(data, PromptDataset)
     num_examples, loader = len(data.examples()), Loader(data, 512)
     loader.next_batch()
@@ -53,45 +51,22 @@ def measure_rank(directory: Path, cache: str | None) -> dict[str, float]:
     return {"seconds": ready - start, "batch_s": time.perf_counter() - ready, "examples": num_examples, **found}
 
 
-def measure(directory: Path, cache: Path | None, ranks: int) -> list[dict[str, float]]:
-    command = [sys.executable, __file__, "--rank-of", str(directory), *(["--cache", str(cache)] if cache else [])]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(ranks)]
-    answers = [process.communicate()[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "a rank failed"
-    return [json.loads(answer) for answer in answers]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--cache", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank_of:
-        print(json.dumps(measure_rank(args.rank_of, args.cache)))
-        return
-    report: dict[str, Any] = {"rows": args.rows, "ranks": args.ranks, "cases": {}}
-    with tempfile.TemporaryDirectory() as name:
+def data(rows: int = 1_000_000, ranks: int = 2, out: Path | None = None) -> None:
+    report: dict[str, Any] = {"rows": rows, "ranks": ranks, "cases": {}}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(ranks) as pool:
         directory = Path(name)
         write_tokenizer(directory)
-        write_rows(directory / "rows.jsonl", args.rows)
+        write_rows(directory / "rows.jsonl", rows)
         for case in ("without", "first", "again"):
-            found = measure(directory, None if case == "without" else directory / "cache", args.ranks)
-            report["cases"][case] = found
-            for rank, its in enumerate(found):
-                told = ", ".join(f"{field} {its[field]:.0f} MiB" for field in FIELDS)
-                print(
-                    f"{case:8} rank {rank}: {its['seconds']:6.1f} s, a batch {1e3 * its['batch_s']:.0f} ms, {told}", flush=True
-                )
-        report["file_mib"] = sum(file.stat().st_size for file in (directory / "cache").glob("*.safetensors")) / 2**20
-        print(
-            f"the file has {report['file_mib']:.0f} MiB, the data {(directory / 'rows.jsonl').stat().st_size / 2**20:.0f} MiB"
-        )
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+            given = {"directory": name, "cache": None if case == "without" else f"{name}/cache"}
+            report["cases"][case] = list(pool.map(lambda _, given=given: run_case(load, given), range(ranks)))
+        report["file_mib"] = sum(file.stat().st_size for file in (directory / "cache").glob("*.safetensors")) / MIB
+        report["data_mib"] = (directory / "rows.jsonl").stat().st_size / MIB
+    lines = [{"case": case, "rank": i, **found} for case, its in report["cases"].items() for i, found in enumerate(its)]
+    print(table(lines, "case rank seconds batch_s own_mib mapped_mib peak_mib"))
+    print(f"\nthe file has {report['file_mib']:.0f} MiB, the data {report['data_mib']:.0f} MiB")
+    save(report, out)
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(data)

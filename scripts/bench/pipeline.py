@@ -2,9 +2,10 @@
 
     python scripts/bench/pipeline.py --out pipeline.json
 
-Starts itself under torchrun with gloo ranks. A pass through a stage is a sleep, so two cores carry any number of ranks; what is
-measured are the schedules and the loop that runs them, with real transfers between the ranks. A rank's idle fraction is the time of
-the whole run that it does not spend in passes, over the time that it does. A backward pass takes twice its forward pass.
+A pass through a stage is a sleep, so two cores carry any number of ranks; what is measured are the schedules and the loop that runs
+them, with real transfers between the ranks. A rank's idle fraction is the time of the whole run that it does not spend in passes,
+over the time that it does. A backward pass takes twice its forward pass, which takes ``--forward-ms`` for one micro-batch. Of
+``--repeats`` runs of each case the median counts.
 
 ``replayed`` is what the schedule gives with transfers that cost nothing; with equal costs that is the formula. In the rows marked
 ragged each micro-batch has its own number of tokens, its passes take as long as these ask for, and its tensors have its own shape.
@@ -12,10 +13,6 @@ ragged each micro-batch has its own number of tokens, its passes take as long as
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from measure import device_facts, machine_facts, on_ranks, save
+from measure import join_world, machine_facts, median, on_ranks, run_parts, save, table
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.process.ending import end_process
+from rlhf_spmd.parallel.world import World
 
 WIDTH, TOKENS = 64, 256  # of the tensors between stages; tokens of a micro-batch (the mean of the ragged ones)
 FACTORS = (0.5, 1.75, 1.0, 0.25, 1.5, 0.75, 1.25, 1.0)  # tokens of ragged micro-batches, in turns
@@ -114,7 +110,7 @@ def run_once(case: Case, mesh: Mesh, forward_s: float) -> tuple[float, float, fl
 def measure(case: Case, world: World, forward_s: float, repeats: int) -> dict[str, Any] | None:
     """The case's row on rank 0. Collective over the world: every rank of it must call, in program order."""
     mesh = build_mesh(world, range(case.pp), Layout(pp=case.pp, vpp=case.vpp))
-    row = None
+    row: dict[str, Any] | None = None
     if mesh.member:
         connect_stages(mesh, world.device)
         idle = []
@@ -122,48 +118,24 @@ def measure(case: Case, world: World, forward_s: float, repeats: int) -> dict[st
             times = torch.tensor(run_once(case, mesh, forward_s), dtype=torch.float64)
             begins, ends, busy = torch.stack(mesh.pool.all_gather(times, "bench")).unbind(1)
             idle.append(float(((ends.max() - begins.min()) / busy - 1).mean()))
-        row = {
-            "schedule": case.schedule,
-            "pp": case.pp,
-            "vpp": case.vpp,
-            "micro_batches": case.num_micro_batches,
-            "ragged": case.ragged,
-            "formula": round(case.formula, 4),
-            "replayed": round(replay(case, forward_s), 4),
-            "measured": round(statistics.median(idle), 4),
-        }
+        row = {"schedule": case.schedule, "pp": case.pp, "vpp": case.vpp, "micro_batches": case.num_micro_batches}
+        row |= {"ragged": case.ragged, "formula": round(case.formula, 4), "replayed": round(replay(case, forward_s), 4)}
+        row |= {"measured": round(median(idle), 4)}
     world.all.barrier("bench")
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| schedule | p | v | m | formula | replayed | measured |", "|---|--:|--:|--:|--:|--:|--:|"]
-    for row in rows:
-        name = row["schedule"] + (", ragged" if row["ragged"] else "")
-        figures = " | ".join(f"{row[key]:.3f}" for key in ("formula", "replayed", "measured"))
-        lines.append(f"| {name} | {row['pp']} | {row['vpp']} | {row['micro_batches']} | {figures} |")
-    return "\n".join(lines)
+def measure_cases(forward_s: float, repeats: int) -> dict[str, Any]:
+    world = join_world()
+    rows = [measure(case, world, forward_s, repeats) for case in cases(world.size)]
+    return {"cases": [row for row in rows if row is not None]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--forward-ms", type=float, default=16.0, help="a rank's forward pass of one micro-batch")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each case, of which the median counts")
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        sys.exit(on_ranks(args.ranks, *sys.argv))
-    launch = read_launch()
-    world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
-    rows = [measure(case, world, args.forward_ms / 1e3, args.repeats) for case in cases(launch.size)]
-    if launch.rank == 0:
-        found = [row for row in rows if row is not None]
-        print(table(found))
-        machine = machine_facts() | device_facts("cpu")
-        save({"bench": "pipeline", "ranks": launch.size, "machine": machine, "cases": found}, args.out)
-    end_process(0)
+def pipeline(ranks: int = 4, forward_ms: float = 16.0, repeats: int = 3, out: Path | None = None) -> None:
+    found = on_ranks(ranks, measure_cases, forward_s=forward_ms / 1e3, repeats=repeats)
+    print(table(found["cases"], "schedule ragged pp vpp micro_batches formula replayed measured"))
+    save({"bench": "pipeline", "ranks": ranks, "machine": machine_facts(), **found}, out)
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(pipeline)

@@ -1,32 +1,37 @@
-"""The planner's cost model against published measurements.
+"""The planner's cost model and searches against what ReaL, HybridFlow and APP published. Pure arithmetic on one core.
 
-    python scripts/bench/planner.py estimator --out estimator.json    half a minute on one core
+    python scripts/bench/planner.py estimator --out estimator.json      half a minute
+    python scripts/bench/planner.py search --out search.json            also: crossover, gain, separation
 
-``estimator``: the calls of ReaL's tables 4 to 6 (arXiv 2406.14088; LLaMA-3 7B actor and critic on 2 nodes of 8 H100, 512 rows of 1,024
-prompt and 1,024 response tokens, 8 mini-batches). Seconds of the paper, ours, and ours where the constants are fitted to all other
-calls; the step, whose calls overlap as the devices of table 4 let them; then the errors without single terms, each fitted anew.
-
-How ReaL's settings read here (its code, realhf/impl/model/backend): "#Micro-Batches" n of inference and generation are n calls one
-after the other, each of which a pipeline cuts into pp micro-batches; of training n micro-batches, or with a pipeline 2 * pp * n.
-Layers are recomputed, the optimizer is sharded (ZeRO 1), tp sums by all-reduces, and the head takes all tokens.
+Llama-3 shapes, seconds of a step; what counts is the order of plans.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from measure import save, table
+from measure import ROOT, line, machine_facts, run_parts, save, table
+from planner_search import run_searches
+from rlhf_spmd import plan
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import GPUS, Machine
+from rlhf_spmd.planner.planning import ProblemBuilder
+from rlhf_spmd.planner.problem import Problem, RankRange, simulate
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, whole_plan
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
+
+# Seconds of published calls
 
 LLAMA_7B = ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128)
 H100S = Machine(16, 8, GPUS["h100"], (GPUS["h100"].memory,) * 16, 50e9)
@@ -92,7 +97,8 @@ def estimate(call: Call, calibration: Calibration, spec: ModelSpec = LLAMA_7B, m
 
 
 def step_seconds(seconds: Sequence[float], plan: str, graphs: bool) -> float:
-    """Of the calls in the order of REAL. Of the searched plan the first two inferences, and the two trainings, are on a node each."""
+    """Of the calls in the order of REAL. Of the searched plan the first two inferences, and the two trainings, are on a node
+    each."""
     of = {call.name: s for call, s in zip(REAL, seconds, strict=True) if call.plan == plan and call.graphs in (graphs, False)}
     of["ActorGen"] = next(s for call, s in zip(REAL, seconds, strict=True) if (call.plan, call.graphs) == (plan, graphs))
     if plan == "heuristic":
@@ -101,42 +107,26 @@ def step_seconds(seconds: Sequence[float], plan: str, graphs: bool) -> float:
 
 
 def fit(calls: Sequence[Call], fitted: Sequence[str], start: Calibration) -> Calibration:
-    """The constants ``fitted`` for the least mean square of log(estimate / paper), by Nelder and Mead's simplex from ``start``."""
+    """The constants ``fitted`` for the least mean square of log(estimate / paper), by Gauss and Newton's steps from ``start``."""
 
     def calibration(logs: np.ndarray) -> Calibration:
-        return replace(start, **{name: float(x) for name, x in zip(fitted, np.exp(logs), strict=True)})
+        return replace(start, **dict(zip(fitted, np.exp(logs).tolist(), strict=True)))
 
-    def loss(logs: np.ndarray) -> float:
+    def residuals(logs: np.ndarray) -> np.ndarray:
         tried = calibration(logs)
-        return float(np.mean([math.log(estimate(call, tried) / call.seconds) ** 2 for call in calls]))
+        return np.array([math.log(estimate(call, tried) / call.seconds) for call in calls])
 
-    first = np.log([getattr(start, name) for name in fitted])
-    return calibration(simplex(loss, [first, *(first + step for step in 0.15 * np.eye(len(first)))]))
-
-
-def simplex(loss: Callable[[np.ndarray], float], points: list[np.ndarray], steps: int = 50) -> np.ndarray:
-    """Nelder and Mead 1965: where ``loss`` is least, from ``points``, one more than dimensions."""
-    scored = [(loss(point), point) for point in points]
-    for _ in range(steps if len(points) > 1 else 0):
-        scored.sort(key=lambda item: item[0])
-        worst, middle = scored[-1], np.mean([point for _, point in scored[:-1]], axis=0)
-
-        def at(factor: float, middle: np.ndarray = middle, far: np.ndarray = worst[1]) -> tuple[float, np.ndarray]:
-            point = middle + factor * (far - middle)
-            return loss(point), point
-
-        tried = at(-1.0)
-        if tried[0] < scored[0][0]:
-            tried = min(tried, at(-2.0), key=lambda item: item[0])
-        elif tried[0] >= scored[-2][0]:
-            tried = min(tried, at(0.5), key=lambda item: item[0])
-        if tried[0] < worst[0]:
-            scored[-1] = tried
-        else:
-            best = scored[0]
-            nearer = [best[1] + 0.5 * (point - best[1]) for _, point in scored[1:]]
-            scored = [best, *((loss(point), point) for point in nearer)]
-    return min(scored, key=lambda item: item[0])[1]
+    logs, small = np.log([getattr(start, name) for name in fitted]), 1e-3
+    for _ in range(15):
+        here = residuals(logs)
+        slopes = np.stack([(residuals(logs + small * axis) - here) / small for axis in np.eye(len(logs))], axis=1)
+        step = np.linalg.lstsq(slopes, here)[0]
+        shorter = (logs - share * step for share in (1.0, 0.5, 0.25, 0.1, 0.03))
+        better = next((tried for tried in shorter if sum(residuals(tried) ** 2) < sum(here**2)), None)
+        if better is None:
+            break
+        logs = better
+    return calibration(logs)
 
 
 def errors(calibration: Calibration) -> np.ndarray:
@@ -158,71 +148,227 @@ def without(term: str) -> Calibration:
     return replace(Calibration(), **{term: nothing.get(term, 1e9)})
 
 
-def estimator() -> dict[str, Any]:
+def estimator(out: Path | None = None) -> None:
+    """The calls of ReaL's tables 4 to 6 (arXiv 2406.14088; LLaMA-3 7B actor and critic on 2 nodes of 8 H100, 512 rows of 1,024
+    prompt and 1,024 response tokens, 8 mini-batches). Seconds of the paper, ours, and the errors of ours and of ours where the
+    constants are fitted to all other calls; the step, whose calls overlap as the devices of table 4 let them; then the errors
+    without single terms, each fitted anew.
+
+    How ReaL's settings read here (its code, realhf/impl/model/backend): "#Micro-Batches" n of inference and generation are n
+    calls one after the other, each of which a pipeline cuts into pp micro-batches; of training n micro-batches, or with a
+    pipeline 2 * pp * n. Layers are recomputed, the optimizer is sharded (ZeRO 1), tp sums by all-reduces, and the head takes all
+    tokens.
+    """
     default = Calibration()
-    ours, apart = errors(default), left_out(FITTED, default)
-    rows = [
-        {**asdict(call), "ours": call.seconds * (1 + error), "error": error, "left_out": other}
-        for call, error, other in zip(REAL, ours.tolist(), apart.tolist(), strict=True)
-    ]
+    found = zip(REAL, errors(default).tolist(), left_out(FITTED, default).tolist(), strict=True)
+    calls = [{**asdict(call), "ours": call.seconds * (1 + e), "off": e, "left_out": other} for call, e, other in found]
     steps = []
-    for (plan, graphs), paper in STEPS.items():
-        found = BEYOND * step_seconds([row["ours"] for row in rows], plan, graphs)
-        steps.append({"plan": plan, "graphs": graphs, "seconds": paper, "ours": found, "error": found / paper - 1})
-    terms = []
+    for (kind, graphs), paper in STEPS.items():
+        ours = BEYOND * step_seconds([call["ours"] for call in calls], kind, graphs)
+        steps.append({"plan": kind, "graphs": graphs, "seconds": paper, "ours": ours, "off": ours / paper - 1})
     cases = {"all terms": (FITTED, default), "matrix products fitted, too": ((*FITTED, "matrix"), default)}
     for term in ("call", "launch", "kernels", "memory", "link"):
         cases[f"without {term}"] = (tuple(name for name in FITTED if name != term), without(term))
+    terms = []
     for name, (fitted, start) in cases.items():
-        best, apart = fit(REAL, fitted, start), left_out(fitted, start)
-        terms.append({"terms": name, "mean": float(abs(errors(best)).mean()), "left_out": float(abs(apart).mean())})
-        terms[-1]["constants"] = {name: getattr(best, name) for name in fitted}
-    return {"calls": rows, "steps": steps, "terms": terms, "calibration": asdict(default)}
+        best = fit(REAL, fitted, start)
+        row: dict[str, Any] = {"terms": name, "mean": float(abs(errors(best)).mean())}
+        row["left_out"] = float(abs(left_out(fitted, start)).mean())
+        terms.append({**row, "constants": {name: getattr(best, name) for name in fitted}})
+    print(table(calls, "plan name graphs tp pp dp split seconds ours off left_out"), end="\n\n")
+    wrong = [abs(call["off"]) for call in calls]
+    print(f"mean error {np.mean(wrong):.1%}, {sum(error <= 0.25 for error in wrong)} of {len(wrong)} within 25 %\n")
+    print(table(steps, "plan graphs seconds ours off"), table(terms, "terms mean left_out constants"), sep="\n\n")
+    save({"calls": calls, "steps": steps, "terms": terms, "calibration": asdict(default)}, out)
 
 
-def print_estimator(report: dict[str, Any]) -> None:
-    cells = [
-        (
-            row["plan"],
-            row["name"] + (", graphs" if row["graphs"] else ""),
-            f"tp {row['tp']} pp {row['pp']} dp {row['dp']}, {row['split']}",
-            f"{row['seconds']:.1f}",
-            f"{row['ours']:.1f}",
-            f"{row['error']:+.0%}",
-            f"{row['left_out']:+.0%}",
-        )
-        for row in report["calls"]
+# Searches on real models
+
+SHAPES = {  # ReaL's table 1; HybridFlow's models are Llama's of the same sizes
+    "7B": (4096, 14336, 32, 32, 8),
+    "13B": (5120, 13824, 40, 40, 40),
+    "34B": (8192, 22016, 48, 64, 8),
+    "70B": (8192, 28672, 80, 64, 8),
+}
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+ROLES = {
+    "ppo": ("actor", "critic", "reward"),
+    "grpo": ("actor", "reward"),
+    "remax": ("actor", "reward"),
+    "safe_rlhf": ("actor", "critic", "reward", "cost", "cost_critic"),
+}
+
+
+def planning(
+    algorithm: str,
+    models: Mapping[str, str],
+    gpus: int,
+    rows: int,
+    gpu: str = "h100",
+    network: float = 50.0,
+    ahead: int = 0,
+    vocab: int = 128256,
+) -> ProblemBuilder:
+    """``models``: role -> size; others as the actor. ``network``: GB/s of a GPU to other hosts."""
+    sizes = [
+        f"models.{role}.spec.{key}={value}"
+        for role, size in models.items()
+        for key, value in zip(KEYS, SHAPES[size], strict=True)
     ]
-    print(table(("plan", "call", "layout, micro-batches", "paper, s", "ours, s", "error", "left out"), cells, 3))
-    wrong = [abs(row["error"]) for row in report["calls"]]
-    near = sum(error <= 0.25 for error in wrong)
-    print(f"\nmean error {np.mean(wrong):.1%}, {near} of {len(wrong)} within 25 %\n")
-    steps = [
-        (row["plan"], "yes" if row["graphs"] else "no", f"{row['seconds']:.1f}", f"{row['ours']:.1f}", f"{row['error']:+.0%}")
-        for row in report["steps"]
+    sizes += [f"models.{role}.spec.vocab_size={vocab}" for role in models]
+    samples = 8 if algorithm == "grpo" else 1
+    lengths = ["data.max_prompt_length=1024", "data.max_response_length=1024", "algorithm.ppo_max_token_len_per_gpu=16384"]
+    batch = [
+        f"data.train_batch_size={rows // samples}",
+        f"sampling.n={samples}",
+        f"algorithm.ppo_mini_batch_size={rows // samples // 8}",
     ]
-    print(table(("step", "graphs", "paper, s", "ours, s", "error"), steps, 2))
-    terms = [
-        (
-            row["terms"],
-            ", ".join(f"{name} {value:.3g}" for name, value in row["constants"].items()),
-            f"{row['mean']:.1%}",
-            f"{row['left_out']:.1%}",
-        )
-        for row in report["terms"]
-    ]
-    print("\n" + table(("terms", "fitted", "mean error", "left out"), terms, 2))
+    run = plan.read_run(
+        str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*sizes, *lengths, *batch, "reward.function=null"]
+    )
+    cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu=gpu, network_gb_s=network)  # type: ignore[attr-defined]
+    machine, _ = plan.machine_of(cluster)
+    return ProblemBuilder(run.calls, machine, FormulaTimes(machine, Calibration()), 16384, ahead)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("estimator",))
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    report = estimator()
-    print_estimator(report)
-    save(report, given.out)
+def search(
+    gpus: Sequence[int] = (16, 128, 1024),
+    searches: Sequence[str] = ("exact", "mcmc", "enumerate", "grid"),
+    limit: float = 10.0,
+    out: Path | None = None,
+) -> None:
+    """Certified optima for PPO, GRPO, ReMax and Safe-RLHF with 8B to 70B Llama-3 shapes on H100, and the other searches on the
+    same tables: seconds of the step, how far above the optimum, and seconds of the search, ``--limit`` at most. 512 rows of 1,024
+    + 1,024 tokens for each 16 GPUs."""
+    columns, rows = "algorithm actor gpus options tables_s search step_s bound_s above evaluated search_s", []
+    print(table([], columns))
+    for algorithm, size, ranks in product(ROLES, ("7B", "70B"), gpus):
+        models = {role: size if role == "actor" else "7B" for role in ROLES[algorithm]}
+        made, started = planning(algorithm, models, ranks, 512 * max(ranks // 16, 1)), time.perf_counter()
+        problem = made.problem()
+        head: dict[str, Any] = {"algorithm": algorithm, "actor": size, "gpus": ranks, "tables_s": time.perf_counter() - started}
+        head["options"] = sum(len(call.options) for call in problem.calls)
+        for row in run_searches(problem, searches, limit):
+            rows.append({**head, **row})
+            print(line(rows[-1], columns), flush=True)
+    save({"bench": "planner_search", "machine": machine_facts(), "search": rows}, out)
+
+
+def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
+    """Seconds of the fastest step whose roles share ranks as ``groups`` say, over all numbers of ranks; inf where none fits."""
+    ranges, ways, best = RankRanges(problem), CandidateTables(problem), float("inf")
+    for sizes in product(*([size for size in ranges.by_size if size >= problem.size // 16] for _ in groups)):
+        if sum(sizes) != problem.size:
+            continue
+        at, homes = 0, dict[str, RankRange]()
+        for group, size in zip(groups, sizes, strict=True):
+            ranks = next((ranks for ranks in ranges.by_size[size] if ranks.first == at), None)
+            if ranks is None:
+                break
+            homes |= dict.fromkeys(group, ranks)
+            at += size
+        else:
+            found = fill(ways, homes, {node: homes[problem.calls[node].role] for node in problem.lent})
+            if found:
+                schedule = simulate(problem, whole_plan(found))
+                best = min(best, schedule.seconds if schedule.fits else best)
+    return best
+
+
+PLACEMENTS: dict[str, list[tuple[str, ...]]] = {
+    "colocate": [("actor", "reference", "critic", "reward")],
+    "split": [("actor", "reference"), ("critic", "reward")],
+    "standalone": [("actor",), ("reference",), ("critic",), ("reward",)],
+}
+# (actor, critic and reward): placement that was fastest at so many GPUs (HybridFlow, figure 12 and its text)
+HYBRIDFLOW = {
+    ("13B", "13B"): {16: "colocate", 32: "colocate", 64: "colocate", 128: "standalone"},
+    ("34B", "34B"): {96: "split", 128: "split"},
+    ("13B", "70B"): {64: "colocate", 96: "split", 128: "split"},
+}
+
+
+def crossover(out: Path | None = None) -> None:
+    """HybridFlow, section 8.3: PPO on A100, 8 a host, 200 Gb/s a host, 1,024 rows of 1,024 + 1,024; all roles together, two sets
+    (actor and reference; critic and reward), or each alone, every set on its best number of ranks, every call in its best
+    layout."""
+    found = list[dict[str, Any]]()
+    for (actor, critic), best in HYBRIDFLOW.items():
+        for gpus, said in best.items():
+            models = {"actor": actor, "critic": critic, "reward": critic}
+            problem = planning("ppo", models, gpus, 1024, "a100", 3.125, vocab=32000).problem()
+            seconds = {name: best_with(problem, groups) for name, groups in PLACEMENTS.items()}
+            ours = min(seconds, key=lambda name: seconds[name])
+            found.append({"actor": actor, "critic": critic, "gpus": gpus, "paper": said, "ours": ours, "seconds": seconds})
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    keys = " ".join(["actor critic gpus", *PLACEMENTS, "paper ours"])
+    print(table([{**row, **row["seconds"]} for row in found], keys))
+    save({"bench": "planner_crossover", "machine": machine_facts(), "crossover": found}, out)
+
+
+def pretraining_layout(problem: Problem) -> float:
+    """One layout for all calls on all ranks: tp of a host, the fewest stages that fit; inf where none does."""
+    whole = RankRange(0, problem.size)
+    for pp in sorted({option.pp for call in problem.calls for option in call.options}):
+        calls = []
+        for call in problem.calls:
+            kept = tuple(o for o in call.options if (o.size, o.tp, o.pp) == (problem.size, min(problem.local_size, 8), pp))
+            calls.append(replace(call, options=kept))
+        if not all(call.options for call in calls):
+            continue
+        smaller = replace(problem, calls=tuple(calls))
+        found = fill(CandidateTables(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
+        if found:
+            schedule = simulate(smaller, whole_plan(found))
+            if schedule.fits:
+                return schedule.seconds
+    return float("inf")
+
+
+# ReaL's settings: actor, critic, GPUs, rows at a context of 2,048
+SETTINGS = [("7B", "7B", 16, 512), ("13B", "7B", 32, 1024), ("34B", "7B", 64, 2048), ("70B", "7B", 128, 4096)]
+
+
+def gain(limit: float = 10.0, out: Path | None = None) -> None:
+    """ReaL, sections 8.1 and 8.2: the best plan against one layout of pre-training for all calls (tp inside the host, as few
+    stages as fit)."""
+    found = []
+    for actor, critic, gpus, rows in SETTINGS:
+        problem = planning("ppo", {"actor": actor, "critic": critic, "reward": critic}, gpus, rows).problem()
+        best, heuristic = next(iter(run_searches(problem, ["exact"], limit)))["step_s"], pretraining_layout(problem)
+        row = {"actor": actor, "critic": critic, "gpus": gpus, "heuristic": heuristic, "searched": best}
+        found.append({**row, "times_as_fast": heuristic / best})
+    print(table(found, " ".join(found[0])))
+    save({"bench": "planner_gain", "machine": machine_facts(), "gain": found}, out)
+
+
+def separation(out: Path | None = None) -> None:
+    """APP: generation on ranks of its own one step ahead of training, against all roles on all ranks."""
+    found = []
+    for size, gpus in product(("7B", "13B", "34B", "70B"), (32, 64)):
+        models = dict.fromkeys(("actor", "critic", "reward"), size)
+        flat = best_with(planning("ppo", models, gpus, 512, "a100", 3.125, vocab=32000).problem(), PLACEMENTS["colocate"])
+        ahead = best_separated(planning("ppo", models, gpus, 512, "a100", 3.125, ahead=1, vocab=32000).problem())
+        found.append({"models": size, "gpus": gpus, "flattening": flat, "separation": ahead, "times_as_fast": flat / ahead})
+    print(table(found, " ".join(found[0])))
+    save({"bench": "planner_separation", "machine": machine_facts(), "separation": found}, out)
+
+
+def best_separated(problem: Problem) -> float:
+    """Generation on the first ranks, everything else on the others, over all shares."""
+    ranges, ways, best = RankRanges(problem), CandidateTables(problem), float("inf")
+    for size in ranges.by_size:
+        apart = next((ranks for ranks in ranges.by_size[size] if ranks.first == 0), None)
+        rest = next((ranks for ranks in ranges.by_size.get(problem.size - size, ()) if ranks.first == size), None)
+        if apart is None or rest is None:
+            continue
+        lent = {node: apart if node in problem.generating else rest for node in problem.lent}
+        found = fill(ways, dict.fromkeys(problem.homes, rest), lent)
+        if found:
+            schedule = simulate(problem, whole_plan(found))
+            best = min(best, schedule.seconds if schedule.fits else best)
+    return best
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(estimator, search, crossover, gain, separation)

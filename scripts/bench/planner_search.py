@@ -1,22 +1,24 @@
 """The planner's searches beside each other on made-up tables: seconds of the plan, gap to the optimum, search time.
 
-Usage: python scripts/bench/planner_search.py [--ranks 16 128 1024] [--algorithms ppo grpo] [--searches exact mcmc] [--limit 10]
+    python scripts/bench/planner_search.py --limit 4 --out planner_search.json
 
 Costs are arithmetic only (operations over rates, a few per cent for tensor slices and pipeline bubbles), so that the searches are
-compared, not the estimator. One core; no devices.
+compared, not the estimator. ``--limit``: seconds for each search; ``--ahead``: steps that generation is ahead of training. One
+core.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+from measure import chosen, line, run_parts, save, table
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.planner.problem import CallNode, Option, Problem
-from rlhf_spmd.planner.search import SearchResult
 
 LOCAL, MEMORY, FLOPS, BANDWIDTH, LINK, NETWORK = 8, 76e9, 0.55 * 989e12, 2.6e12, 350e9, 40e9
 PROMPT, RESPONSE = 1024, 1024
@@ -32,43 +34,13 @@ class Model:
 
 MODELS = {"7b": Model(8.0e9, 32, 4096, 4096), "13b": Model(14e9, 40, 5120, 20480), "70b": Model(70.6e9, 80, 8192, 4096)}
 
-# name, role, kind, names of the calls before
-PPO = [
-    ("generate", "actor", "generate", ()),
-    ("reward", "reward", "infer", ("generate",)),
-    ("values", "critic", "infer", ("generate",)),
-    ("reference", "reference", "infer", ("generate",)),
-    ("train_critic", "critic", "train", ("reward", "values", "reference")),
-    ("train_actor", "actor", "train", ("reward", "values", "reference")),
-]
-GRPO = [
-    ("generate", "actor", "generate", ()),
-    ("reward", "reward", "infer", ("generate",)),
-    ("log_probs", "actor", "infer", ("generate",)),
-    ("reference", "reference", "infer", ("generate",)),
-    ("train_actor", "actor", "train", ("reward", "reference", "log_probs")),
-]
-REMAX = [
-    ("generate", "actor", "generate", ()),
-    ("greedy", "actor", "generate", ()),
-    ("reward", "reward", "infer", ("generate",)),
-    ("baseline", "reward", "infer", ("greedy",)),
-    ("reference", "reference", "infer", ("generate",)),
-    ("train_actor", "actor", "train", ("reward", "baseline", "reference")),
-]
-SAFE = [
-    ("generate", "actor", "generate", ()),
-    ("reward", "reward", "infer", ("generate",)),
-    ("cost", "cost", "infer", ("generate",)),
-    ("log_probs", "actor", "infer", ("generate",)),
-    ("values", "critic", "infer", ("generate",)),
-    ("cost_values", "cost_critic", "infer", ("generate",)),
-    ("reference", "reference", "infer", ("generate",)),
-    ("train_critic", "critic", "train", ("reward", "cost", "log_probs", "values", "cost_values", "reference")),
-    ("train_cost_critic", "cost_critic", "train", ("reward", "cost", "log_probs", "values", "cost_values", "reference")),
-    ("train_actor", "actor", "train", ("reward", "cost", "log_probs", "values", "cost_values", "reference")),
-]
-ALGORITHMS = {"ppo": PPO, "grpo": GRPO, "remax": REMAX, "safe": SAFE}
+# role:kind of each call; what infers waits for call 0, or for the one whose number it has, what trains for all that infers
+GRAPHS = {
+    "ppo": "actor:generate reward critic reference critic:train actor:train",
+    "grpo": "actor:generate reward actor reference actor:train",
+    "remax": "actor:generate actor:generate reward reward:1 reference actor:train",
+    "safe": "actor:generate reward cost actor critic cost_critic reference critic:train cost_critic:train actor:train",
+}
 
 
 def layouts(ranks: int, model: Model) -> Iterator[tuple[int, int, int, int]]:
@@ -90,7 +62,15 @@ def train(model: Model, ranks: int, rows: int, mini_batches: int = 8) -> Iterato
         sync = mini_batches * part * (4 if zero < 3 else 4 * (1 + batches)) / (LINK if size <= LOCAL else NETWORK) * (dp > 1)
         held = part * {0: 18, 1: 6 + 12 / dp, 3: 18 / dp}[zero]
         kept = min(pp, batches) * micro * model.hidden * model.layers / pp * ((2 + 34 / model.layers * pp) if full else 34) / tp
-        yield Option(size, pp, tp, compute + sync, held, kept + (part * 2 if zero == 3 else 0), (zero, micro, full))
+        yield Option(
+            size,
+            pp,
+            tp,
+            compute + sync,
+            held,
+            kept + (part * 2 if zero == 3 else 0),
+            settings={"zero": zero, "micro_tokens": micro, "full": full},
+        )
 
 
 def infer(model: Model, ranks: int, rows: int) -> Iterator[Option]:
@@ -100,7 +80,15 @@ def infer(model: Model, ranks: int, rows: int) -> Iterator[Option]:
             batches = max(math.ceil(tokens / dp / micro), 1)
             slices = 1 + 0.05 * math.log2(tp) + 0.15 * model.hidden / (micro * 8)
             seconds = 2 * model.params * tokens / size / FLOPS * slices * (1 + (pp - 1) / batches)
-            yield Option(size, pp, tp, seconds, 2 * model.params / (tp * pp), micro * model.hidden * 34 / tp, micro)
+            yield Option(
+                size,
+                pp,
+                tp,
+                seconds,
+                2 * model.params / (tp * pp),
+                micro * model.hidden * 34 / tp,
+                settings={"micro_tokens": micro},
+            )
 
 
 def generate(model: Model, ranks: int, rows: int) -> Iterator[Option]:
@@ -112,23 +100,29 @@ def generate(model: Model, ranks: int, rows: int) -> Iterator[Option]:
             host = model.layers / pp * (2e-6 * (tp > 1) * 20 + (5e-6 if graphs else 300e-6))
             step = max(read, 2 * model.params * at_once / (tp * pp) / FLOPS) + host
             seconds = waves * RESPONSE * step * pp + 2 * model.params * rows * PROMPT / size / FLOPS
-            yield Option(size, pp, tp, seconds, 0.0, cache * (1.1 if graphs else 1.0), (flying, graphs))
+            yield Option(
+                size,
+                pp,
+                tp,
+                seconds,
+                0.0,
+                cache * (1.1 if graphs else 1.0),
+                settings={"max_num_seqs": flying, "graphs": graphs},
+            )
 
 
 def problem(algorithm: str, ranks: int, large: str, small: str, rows: int, ahead: int = 0) -> Problem:
     """Actor and reference are ``large``, all others ``small``; by default of as many rows as the ranks."""
-    graph = ALGORITHMS[algorithm]
-    names = [name for name, *_ in graph]
-    kinds = {"train": train, "infer": infer, "generate": generate}
-    calls: list[CallNode] = []
-    for name, role, kind, before in graph:
+    graph = [(role, kind) for role, _, kind in (text.partition(":") for text in GRAPHS[algorithm].split())]
+    infers, calls = [n for n, (_, kind) in enumerate(graph) if not kind or kind.isdecimal()], list[CallNode]()
+    for n, (role, kind) in enumerate(graph):
         model = MODELS[large if role in ("actor", "reference") else small]
-        trained = any(other == role and k == "train" for _, other, k, _ in graph)
-        home = kind == "train" if trained else not any(call.role == role for call in calls)
-        options = tuple(kinds[kind](model, ranks, rows))
-        calls.append(CallNode(name, role, frozenset(map(names.index, before)), options, home))
+        before = infers if kind == "train" else [] if kind == "generate" else [int(kind or 0)]
+        home = kind == "train" if (role, "train") in graph else not any(call.role == role for call in calls)
+        options = {"generate": generate, "train": train}.get(kind, infer)(model, ranks, rows)
+        calls.append(CallNode(f"{n}.{role}", role, frozenset(before), tuple(options), home))
     weights = {call.role: 2 * MODELS[large if call.role in ("actor", "reference") else small].params for call in calls}
-    generating = frozenset(n for n, (_, _, kind, _) in enumerate(graph) if kind == "generate")
+    generating = frozenset(n for n, (_, kind) in enumerate(graph) if kind == "generate")
     return Problem(tuple(calls), LOCAL, (MEMORY,) * ranks, weights, LINK, NETWORK, ahead, generating if ahead else frozenset())
 
 
@@ -139,34 +133,38 @@ CASES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
-    parser.add_argument("--searches", nargs="+", default=["exact", "mcmc", "enumerate", "grid"])
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds for each search")
-    parser.add_argument("--ahead", type=int, default=0, help="steps that generation is ahead of training")
-    args = parser.parse_args()
-    print("algorithm  ranks models     search        step s   bound s   above evaluated  took s")
-    for ranks in args.ranks:
-        for (large, small, rows), algorithm in product(CASES[ranks], args.algorithms):
-            table = problem(algorithm, ranks, large, small, rows, args.ahead)
-            best: SearchResult | None = None
-            for name in args.searches:
-                module = find("plan.search", "rlhf_spmd.planner.search", name, exports="search")
-                try:
-                    found = module.search(table, limit=args.limit)
-                except ValueError as error:
-                    print(f"{algorithm:10} {ranks:5} {large + '+' + small:10} {name:10} {error}")
-                    continue
-                best = best or found
-                above = found.seconds / best.lower_bound - 1 if best.lower_bound else math.nan
-                print(
-                    f"{algorithm:10} {ranks:5} {large + '+' + small:10} {name:10} {found.seconds:9.3f} {found.lower_bound:9.3f} "
-                    f"{above:7.2%} {found.evaluations:9} {found.search_seconds:7.3f}",
-                    flush=True,
-                )
+def run_searches(made: Problem, searches: Sequence[str], limit: float) -> Iterator[dict[str, Any]]:
+    """A row for each; ``above`` is against the bound of the first that proves one."""
+    bound = 0.0
+    for name in searches:
+        try:
+            found = find("plan.search", "rlhf_spmd.planner.search", name, exports="search").search(made, limit=limit)
+        except ValueError as error:
+            yield {"search": name, "error": str(error)}
+            continue
+        bound = bound or found.lower_bound
+        row = {"search": name, "step_s": found.seconds, "bound_s": found.lower_bound, "evaluated": found.evaluations}
+        yield {**row, "above": found.seconds / bound - 1 if bound else None, "search_s": found.search_seconds}
+
+
+def planner_search(
+    ranks: Sequence[int] = tuple(CASES),
+    algorithms: Sequence[str] | None = None,
+    searches: Sequence[str] = ("exact", "mcmc", "enumerate", "grid"),
+    limit: float = 10.0,
+    ahead: int = 0,
+    out: Path | None = None,
+) -> None:
+    columns, rows = "algorithm ranks models search step_s bound_s above evaluated search_s", []
+    print(table([], columns))
+    for number in ranks:
+        for (large, small, batch), algorithm in product(CASES[number], chosen(algorithms, GRAPHS)):
+            head = {"algorithm": algorithm, "ranks": number, "models": f"{large} + {small}"}
+            for row in run_searches(problem(algorithm, number, large, small, batch, ahead), searches, limit):
+                rows.append({**head, **row})
+                print(line(rows[-1], columns), flush=True)
+    save({"bench": "planner_search", "rows": rows}, out)
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(planner_search)

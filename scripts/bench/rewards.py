@@ -1,6 +1,6 @@
 """Rows per second of rewards through their worker processes, and verdicts on real answers; a table and JSON.
 
-    python scripts/bench/rewards.py --data DIR [--repeats 3] [--code] [--json FILE]
+    python scripts/bench/rewards.py --data DIR [--repeats 3] [--code] [--out FILE]
 
 ``--data``: a directory with ``gsm8k/model_solutions.jsonl.gz``, ``math500/test.jsonl``, ``humaneval/test.jsonl.gz`` and
 ``mbpp/all.jsonl.gz``. ``--code`` also runs the reference programs and broken ones, which takes minutes.
@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+from measure import line, machine_facts, run_parts, save, table
 from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -78,27 +78,17 @@ def measure(name: str, rows: list[RewardRow], right: list[bool], num_workers: in
     return {**told, "agree": agree, "failures": result.failures, "timeouts": result.timeouts, "seconds": seconds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--code", action="store_true")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    sets = {"gsm8k": gsm8k(given.data), "math": math500(given.data)}
-    if given.code:
-        sets["code"] = programs(given.data)
+def rewards(data: Path, repeats: int = 3, code: bool = False, out: Path | None = None) -> None:
+    sets = {"gsm8k": gsm8k(data), "math": math500(data), **({"code": programs(data)} if code else {})}
+    columns = "reward workers rows rows_per_s agree failures timeouts"
     found = []
-    print("| reward | workers | rows | rows/s | verdicts that agree | failures | time-outs |\n|---|---|---|---|---|---|---|")
+    print(table([], columns))
     for name, (rows, right) in sets.items():
         for workers in (1, 2):
-            one = measure(name, rows, right, workers, 1 if name == "code" else given.repeats)
-            found.append(one)
-            cells = (name, workers, one["rows"], f"{one['rows_per_s']:.0f}", one["agree"], one["failures"], one["timeouts"])
-            print("|", " | ".join(map(str, cells)), "|", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+            found.append(measure(name, rows, right, workers, 1 if name == "code" else repeats))
+            print(line(found[-1], columns), flush=True)
+    save({"bench": "rewards", "machine": machine_facts(), "cases": found}, out)
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(rewards)

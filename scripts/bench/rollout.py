@@ -1,62 +1,49 @@
-"""What the generator's options gain: micro-batches of a pipeline, rows that move between replicas, guessed tokens, shared prompts.
+"""What the options of our generator gain, on 2 CPU ranks with one thread each.
 
     python scripts/bench/rollout.py --out rollout.json
 
-Starts itself on 2 ranks with one thread each. All cases of a part make the same tokens; the first of a part is the option off.
-Idle: pipeline: the share of a stage's time in which its host waits for the other stage; replicas: the share of their time until the
-last one ends in which they have nothing to do. CPU seconds are those of all ranks.
+All cases of a part make the same tokens; the first of a part is the option off. Idle: pipeline: the share of a stage's time in
+which its host waits for the other stage; replicas: the share of their time until the last one ends in which they have nothing to
+do. CPU seconds are those of all ranks. ``--scale``: of lengths.
 
 - pipeline: two stages, 96 prompts, one micro-batch or more.
-- replicas: two of them, 160 prompts, of which each has 32 in flight at a time, with responses of 8 to 200 tokens, most of them short.
-  Prompts are dealt out as the programs do it, or with all long responses on one replica.
+- replicas: two of them, 160 prompts, of which each has 32 in flight at a time, with responses of 8 to 200 tokens, most of them
+  short. Prompts are dealt out as the programs do it, or with all long responses on one replica.
 - guesses: 8 samples per prompt on one rank. Random weights, whose texts never repeat themselves, and a model that is trained here
-  for some seconds to go around 64 tokens in a fixed order, from which it departs in one place of twenty.
+  (``--updates``) to go around 64 tokens in a fixed order, from which it departs in one place of twenty.
 - groups: 8 prompts of 256 tokens, 8 samples of 16 tokens, with and without sharing of prompts, on one rank.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from measure import machine_facts, on_ranks, table
+from measure import join_world, machine_facts, on_ranks, run_parts, save, table
 from rlhf_spmd.data.balance import partition_by_tokens
-from rlhf_spmd.data.sort_digits import LLAMA
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.models.weights import load_pretrained, write_random_model
+from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
-from rlhf_spmd.parallel.world import World, connect_store, init_world, read_launch
-from rlhf_spmd.process.ending import end_process
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.optim_config import OptimConfig
-
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 8},
-    "S": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32},
-}
-SAMPLED = SamplingConfig(ignore_eos=True)
-ORDER, DEPARTURES = 64, 20  # tokens; one of so many tokens is not the one that follows in the fixed order
-Row = tuple[list[int], int]  # prompt, tokens wanted
+from shapes import write_model
 
 
-class Bench:
-    """One run on this rank. ``scale``: of the amounts of work."""
+class OptionCases:
+    """One run on this rank. ``scale``: of lengths."""
 
     def __init__(self, world: World, path: str, scale: float, repeats: int) -> None:
         self.world, self.path, self.scale, self.repeats = world, path, scale, repeats
@@ -68,178 +55,116 @@ class Bench:
     def prompt(self, length: int) -> list[int]:
         return [self.rng.randrange(4, self.spec.vocab_size) for _ in range(length)]
 
-    def mesh(self, layout: Layout) -> Mesh:
+    def load(self, layout: Layout) -> tuple[Mesh, Decoder | None]:
         """On the first ranks. Collective over the world: every rank of it must call, in program order."""
-        return build_mesh(self.world, range(layout.size), layout)
-
-    def load(self, mesh: Mesh) -> Decoder:
-        decoder = Decoder(self.spec, "lm", mesh.pp_rank, mesh.layout.pp, mesh.tp, torch.float32, self.world.device)
+        mesh = build_mesh(self.world, range(layout.size), layout)
+        if not mesh.member:
+            return mesh, None
+        decoder = Decoder(self.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, torch.float32, self.world.device)
         load_pretrained(decoder, self.path)
-        return decoder
+        return mesh, decoder
 
-    def measure(
-        self, part: str, name: str, decoder: Decoder | None, mesh: Mesh, requests: Sequence[Request], **config: Any
-    ) -> None:
-        """The median repetition by its slowest rank. Collective over the world: every rank of it must call, in program order."""
+    def measure(self, case: str, decoder: Decoder | None, mesh: Mesh, requests: Sequence[Request], **settings: Any) -> None:
+        """The median repetition by its slowest rank. ``case``: its part, and its name before the settings.
+
+        Collective over the world: every rank of it must call, in program order."""
+        counts = ("steps", "decode_tokens", "prefill_tokens", "moved_rows", "draft_tokens", "accepted_tokens")
         runs = []
-        for repetition in range(self.repeats + 1):
+        for _ in range(self.repeats + 1):  # the first one warms up
             self.world.all.barrier("bench")
             figures = torch.zeros(10, dtype=torch.float64)
             if decoder is not None:
-                cpu = time.process_time()
-                generator = Generator(decoder, mesh, GenerationConfig(**config), ())
-                generator.generate(requests, SAMPLED, 0, 0)
+                cpu, generator = time.process_time(), Generator(decoder, mesh, GenerationConfig(**settings), ())
+                generator.generate(requests, SamplingConfig(ignore_eos=True), 0, 0)
                 stats, leads = generator.stats, float(mesh.replica.rank == 0)
-                counts = (
-                    stats.steps,
-                    stats.decode_tokens,
-                    stats.prefill_tokens,
-                    stats.draft_tokens,
-                    stats.accepted_tokens,
-                    stats.moved_rows,
-                )
-                times = stats.seconds, stats.busy_seconds, stats.stage_seconds, time.process_time() - cpu
-                figures = torch.tensor([leads * count for count in counts] + list(times), dtype=torch.float64)
-            ranks = torch.stack(self.world.all.all_gather(figures, "bench"))
-            runs += [ranks] * (repetition > 0)
-        ranks = sorted(runs, key=lambda each: float(each[:, 6].max()))[len(runs) // 2]
-        steps, drawn, prefill, guessed, accepted, moved = ranks[:, :6].sum(0).tolist()
-        members, wall = mesh.pool.size, float(ranks[:, 6].max())
-        idle = ranks[:members, 8].sum() if mesh.layout.pp > 1 else (wall - ranks[:members, 7]).sum()
-        self.cases.append(
-            {
-                "part": part,
-                "case": name,
-                "wall_s": round(wall, 3),
-                "cpu_s": round(float(ranks[:, 9].sum()), 3),
-                "tokens_per_s": round(drawn / wall, 1),
-                "idle": round(float(idle) / (members * wall), 3),
-                "steps": int(steps),
-                "drawn": int(drawn),
-                "prefill": int(prefill),
-                "moved_rows": int(moved),
-                "accepted": round(accepted / guessed, 3) if guessed else None,
-            }
+                times = [stats.seconds, stats.busy_seconds, stats.stage_seconds, time.process_time() - cpu]
+                figures = torch.tensor([*(leads * getattr(stats, name) for name in counts), *times], dtype=torch.float64)
+            runs.append(torch.stack(self.world.all.all_gather(figures, "bench")))
+        ranks = sorted(runs[1:], key=lambda each: float(each[:, 6].max()))[self.repeats // 2]
+        seconds, busy, stages, cpu = ranks[:, 6:].T
+        members, wall = mesh.pool.size, float(seconds.max())
+        idle = stages[:members].sum() if mesh.layout.pp > 1 else (wall - busy[:members]).sum()
+        steps, drawn, prefill, moved, guessed, accepted = map(int, ranks[:, :6].sum(0))
+        part, _, name = case.partition(": ")
+        turned = ", ".join(
+            filter(None, [name, *(f"{key}={value}" for key, value in settings.items() if key != "max_num_seqs")])
         )
+        entry = {"part": part, "case": turned, "wall_s": round(wall, 3), "cpu_s": round(float(cpu.sum()), 3)}
+        entry |= {"tokens_per_s": round(drawn / wall, 1), "idle": round(float(idle) / (members * wall), 3), "steps": steps}
+        entry |= {"drawn": drawn, "prefill": prefill, "moved_rows": moved}
+        self.cases.append({**entry, "accepted": round(accepted / guessed, 3) if guessed else None})
 
     def pipeline(self) -> None:
-        mesh = self.mesh(Layout(pp=2))
-        decoder = self.load(mesh)
+        mesh, decoder = self.load(Layout(pp=2))
         requests = [Request(i, i, self.prompt(32), self.count(64)) for i in range(96)]
         for number in (1, 2, 4):
-            self.measure("pipeline", f"micro_batches={number}", decoder, mesh, requests, micro_batches=number)
+            self.measure("pipeline", decoder, mesh, requests, micro_batches=number)
 
     def replicas(self) -> None:
-        mesh = self.mesh(Layout(dp=2))
-        decoder = self.load(mesh)
-        rows: list[Row] = [
-            (self.prompt(self.rng.randint(8, 48)), 8 + int(self.count(192) * self.rng.random() ** 3)) for _ in range(160)
-        ]
+        mesh, decoder = self.load(Layout(dp=2))
+        draw = self.rng.random
+        rows = [(self.prompt(self.rng.randint(8, 48)), 8 + int(self.count(192) * draw() ** 3)) for _ in range(160)]
         parts = partition_by_tokens([len(prompt) for prompt, _ in rows], 2)
-        shares = {
-            "dealt out": [np.flatnonzero(parts == part).tolist() for part in (0, 1)],
-            "long ones together": [sorted(range(160), key=lambda i: -rows[i][1])[half : half + 80] for half in (0, 80)],
-        }
-        for name, share in shares.items():
-            mine = [Request(i, i, *rows[i]) for i in share[mesh.dp_rank]]
+        longest = sorted(range(160), key=lambda i: -rows[i][1])
+        dealt = [[i for i in range(160) if parts[i] == part] for part in (0, 1)]
+        for name, shares in {"dealt out": dealt, "long ones together": [longest[:80], longest[80:]]}.items():
+            mine = [Request(i, i, *rows[i]) for i in shares[mesh.dp_rank]]
             for steps in (0, 8, 32):
-                self.measure(
-                    "replicas", f"{name}, rebalance_steps={steps}", decoder, mesh, mine, rebalance_steps=steps, max_num_seqs=32
-                )
+                self.measure(f"replicas: {name}", decoder, mesh, mine, rebalance_steps=steps, max_num_seqs=32)
 
     def guesses(self, updates: int) -> None:
-        mesh = self.mesh(Layout())
-        first = mesh.member
-        decoders = {
-            "random weights": self.load(mesh) if first else None,
-            "follows an order": self.trained(mesh, updates) if first else None,
-        }
-        for name, decoder in decoders.items():
-            for groups in (1, 8):
-                requests = [Request(8 * g + j, g, self.text(16), self.count(128)) for g in range(groups) for j in range(8)]
-                for guessed in (0, 4):
-                    case = f"{name}, {8 * groups} rows, speculative_tokens={guessed}"
-                    self.measure("guesses", case, decoder, mesh, requests, speculative_tokens=guessed)
+        mesh, drawn = self.load(Layout())
+        trained = self.trained(mesh, updates) if drawn else None
+        for (name, decoder), groups in product({"random weights": drawn, "follows an order": trained}.items(), (1, 8)):
+            requests = [Request(8 * g + j, g, self.text(16), self.count(128)) for g in range(groups) for j in range(8)]
+            for guessed in (0, 4):
+                self.measure(f"guesses: {name}, {8 * groups} rows", decoder, mesh, requests, speculative_tokens=guessed)
 
     def groups(self) -> None:
-        mesh = self.mesh(Layout())
-        decoder = self.load(mesh) if mesh.member else None
+        mesh, decoder = self.load(Layout())
         prompts = [self.prompt(self.count(256)) for _ in range(8)]
         requests = [Request(8 * g + j, g, prompt, 16) for g, prompt in enumerate(prompts) for j in range(8)]
         for shared in (False, True):
-            self.measure("groups", f"enable_prefix_caching={shared}", decoder, mesh, requests, enable_prefix_caching=shared)
+            self.measure("groups", decoder, mesh, requests, enable_prefix_caching=shared)
 
     def text(self, length: int) -> list[int]:
-        """Tokens of the order, most of the time."""
-        rng = self.rng
-        tokens = [rng.randrange(ORDER)]
+        """Tokens in a fixed order; one of twenty departs from it."""
+        tokens = [self.rng.randrange(64)]
         while len(tokens) < length:
-            tokens.append(rng.randrange(ORDER) if rng.random() < 1 / DEPARTURES else (tokens[-1] * 5 + 17) % ORDER)
+            tokens.append(self.rng.randrange(64) if self.rng.random() < 1 / 20 else (tokens[-1] * 5 + 17) % 64)
         return tokens
 
     def trained(self, mesh: Mesh, updates: int) -> Decoder:
-        optim = OptimConfig(lr=3e-3, weight_decay=0.0)
-        options: dict[str, Any] = {"dtype": torch.float32, "device": self.world.device, "total_updates": updates}
-        engine = TrainEngine(self.spec, self.path, "lm", mesh, optim, **options)
+        """A model that continues :meth:`text`."""
+        settings: dict[str, Any] = {"dtype": torch.float32, "device": self.world.device, "total_updates": updates}
+        engine = TrainEngine(self.spec, self.path, "lm", mesh, OptimConfig(lr=3e-3, weight_decay=0.0), **settings)
 
         def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
             return -token_log_probs(decoder, hidden, batch.tokens.roll(-1), 1.0)[0].mean(), {}
 
         for _ in range(updates):
-            texts = [self.text(128) for _ in range(8)]
-            tokens = torch.tensor([token for text in texts for token in text])
+            tokens = torch.tensor([token for _ in range(8) for token in self.text(128)])
             engine.forward_backward([Packed(tokens, torch.full((8,), 128))], loss)
             engine.optimizer_step()
         return engine.chunks[0]
 
 
-def print_tables(cases: Sequence[dict[str, Any]]) -> None:
-    keys = ["wall_s", "cpu_s", "tokens_per_s", "idle", "steps", "drawn", "prefill", "moved_rows", "accepted"]
-    for part in dict.fromkeys(case["part"] for case in cases):
-        rows = [
-            [case["case"], *("" if case[key] is None else str(case[key]) for key in keys)]
-            for case in cases
-            if case["part"] == part
-        ]
-        print(f"\n{table([part, *keys], rows, 1)}")
+def measure_options(path: str, scale: float, updates: int, repeats: int) -> dict[str, Any]:
+    found = OptionCases(join_world(), path, scale, repeats)
+    found.pipeline()
+    found.replicas()
+    found.guesses(updates)
+    found.groups()
+    return {"cases": found.cases}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="S")
-    parser.add_argument("--scale", type=float, default=1.0, help="of lengths")
-    parser.add_argument("--updates", type=int, default=100, help="to train the model that follows an order")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--path", help="used between the ranks")
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        with tempfile.TemporaryDirectory() as directory:
-            config = {
-                **LLAMA,
-                **SIZES[args.model],
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 1024,
-            }
-            if args.model == "tiny":
-                config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-            write_random_model(Path(directory) / "model", config, seed=1)
-            sys.exit(on_ranks(2, *sys.argv, "--path", f"{directory}/model"))
-    launch = read_launch()
-    world = init_world(launch, connect_store(launch), device=torch.device("cpu"))
-    bench = Bench(world, args.path, args.scale, args.repeats)
-    bench.pipeline()
-    bench.replicas()
-    bench.guesses(args.updates)
-    bench.groups()
-    if launch.rank == 0:
-        print_tables(bench.cases)
-        if args.out:
-            report = {"bench": "rollout", "machine": machine_facts(), "torch": torch.__version__, "cases": bench.cases}
-            args.out.write_text(json.dumps({**report, "model": args.model}, indent=2) + "\n", encoding="utf-8")
-    end_process(0)
+def rollout(model: str = "S", scale: float = 1.0, updates: int = 100, repeats: int = 3, out: Path | None = None) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory) / "model", model, with_weights=True)
+        found = on_ranks(2, measure_options, path=f"{directory}/model", scale=scale, updates=updates, repeats=repeats)
+    print(table(found["cases"], "part case wall_s cpu_s tokens_per_s idle steps drawn prefill moved_rows accepted"))
+    save({"bench": "rollout", "machine": machine_facts(), "model": model, **found}, out)
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(rollout)

@@ -6,8 +6,8 @@ have no file: every process draws the same numbers from the tensors' names. Peer
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
     from rlhf_spmd.models.decoder import Decoder
 
-# what differs from data.sort_digits.LLAMA
-SMALL: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 4},
-    "S": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32},
-    "M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 8192, "head_dim": 64},
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim")
+SMALL = {  # with 8 heads of queries, 4 of keys and values
+    "tiny": (32, 64, 2, 64, 4),
+    "quickstart": (192, 512, 4, 16, 24),
+    "S": (256, 768, 4, 4096, 32),
+    "M": (512, 1536, 8, 8192, 64),
+    "110M": (768, 2048, 12, 16000, 96),
 }
 # family, hidden size, intermediate size, layers, heads of queries, of keys and values, head_dim, vocabulary, tied embeddings
 LARGE = {
@@ -32,15 +34,6 @@ LARGE = {
     "llama_1b": ("Llama", 2048, 8192, 16, 32, 8, 64, 128256, True),
     "llama_8b": ("Llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
 }
-MODELS_HELP = f"any of {', '.join([*SMALL, *LARGE])}; llama_8b:16 has 16 of its layers"
-
-
-def model_name(text: str) -> str:
-    """For argparse."""
-    name, _, layers = text.partition(":")
-    if name not in SMALL | LARGE or not (layers.isdecimal() or text == name):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {MODELS_HELP}")
-    return text
 
 
 def is_large(model: str) -> bool:
@@ -48,15 +41,20 @@ def is_large(model: str) -> bool:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """The contents of config.json."""
-    from rlhf_spmd.data.sort_digits import LLAMA
-
+    """The contents of config.json. Ends the program where no model has this name."""
     name, _, layers = model.partition(":")
+    if name not in SMALL | LARGE or not (layers.isdecimal() or model == name):
+        sys.exit(f"no model {model!r}; there are {', '.join([*SMALL, *LARGE])}; llama_8b:16 has 16 of its layers")
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    config |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02}
+    config |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if name in SMALL:
-        config = {**LLAMA, **SMALL[name], "max_position_embeddings": 1024}
+        config |= dict(zip(SIZES, SMALL[name], strict=True))
+        config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+        config |= {"max_position_embeddings": 1024, "dtype": "float32"}
     else:
         family, hidden, inner, depth, heads, kv_heads, head_dim, vocab, tied = LARGE[name]
-        config = {**LLAMA, "architectures": [f"{family}ForCausalLM"], "model_type": str(family).lower()}
+        config |= {"architectures": [f"{family}ForCausalLM"], "model_type": str(family).lower()}
         config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocab}
         config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "rope_theta": 1e6}
         config |= {"tie_word_embeddings": tied, "max_position_embeddings": 8192, "dtype": "bfloat16"}

@@ -57,7 +57,7 @@ def build(world: World, **roles: tuple[list[int], Layout]) -> tuple[Controller, 
         toys[name] = Handing(
             controller, name, ResourcePool(name, tuple(ranks)), GroupShape(layout, GenerationLayout(layout, 1, 1))
         )
-        toys[name].store = store  # type: ignore[attr-defined]
+        toys[name].store = store
     return controller, toys
 
 

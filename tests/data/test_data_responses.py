@@ -14,7 +14,7 @@ from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import PromptsConfig
 from rlhf_spmd.data.sft import PromptResponseConfig, SftConfig, encode_pairs
-from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, prompt_texts, turn_end, turn_frame
+from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, prompt_texts, turn_frame
 from rlhf_spmd.generation.stopping import StopStrings
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.workers.retokenize import Retokenizer
@@ -87,7 +87,7 @@ def learnt(config: Any, tokenizer: Any, *rows: dict[str, Any]) -> list[tuple[str
 )
 def test_how_a_turn_opens_and_ends(llama: Any, template: str | None, opening: str, closing: str, end: str | None) -> None:
     frame = turn_frame(llama, template)
-    assert (frame.opening, frame.closing) == (opening, closing) and turn_end(llama, template) == closing
+    assert (frame.opening, frame.closing) == (opening, closing)
     names = {"</s>"} | ({end} if end else set())
     assert end_token_ids(llama, template) == tuple(sorted(map(llama.convert_tokens_to_ids, names)))
 
@@ -98,7 +98,7 @@ def test_every_kind_of_data_ends_a_response_as_the_template_does(llama: Any, tem
     said, more = {"chat_template": template, "path": "x"}, {"role": "assistant", "content": "Three"}
     prompt, two, three = TALK[:1], TALK[1:], [more]
     ((before, wanted),) = learnt(SftConfig(**said), llama, {"messages": TALK})
-    assert wanted.endswith(turn_end(llama, template).strip()) and wanted.count("</s>") == (template == LLAMA2)
+    assert wanted.endswith(turn_frame(llama, template).closing.strip()) and wanted.count("</s>") == (template == LLAMA2)
     assert learnt(SftConfig(**said), llama, {"prompt": prompt, "response": "Two"}) == [(before, wanted)]
     assert learnt(SftConfig(**said, apply_chat_template=True), llama, {"prompt": "one", "response": "Two"}) == [
         (before, wanted)

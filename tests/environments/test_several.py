@@ -374,7 +374,7 @@ def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> 
         (
             ("zeds", "shrot"),
             (),
-            r"data.path, row 1: environment='shrot' is no environment; did you mean 'short'\?.* there are zeds, short",
+            r"data.path, row 1: environment='shrot' is not an environment; did you mean 'short'\?.* there are zeds, short",
         ),
         (("zeds",), (), r"environments.short: no row has this name in its column 'environment'"),
         (NAMES, ("environments.environment.cls=calculator",), r"environments.environment: rows that name none have that of"),

@@ -12,7 +12,7 @@ import pytest
 Ran = tuple[dict[str, Any], str]
 
 
-@pytest.mark.script("control.py --ranks 2 --repeats 2 --starts 1")
+@pytest.mark.script("controller.py calls --ranks 2 --repeats 2 --starts 1")
 def test_control_writes_a_figure_for_every_case(ran: Ran) -> None:
     report, printed = ran
     assert report["ranks"] == 2 and {"python", "torch", "cores"} <= set(report["machine"])
@@ -33,10 +33,10 @@ def test_control_writes_a_figure_for_every_case(ran: Ran) -> None:
     for kind in ("bare", "ours"):
         (start,) = report["start"][kind]
         assert start["program_s"] > 0 and start["cpu_s"] > 0
-    assert "start to first call" in printed and printed.count("no --peer-python was given") == 2
+    assert "start to first call" in printed and printed.count("no --verl-python was given") == 2
 
 
-@pytest.mark.script("startup.py --counted 128 --ranks")
+@pytest.mark.script("controller.py startup --ranks 128")
 def test_startup_counts_what_a_rank_connects(ran: Ran) -> None:
     report, printed = ran
     assert [case["placement"] for case in report["counted"]] == ["all roles on all ranks", "two pools of half the ranks"]
@@ -55,7 +55,7 @@ def test_planner_estimates_published_calls(ran: Ran) -> None:
     assert len(fewer) == 5 and all(term["left_out"] > everything["left_out"] for term in fewer), "a term that does nothing"
 
 
-@pytest.mark.script("step.py --model tiny --ranks 1 --steps 2 --programs ppo")
+@pytest.mark.script("train.py step --model tiny --ranks 1 --steps 2 --programs ppo")
 def test_step_writes_phases_and_tokens_per_second(ran: Ran) -> None:
     report, printed = ran
     (run,) = report["runs"]
@@ -65,18 +65,18 @@ def test_step_writes_phases_and_tokens_per_second(ran: Ran) -> None:
     assert all(phase in phases for phase in ("generate_sequences", "compute_values", "update_actor"))
     assert "compute_log_prob" not in phases  # on CPU the rollout's log-probs are the training forward's
     assert max(run["phases_s"].values()) < run["step_s"]
-    assert "whole step" in printed
+    assert "step_s" in printed
 
 
-@pytest.mark.script("streaming.py --portions 1 2 --steps 2 --rounds 1 --prompts 4 --response 8 --at-once 4")
+@pytest.mark.script("placement.py streaming --portions 1 2 --steps 2 --rounds 1 --prompts 4 --response 8 --at-once 4")
 def test_streaming_measures_how_long_rows_wait(ran: Ran) -> None:
     report, printed = ran
-    assert [run["portions"] for run in report["runs"]] == [1, 2] and "row's end to reward" in printed
+    assert [run["portions"] for run in report["runs"]] == [1, 2] and "portions | reward |" in printed
     for run in report["runs"]:
         assert 0 < run["reward"] <= run["both"] and 0 < run["reference"] <= run["both"]  # of the same responses: it looks
 
 
-@pytest.mark.script("train_step.py --quick --peers sorted packed_sdpa --layouts tp2")
+@pytest.mark.script("update.py --models tiny --seconds 0 --least 1 --peers sorted packed_sdpa --layouts tp2")
 def test_train_step_compares_the_same_work(ran: Ran) -> None:
     report, printed = ran
     cases = {case["name"]: case for case in report["cases"]}
@@ -85,12 +85,12 @@ def test_train_step_compares_the_same_work(ran: Ran) -> None:
         assert "error" not in case, f"{name}: {case['error']}"
         assert name in printed and case["step_s"] > 0 and case["cpu_s"] > 0 and case["peak_mib"] > 0
     assert report["ratios"][0]["float32"]["loss_difference"] < 1e-5
-    sent = [part["mib_sent"] for part in cases["ours, tp2"]["communication"]]
+    sent = cases["ours, tp2"]["mib_sent"]
     assert len(sent) == 2 and all(part["attention"] > 0 and part["mlp"] > 0 for part in sent)
 
 
 @pytest.mark.script(
-    "train_step.py --device cpu --models tiny:1 --no-files --rows 4 8 24 --checkpointing full --optimizer "
+    "update.py --device cpu --models tiny:1 --no-files --rows 4 8 24 --checkpointing full --optimizer "
     "no_masters --peers compiled_sorted --compile-backend eager --seconds 0 --least 1"
 )
 def test_train_step_draws_weights_in_place(ran: Ran) -> None:
@@ -104,7 +104,7 @@ def test_train_step_draws_weights_in_place(ran: Ran) -> None:
     assert report["machine"]["device"] == "cpu"
 
 
-@pytest.mark.script("agreement.py --quick --device cpu --families llama gemma2 --tokens 8")
+@pytest.mark.script("kernels.py agreement --quick --device cpu --families llama gemma2 --tokens 8")
 def test_agreement_measures_distances_from_float32(ran: Ran) -> None:
     report, printed = ran
     for family in ("llama", "gemma2"):
@@ -114,7 +114,9 @@ def test_agreement_measures_distances_from_float32(ran: Ran) -> None:
         assert all(0 < found[name]["mean"] <= found[name]["max"] < 0.5 for name in ("training", "transformers"))
 
 
-@pytest.mark.script("generation.py --quick")
+@pytest.mark.script(
+    "generation.py --models tiny --dtypes float32 --rows 6 --longest 24 --repeats 1 --seconds 0 --engines ours transformers"
+)
 def test_generation_compares_the_same_tokens(ran: Ran) -> None:
     report, printed = ran
     cases = {case["engine"]: case for case in report["cases"]}
@@ -124,7 +126,6 @@ def test_generation_compares_the_same_tokens(ran: Ran) -> None:
         assert case["tokens_per_s"] > 0 and case["startup_s"] > 0 and case["peak_mib"] > 0 and not case["short"]
         assert 0 < case["roofline"] < 1 and f"| {engine} |" in printed
     assert cases["ours"]["agreement"] == {"rows": 1.0, "tokens": 1.0}
-    assert cases["ours"]["group_sampling"]["ratio"] > 0
     assert set(report["ratios"][0]["ours_over"]) == {"transformers"}
 
 
@@ -149,7 +150,7 @@ def test_pipeline_measures_every_schedule_beside_its_formula(ran: Ran) -> None:
     for case in report["cases"]:
         assert case["ragged"] or abs(case["replayed"] - case["formula"]) < 1e-3
         assert case["measured"] > case["replayed"] / 2  # loaded machines make it more; sleeps that last too long, a little less
-        assert f"{case['measured']:.3f}" in printed
+        assert f"{case['measured']:.4g}" in printed
     assert sum(case["ragged"] for case in report["cases"]) == 3
 
 
@@ -172,7 +173,7 @@ def test_activations_writes_memory_of_layers_and_head(ran: Ran) -> None:
     assert 0.8 < ours["chunks"] < 1.1 and whole["peak_mib"] > 3 * ours["peak_mib"] and "linear_cross_entropy" in printed
 
 
-@pytest.mark.script("memory.py --model tiny")
+@pytest.mark.script("memory.py phases --model tiny")
 def test_memory_predicts_and_measures_every_phase(ran: Ran) -> None:
     report, printed = ran
     assert list(report["phases"]) == ["load", "generate", "log_probs", "update", "step"]
@@ -186,7 +187,7 @@ def test_data_writes_every_rank_of_every_case(ran: Ran) -> None:
     assert report["rows"] == 600 and set(report["cases"]) == {"without", "first", "again"} and report["file_mib"] > 0
     for case, ranks in report["cases"].items():
         assert len(ranks) == 2 and printed.count(f"{case} ") >= 2
-        assert all(its["seconds"] > 0 and its["peak"] > 0 and its["examples"] == 100 for its in ranks)
+        assert all(its["seconds"] > 0 and its["peak_mib"] > 0 and its["examples"] == 100 for its in ranks)
 
 
 @pytest.mark.script("rollout.py --model tiny --scale 0.1 --updates 2 --repeats 1")
@@ -204,7 +205,7 @@ def test_rollout_compares_every_option_with_itself_turned_off(ran: Ran) -> None:
 
 
 @pytest.mark.script(
-    "cycles.py --cycles 130 --settled 90 --samples 13 --ranks 2",
+    "memory.py cycles --cycles 130 --settled 90 --samples 13 --ranks 2",
     TORCH_FR_BUFFER_SIZE="50",  # torch's record of the last collectives
     ONEDNN_PRIMITIVE_CACHE_CAPACITY="16",
     LRU_CACHE_CAPACITY="16",
@@ -215,7 +216,7 @@ def test_memory_stays_over_many_cycles(ran: Ran) -> None:
     report, printed = ran
     assert len(report["rows"]) == 2
     for row in report["rows"]:
-        for key in ("storages", "storage_bytes"):
+        for key in ("storages", "bytes_in_them"):
             least, most = row[key]
             assert 0 < least == most and str(least) in printed
         assert abs(row["heap_kib_per_cycle"]) < 2.0

@@ -56,17 +56,21 @@ def test_scripts_parse(script):
 
 def test_everything_that_the_gpu_day_names_exists():
     script = (ROOT / "scripts" / "gpu_day.sh").read_text()
-    benchmarks = re.findall(r"\$bench/(\w+\.py)((?:[^\n]|\\\n)*)", script)
+    benchmarks = re.findall(r"\$bench/(\w+\.py)\"(?: (\w+))?((?:[^\n]|\\\n)*)", script)
     assert len(benchmarks) == 9
-    for name, arguments in benchmarks:
-        source = "".join((ROOT / "scripts" / "bench" / file).read_text() for file in (name, "measure.py"))
-        assert all(f'"{option}"' in source for option in re.findall(r"--[\w-]+", arguments)), (name, arguments)
+    options = {(name, part): set[str]() for name, part, _ in benchmarks}
+    for name, part, arguments in benchmarks:
+        options[name, part].update(re.findall(r"--[\w-]+", arguments))
+    for (name, part), wanted in options.items():
+        command = [sys.executable, str(ROOT / "scripts" / "bench" / name), *([part] if part else []), "--help"]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        assert wanted <= set(re.findall(r"--[\w-]+", done.stdout.partition("\noptions:\n")[2])), (name, part)
     paths = re.findall(r"(?:configs|tests)/[\w/]+\.\w+", script)
     assert len(paths) == 8 and all((ROOT / path).is_file() for path in paths)
     modules = re.findall(r"rlhf_spmd(?:\.\w+)+", script)
     assert len(modules) == 4 and all(importlib.util.find_spec(module) for module in modules)
     blocks = (ROOT / "docs" / "benchmarks.md").read_text().partition("## On a GPU")[2].split("```")
-    commands = next(re.sub(r"--out \S+|scripts/bench/|\Abash", "", block) for block in blocks if "train_step.py" in block)
+    commands = next(re.sub(r"--out \S+|scripts/bench/|\Abash", "", block) for block in blocks if "update.py" in block)
     missing = set(re.findall(r"[^\s\\]+", commands)) - set(re.findall(r"[\w.=,:-]+", script))
     assert not missing, f"docs/benchmarks.md has {missing}, scripts/gpu_day.sh has not"
 

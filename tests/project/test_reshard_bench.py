@@ -9,7 +9,7 @@ import pytest
 Ran = tuple[dict[str, Any], str]
 
 
-@pytest.mark.script("reshard.py --ranks 2 --repeats 1")
+@pytest.mark.script("reshard.py ranks --sizes 2 --repeats 1")
 def test_two_ranks(ran: Ran) -> None:
     report, printed = ran
     assert {(row["layout"], row["engine"]) for row in report["rows"]} == {
@@ -19,13 +19,13 @@ def test_two_ranks(ran: Ran) -> None:
     }
     for row in report["rows"]:
         assert row["exact"] and row["counted_bytes"] == row["formula_bytes"] > 0
-        assert row["formula_peak"] <= row["counted_peak"] <= row["formula_peak"] + row["bucket_bytes"]
+        assert 0 <= row["beyond_bytes"] == row["counted_peak_bytes"] - row["formula_peak_bytes"] <= row["bucket_bytes"]
         assert min(row["to_generation_s"], row["to_training_s"], row["all_gather_s"], row["full_tensor_s"]) > 0
         assert row["layout"] in printed and row["engine"] in printed
     assert "9 of 9 rows; beyond the formula one bucket at most in 9" in printed
 
 
-@pytest.mark.script("reshard.py --plan --models 7B 70B --most-ranks 16")
+@pytest.mark.script("reshard.py plans --models 7B 70B --most-ranks 16")
 def test_planning_alone(ran: Ran) -> None:
     """The plans of ranks receive what the formula says, and peak at what it says beside norms and buckets."""
     report, printed = ran
@@ -33,12 +33,13 @@ def test_planning_alone(ran: Ran) -> None:
     assert {row["ranks"] for row in rows} == {8, 16} and {row["model"] for row in rows} == {"7B", "70B"} and "70B" in printed
     for row in rows:
         assert row["plans"] >= 1 and row["plan_s"] > 0
-        if row["formula"] is not None:
-            assert row["received"] == pytest.approx(row["formula"], rel=1e-6)  # rows in 8 or 16 parts
+        if row["formula_bytes"] is not None:
+            assert row["planned_bytes"] == pytest.approx(row["formula_bytes"], rel=1e-6)  # rows in 8 or 16 parts
         buckets = 2 * (2 << 28)
-        assert row["formula_peak"] <= row["peak"] * 1.002 and row["peak"] <= row["formula_peak"] * 1.002 + buckets
+        formula, peak = row["formula_peak_bytes"], row["planned_peak_bytes"]
+        assert formula <= peak * 1.002 and peak <= formula * 1.002 + buckets
         if row["engine"] == "zero_redundancy":
             naive = next(
                 r for r in rows if r["engine"] == "naive_groups" and (r["model"], r["layout"]) == (row["model"], row["layout"])
             )
-            assert row["received"] <= naive["received"] and row["peak"] < naive["peak"]
+            assert row["planned_bytes"] <= naive["planned_bytes"] and peak < naive["planned_peak_bytes"]

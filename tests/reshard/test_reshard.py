@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import runpy
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
@@ -173,7 +174,8 @@ def test_views_for_all_but_replicated_kv_heads(zero: int) -> None:
 EVEN = ModelSpec("llama", 64, 64, 64, 4, 16, 16, 4)  # everything divides; norms are replicated and listed apart
 
 
-COSTS = runpy.run_path(str(ROOT / "scripts" / "bench" / "reshard_costs.py"))  # the formulas
+sys.path.append(str(ROOT / "scripts" / "bench"))
+COSTS = runpy.run_path(str(ROOT / "scripts" / "bench" / "reshard.py"))  # the formulas
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -308,7 +308,7 @@ def test_an_answer_that_is_a_dict_ends_the_run_before_its_start(function):
 )
 def test_answers_that_a_reward_can_read_in_no_row_end_the_run_before_its_start(function, answer):
     config, rows = RewardConfig(function=function), [{"answer": answer}, {"answer": answer}, {"answer": None}]
-    with pytest.raises(ValueError, match=r"\Aa, row 0: reward.function: [^\n]*; so it is in all rows [^\n]*\Z"):
+    with pytest.raises(ValueError, match=r"\Aa, row 0: reward.function: [^\n]*; all rows are like this [^\n]*\Z"):
         config.check_rows("reward", rows, ["a, row 0", "a, row 1", "a, row 2"])
     config.check_rows(
         "reward", [*rows, {"answer": "B" if function == "multiple_choice" else 5}], [f"a, row {i}" for i in range(4)]
@@ -317,7 +317,7 @@ def test_answers_that_a_reward_can_read_in_no_row_end_the_run_before_its_start(f
 
 def test_auto_checks_the_answers_of_each_data_source_by_its_reward():
     rows = [{"data_source": "aime24", "answer": "25"}, {"data_source": "cais/mmlu", "answer": 1}]
-    with pytest.raises(ValueError, match=r"\Ab: reward.function: the row's answer '1' is no letter"):
+    with pytest.raises(ValueError, match=r"\Ab: reward.function: the row's answer '1' is not a letter"):
         auto.check_rows("reward", rows, ["a", "b"])
     assert auto.score("#### 34", {}, "gsm8k", ["33", 34.0]) == 1.0
 
@@ -362,6 +362,9 @@ def test_a_marked_number_that_goes_on_is_no_answer(response: str) -> None:
 
 def test_a_schema_given_as_text_is_refused_in_one_line():
     pytest.importorskip("jsonschema")
-    for text, why in (('{"a": ', "is no JSON schema: Expecting value"), ("[" * 200 + "]" * 200, "nested more than 100 levels")):
+    for text, why in (
+        ('{"a": ', "is not a JSON schema: Expecting value"),
+        ("[" * 200 + "]" * 200, "nested more than 100 levels"),
+    ):
         with pytest.raises(ValueError, match=why):
             json_schema.check("reward.kwargs", text)

@@ -235,7 +235,7 @@ def test_regex_and_length():
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
-        ("format", {"pattern": "("}, r"reward.kwargs.pattern='\(' is no regular expression"),
+        ("format", {"pattern": "("}, r"reward.kwargs.pattern='\(' is not a regular expression"),
         ("regex", {}, None),
         (
             "length",
@@ -248,7 +248,7 @@ def test_regex_and_length():
         ("code", {"time_s": 0}, r"reward.kwargs.time_s=0 must be above 0"),
         ("http", {}, r"reward.function='http' takes .*missing 1 required positional argument: 'url'"),
         ("http", {"url": "http://x", "batch_size": "many"}, r"reward.function='http' takes .*not supported between"),
-        ("math", {"x": 1}, r"kwargs.x is none of its settings"),
+        ("math", {"x": 1}, r"kwargs.x is not one of its settings"),
     ],
 )
 def test_settings_are_checked_before_the_run(function, kwargs, message):
@@ -283,7 +283,7 @@ def test_json_schema():
         assert runner.score(rows[:-1]).scores == [1.0, 1.0, 0.0, 0.0, 0.0]
     with RewardRunner(RewardConfig(function="json_schema", default=-9.0, timeout_s=60.0)) as runner:
         assert runner.score([rows[-1], ("", "5", {})]).scores == [1.0, -9.0]
-    with pytest.raises(ValueError, match=r"\Areward.kwargs.schema is no JSON schema: [^\n]*\Z"):
+    with pytest.raises(ValueError, match=r"\Areward.kwargs.schema is not a JSON schema: [^\n]*\Z"):
         RewardConfig(function="json_schema", kwargs={"schema": {"type": "no such"}}).check()
 
 

@@ -88,7 +88,7 @@ def test_sys_exit_in_user_code_costs_its_own_row():
         result = shared.score([*texts(1), *texts(2, do="exit"), *texts(3)])
         assert result.scores == [1.0, -9.0, 3.0] and "the function ended by SystemExit: 0" in result.first_error
         assert shared.score(texts(4)).scores == [4.0]
-    with pytest.raises(RewardError, match="cannot be made: SystemExit: 0"), runner("Ends") as shared:
+    with pytest.raises(RewardError, match="its constructor failed: SystemExit: 0"), runner("Ends") as shared:
         shared.score(texts(1))
 
 
@@ -130,7 +130,7 @@ def test_classes_are_made_once_in_each_process():
     with runner("scaled") as shared:
         assert shared.score(texts(4)).scores == [8.0]
     with (
-        pytest.raises(RewardError, match=r"cannot be made: ValueError: a scale of 0"),
+        pytest.raises(RewardError, match=r"its constructor failed: ValueError: a scale of 0"),
         runner("Scaled", kwargs={"scale": 0}) as shared,
     ):
         shared.score(texts(1))
@@ -143,11 +143,11 @@ def test_classes_are_made_once_in_each_process():
         ("Scaled", {"kwargs": {"scale": 1, "scal": 2}}, r"its constructor, .*unexpected keyword argument 'scal'"),
         ("NoCall", {}, r"it is a class without __call__"),
         ("generator", {}, r"it is a generator"),
-        ("with_settings", {"kwargs": {"bonsu": 1}}, r"kwargs.bonsu is none of its settings; did you mean 'bonus'\?"),
+        ("with_settings", {"kwargs": {"bonsu": 1}}, r"kwargs.bonsu is not one of its settings; did you mean 'bonus'\?"),
         (
             "with_settings",
             {"kwargs": {"response": "a"}},
-            r"kwargs.response is none of its settings; those are answer, bonus, malus",
+            r"kwargs.response is not one of its settings; its settings are answer, bonus, malus",
         ),
         ("with_settings", {"by_group": True}, r"with reward.by_group it must take lists over rows"),
         (None, {"kwargs": {"a": 1}}, r"reward.kwargs is for a function"),

@@ -356,7 +356,7 @@ def test_a_share_of_the_tests_and_rows_without_any():
     ):
         with pytest.raises(ValueError, match=message):
             code.score("x", {}, truth)
-    with pytest.raises(ValueError, match="is no Python"):
+    with pytest.raises(ValueError, match="is not Python"):
         code.score("x", {"test_list": ["assert ("]})
 
 

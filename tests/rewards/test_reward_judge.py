@@ -163,7 +163,7 @@ def test_questions_that_do_not_fit_have_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("reward.judge.pattern='(\\d'", r"^reward\.judge\.pattern='\(\\\\d' is no regular expression: missing \)"),
+        ("reward.judge.pattern='(\\d'", r"^reward\.judge\.pattern='\(\\\\d' is not a regular expression: missing \)"),
         (
             "reward.judge.template='{respnse}'",
             r"^reward\.judge\.template: unknown field \{respnse\}; did you mean 'response'\?",

@@ -1,4 +1,4 @@
-"""Spans of several ranks become one valid trace; recording is cheap and bounded."""
+"""The trace: spans, what is kept of them, and one merged file; and which samples people see."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_spmd.telemetry.progress import equal_runs, pick_samples
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, merge_trace, now_ns, write_trace
 
 MS = 1_000_000
@@ -121,3 +122,31 @@ def test_recording_costs_microseconds() -> None:
                 pass
         best = min(best, (time.perf_counter() - start) / 1000)
     assert best < 20e-6, f"{best * 1e6:.1f} us per span"  # about 1.5 us on an idle core; the bound allows for a busy machine
+
+
+@pytest.mark.parametrize(
+    ("groups", "most", "picked"),
+    [
+        ("aaaabbbbcccc", 2, [0, 4]),
+        ("aaaabbbbcccc", 3, [0, 4, 8]),
+        ("aaaabbbbcccc", 4, [0, 1, 4, 8]),
+        ("abab", 9, [0, 1, 2, 3]),
+        ("aaa", 2, [0, 1]),
+        ("", 2, []),
+        ("ab", 0, []),
+    ],
+)
+def test_every_group_comes_before_a_second_row_of_one(groups: str, most: int, picked: list[int]) -> None:
+    assert pick_samples(groups, most) == picked
+
+
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        ([True, True, False, True], [(True, 0, 2), (False, 2, 3), (True, 3, 4)]),
+        ([False], [(False, 0, 1)]),
+        ([], []),
+    ],
+)
+def test_stretches_of_a_mask(mask: list[bool], found: list[tuple[bool, int, int]]) -> None:
+    assert equal_runs(mask) == found

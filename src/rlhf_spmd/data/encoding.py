@@ -248,7 +248,7 @@ def read_template(setting: str | None, key: str) -> str | None:
 
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the template marks what the assistant generates
-CharSpan = tuple[int, int]  # first and last + 1 character of the rendered text
+CharSpan = tuple[int, int]  # begin and end (exclusive) in the rendered text
 MaskedPair = tuple[list[int], list[int], list[bool]]  # prompt ids, response ids, response mask
 
 

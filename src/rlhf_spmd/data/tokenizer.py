@@ -205,11 +205,6 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     return TurnFrame(opening, after[:stop], after[stop:], added[text])
 
 
-def turn_end(tokenizer: Any, template: str | None = None) -> str:
-    """Returns the text that closes an assistant's turn in the chat template; "" without one."""
-    return turn_frame(tokenizer, template).closing
-
-
 def end_token_ids(tokenizer: Any, template: str | None = None) -> tuple[int, ...]:
     """Returns the sorted tokens that end a response: the end token, and the one that closes the assistant's turn.
 

@@ -142,7 +142,7 @@ def check_rows(environments: Named, rows: Sequence[Mapping[str, Any]], places: S
     for name, place in zip(names, places, strict=False):
         if name is not None and name not in environments:
             hint = nearest(str(name), list(environments)) or ";"
-            raise ValueError(f"{place}: environment={name!r} is no environment{hint} there are {', '.join(environments)}")
+            raise ValueError(f"{place}: environment={name!r} is not an environment{hint} there are {', '.join(environments)}")
         if not scored and not (name and environments[name].gives_reward):
             which = f"{environment_key(name)} gives no reward" if name else "the row has no environment"
             raise ValueError(f"{place}: {which}, and there is no other; give reward.function or reward.model")

@@ -260,7 +260,7 @@ def _refusal(launch: Launch, error: BaseException) -> InputRefusal:
     if error_class == "signal":
         return error_class, f"{error_text(error)}{origin}", ""
     if error_class == "lost":
-        return error_class, f"left while it checked the input: SystemExit: {error_text(error)}{origin}", traceback.format_exc()
+        return error_class, f"ended while it checked the input: SystemExit: {error_text(error)}{origin}", traceback.format_exc()
     if error_class == "error":
         return error_class, f"{type(error).__name__}: {error_text(error)}{origin}", traceback.format_exc()
     return error_class, f"{error_class} error: {error_text(error)}{origin}", ""

@@ -19,7 +19,7 @@ def _whole_numbers(ground_truth: object) -> list[str]:
     found = right_answers(ground_truth)
     for value in (number(normalise(text)) for text in found):
         if value is None or value.denominator != 1:
-            raise ValueError(f"the row's answer {str(ground_truth)[-80:]!r} is no whole number")
+            raise ValueError(f"the row's answer {str(ground_truth)[-80:]!r} is not a whole number")
     return found
 
 

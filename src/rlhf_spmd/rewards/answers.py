@@ -51,7 +51,7 @@ def alternatives(answer: object) -> list[str]:
         entries = _listed(entries[0]) or entries
     found = [text for entry in entries for text in _texts(entry)]
     if not found or not all(isinstance(entry, str | int | float | Decimal) for entry in entries):
-        kind = "an empty list" if value in ([], ()) else f"no answer but {_kind(value)}"
+        kind = "an empty list" if value in ([], ()) else f"not an answer but {_kind(value)}"
         raise ValueError(
             f"the answer {repr(answer)[:80]} is {kind}; it must be a text, a number, or a list of them, of which any is right"
         )
@@ -103,7 +103,7 @@ def check_rows(
             read(answer)
         except ValueError as error:
             errors.append(
-                f"{place}: {where}.function: {error}; so it is in all rows (data.answer_key names the answer's column)"
+                f"{place}: {where}.function: {error}; all rows are like this (data.answer_key names the answer's column)"
             )
     if errors and len(errors) == len(answered):
         raise ValueError(errors[0])

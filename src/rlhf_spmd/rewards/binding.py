@@ -76,7 +76,7 @@ class BoundReward:
                 function, kwargs = function(**kwargs), {}
             # The boundary to the user's code: whatever it raises.
             except (Exception, SystemExit) as error:
-                raise self.refusal(f"it cannot be made: {type(error).__name__}: {error}") from error
+                raise self.refusal(f"its constructor failed: {type(error).__name__}: {error}") from error
         return replace(self, function=function, kwargs=kwargs, loop=asyncio.Runner() if self.is_async else None)
 
     def call(self, rows: Sequence[RewardRow], timeout_s: float) -> list[Any]:
@@ -192,7 +192,7 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
         if name in FROM_ROW or not (bound.takes_all or name in (p.name for p in named)):
             free = [p.name for p in named if p.name not in FROM_ROW]
             hint = nearest(name, free) or ";"
-            raise bound.refusal(f"kwargs.{name} is none of its settings{hint} those are {', '.join(free) or 'none'}")
+            raise bound.refusal(f"kwargs.{name} is not one of its settings{hint} its settings are {', '.join(free) or 'none'}")
     return bound
 
 

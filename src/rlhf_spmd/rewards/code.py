@@ -74,7 +74,7 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
     if error is not None:
         columns = ", ".join(sorted(key for key, value in rows[0].items() if value is not None))
         raise ValueError(
-            f"{places[0]}: {where}.function=code: {error}; so it is in all rows; the columns are {columns}"
+            f"{places[0]}: {where}.function=code: {error}; all rows are like this; the columns are {columns}"
         ) from error
 
 
@@ -99,7 +99,7 @@ def read_task(row: Mapping[str, Any], ground_truth: object) -> CodeTask:
         try:
             ast.parse(test)
         except SyntaxError as error:
-            raise ValueError(f"the row's test {test[:80]!r} is no Python: {error}") from error
+            raise ValueError(f"the row's test {test[:80]!r} is not Python: {error}") from error
     return task
 
 

@@ -14,7 +14,7 @@ def check(where: str, pattern: str = THINK_ANSWER) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"{where}.pattern={pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{where}.pattern={pattern!r} is not a regular expression: {error}") from error
 
 
 def score(response: str, pattern: str = THINK_ANSWER) -> float:

@@ -30,12 +30,12 @@ def _validator(schema: Any, where: str) -> Any:
         kind = validator_for(schema)
         kind.check_schema(schema)
     except (ValueError, TypeError, SchemaError) as error:
-        raise ValueError(f"{where} is no JSON schema: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{where} is not a JSON schema: {str(error).splitlines()[0]}") from error
     return kind(schema, registry=Registry())  # which fetches nothing from the network
 
 
 def _no_json(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def score(response: str, row: dict[str, Any], schema: Any = None) -> float:

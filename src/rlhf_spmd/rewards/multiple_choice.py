@@ -102,7 +102,7 @@ def right_letters(ground_truth: object) -> list[str]:
     """Returns the letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
     found = [(_ALONE.fullmatch(text) or _begun(text)) for text in map(_clean, answers.alternatives(ground_truth))]
     if not all(found):
-        raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is no letter")
+        raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is not a letter")
     return [letter[1].upper() for letter in found if letter]
 
 
@@ -118,5 +118,5 @@ def score(response: str, ground_truth: object, choices: str = "ABCDEFGHIJ") -> f
     """
     rights = right_letters(ground_truth)
     if not set(rights) <= set(choices):
-        raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is none of the choices {choices}")
+        raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is not one of the choices {choices}")
     return float(letter(response, choices) in rights)

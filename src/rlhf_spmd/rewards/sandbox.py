@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 WATCH_S = 0.02
 MAX_OUTPUT = 1 << 22  # bytes read of what the program writes
@@ -242,35 +243,11 @@ def remove_unused() -> None:
 
 
 def _remove_tree(directory: str) -> None:
-    """Removes a directory of any depth: its paths may be too long for the system. What cannot be removed stays."""
-    names, kind = list[str](), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    with suppress(OSError), ExitStack() as opened:
-        os.chmod(directory, 0o700)
-        here = os.open(directory, kind)
-        opened.callback(lambda: os.close(here))
-        while True:
-            if (below := _unlink_files(here)) is not None:
-                os.chmod(below, 0o700, dir_fd=here)
-                following = os.open(below, kind, dir_fd=here)
-                names.append(below)
-            elif names:
-                following = os.open("..", kind, dir_fd=here)
-                os.rmdir(names.pop(), dir_fd=following)
-            else:
-                break
-            os.close(here)
-            here = following
-        os.rmdir(directory)
-
-
-def _unlink_files(directory: int) -> str | None:
-    """Removes files up to the first directory in this one, whose name is returned."""
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                return entry.name
-            os.unlink(entry.name, dir_fd=directory)
-    return None
+    """Removes a directory of any depth: its paths may be too long for Python's rmtree. What cannot be removed stays."""
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
+    if subprocess.run(["rm", "-rf", "--", directory], **quiet).returncode:  # the program has closed some to us
+        subprocess.run(["chmod", "-R", "u+rwx", "--", directory], **quiet)
+        subprocess.run(["rm", "-rf", "--", directory], **quiet)
 
 
 def _text(file: object) -> str:

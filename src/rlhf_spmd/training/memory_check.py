@@ -126,11 +126,11 @@ def _gib(size: float) -> str:
 
 def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int) -> str:
     """In words, the mildest settings with which all ranks fit, or how much is missing with all of them."""
-    ladders = _ladders(plans, step, local_size)
+    ladders, shares = _ladders(plans, step, local_size), _usual_shares(plans, step)
     tops, tried = [len(ladder) for ladder in ladders], list[tuple[float, float]]()
 
     def settings(at: Sequence[int]) -> list[Setting]:
-        return [one for ladder, up in zip(ladders, at, strict=True) if up for one in ladder[up - 1]]
+        return [*shares, *(one for ladder, up in zip(ladders, at, strict=True) if up for one in ladder[up - 1])]
 
     def fits(at: Sequence[int]) -> bool:
         try:
@@ -140,7 +140,7 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
         tried.append(max((float(report.peaks[k]) - least, least) for k, least in report.judged(memory, None).items()))
         return tried[-1][0] <= 0
 
-    found = next((at for at in _upwards(tops) if fits(at)), None)
+    found = next((at for at in ((0,) * len(tops), *_upwards(tops)) if fits(at)), None)
     if found is None:
         (over, room), size = min(tried), max(ranks[-1] for ranks in measure(plans, step).ranks) + 1
         return (
@@ -152,6 +152,14 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
     words = (f"models.{role}.{key}" if role else key for role, key, _ in settings(found))
     values = (str("null" if value is None else value).lower() for *_, value in settings(found))
     return "it would fit with " + " ".join(map("=".join, zip(words, values, strict=True)))
+
+
+def _usual_shares(plans: Plans, step: StepFacts) -> list[Setting]:
+    """The usual ``gpu_memory_utilization`` for roles with a lower one: it leaves memory free that no other setting makes use of."""
+    usual = GenerationConfig().memory_share(on_host=False)
+    limits = {role: plan.config.generation for role, plan in plans.items() if plan.generation and not step.on_host}
+    low = [role for role, its in limits.items() if its.num_pages is None and its.memory_share(False) < usual]
+    return [(role, "generation.gpu_memory_utilization", usual) for role in low]
 
 
 def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -183,12 +191,7 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
     states, powers = rung(trained, "optim.offload", True), [2**n for n in range(1, 11)]
     largest = max(len(plan.pool.ranks) for plan in models.values())
     here = [role for role in models if models[role].shape.generation is not None]  # generate on their own ranks
-    usual = GenerationConfig().memory_share(on_host=False)
-    limits = {role: plan.config.generation for role, plan in models.items() if plan.generation}
-    limits = {role: its for role, its in limits.items() if its.num_pages is None and its.memory_share(step.on_host) < usual}
-    low: list[Setting] = [(role, "generation.gpu_memory_utilization", usual) for role in limits]
     return [
-        [low] if low and not step.on_host else [],  # a low share leaves memory free that other settings cannot use
         [rung(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]],
         [[(None, step.limits.where, tokens)] for tokens in budgets] if step.limits.rows is None else [],
         [*zero, *([wide] if wide else []), [*rung(split, "layout.zero", 3), *wide]],

@@ -105,7 +105,7 @@ def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
             raise ValueError(f"algorithm '{module.__name__}': {what}: {first_line(error)}") from error
     said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
     settings = {f.name for f in fields(config)}
-    pieces = {key: f.name for f in fields(config) if is_inline(f) for key in section_keys(type_hints(config)[f.name])}
+    pieces = {key: f.name for f in fields(config) if is_inline(f) for key in section_keys(type_hints(config)[f.name])}  # type: ignore[arg-type]
     if twice := sorted(settings & pieces.keys()):
         raise ValueError(
             f"{said} {twice[0]} is a key of its field {pieces[twice[0]]}: give it there, by inline(..., {twice[0]}=...)"

@@ -1,7 +1,8 @@
-"""Questions and slips are answered without importing torch where the program's keys are known, in the words of the program."""
+"""Cached keys of programs, answered without torch; and output whose reader has gone."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,48 @@ def test_a_home_that_cannot_be_written_to_is_no_mistake(monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", "/dev/null")
     command.remember_keys("train", train)
     assert arguments.load_keys("train") is None
+
+
+PRINTS = """
+import sys
+from rlhf_spmd.process.arguments import ignore_closed_pipes
+ignore_closed_pipes(); ignore_closed_pipes()
+for number in range(3):
+    print("x" * 100_000)
+    print("y" * 10, file=sys.stderr)
+sys.stdout.flush()
+print("z")
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_program_goes_on_without_its_reader(flags: list[str], stream: str) -> None:
+    other = "stderr" if stream == "stdout" else "stdout"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *flags, "-c", PRINTS]
+    ended = subprocess.run(command, check=False, text=True, **{stream: writer, other: subprocess.PIPE})  # type: ignore[call-overload]
+    os.close(writer)
+    assert ended.returncode == 3
+    said = ("x" * 100_000 + "\n") * 3 + "z\n" if stream == "stderr" else ("y" * 10 + "\n") * 3
+    assert getattr(ended, other) == said
+
+
+def test_the_command_makes_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rlhf_spmd", "--help"], stdout=writer, stderr=subprocess.PIPE, check=False, text=True
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_streams_of_others_are_left_alone() -> None:
+    from rlhf_spmd.process.arguments import ignore_closed_pipes
+
+    before = sys.stdout, sys.stderr
+    ignore_closed_pipes()
+    assert (sys.stdout, sys.stderr) == before

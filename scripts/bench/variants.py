@@ -1,14 +1,9 @@
-"""One variant of an optimizer step on one batch; ``train_step.py`` starts it, in a process (or ranks) of its own.
-
-python train_variants.py CASE.json OUT.json
-"""
+"""One variant of an optimizer step on one batch; ``update.py`` starts it, in a process (or ranks) of its own."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from measure import device_kernels, median, memory_mib, peak_mib, reset_peak, timed
+from measure import MIB, device_kernels, join_world, median, memory_mib, peak_mib, reset_peak, run_parts, timed
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.layout import Layout
@@ -100,7 +95,7 @@ def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
 
     torch.set_num_threads(1)
     device, attention = case["device"], case["variant"].rpartition("packed_")[2]
-    if case["tuned"] and device == "cpu":
+    if device == "cpu":
         choose_cpu_matmul()
         keep_freed_memory()
     names = {"flex": "flex_attention", "flash": "flash_attention_2", "eager": "eager"}
@@ -137,12 +132,10 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.models.heads import token_log_probs
     from rlhf_spmd.models.lora import LoraConfig
     from rlhf_spmd.parallel.mesh import build_mesh
-    from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
     from rlhf_spmd.workers.engine import Packed, TrainEngine
     from rlhf_spmd.workers.optim_config import OptimConfig
 
-    launch = read_launch()
-    world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)
+    world = join_world(case["device"])
     layout = Layout(**case["layout"])
     mesh = build_mesh(world, range(world.size), layout)
     rank = case["lora"]
@@ -194,8 +187,8 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     return Step(run, lambda: world.all.barrier("bench"), world.size)
 
 
-def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
-    """None on ranks other than 0."""
+def measure_case(**case: Any) -> dict[str, Any] | None:
+    """One variant in this process; None on ranks other than 0."""
     rows = make_rows(case)
     if case["variant"] == "ours":
         import rlhf_spmd.workers.engine  # noqa: F401
@@ -219,13 +212,8 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
         blocked.append(wall[0] - (time.thread_time() - own))
         losses.append(results[0])
     peak = peak_mib(case["device"], baseline)
-    figures: dict[str, Any] = {
-        "wall": seconds,
-        "cpu": cpu,
-        "blocked_s": median(blocked),
-        "peak_mib": peak,
-        "losses": losses[:3],
-    }
+    figures: dict[str, Any] = {"wall": seconds, "cpu": cpu, "blocked_s": round(median(blocked), 4)}
+    figures |= {"peak_mib": peak, "losses": losses[:3]}
     if case["variant"] == "ours" and case["device"] == "cuda":
         figures["kernels"] = device_kernels(step.run)
     if step.ranks > 1:
@@ -249,62 +237,28 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def over_ranks(figures: dict[str, Any], step: Step) -> dict[str, Any] | None:
-    """Rank 0: the slowest rank's seconds, all ranks' CPU seconds, the largest peak, and one step's communication per rank."""
+    """Rank 0: the slowest rank's seconds, all ranks' CPU seconds, the largest peak, and what each rank sends in a step. What its main
+    thread waited is ``blocked_s``: wall without CPU time."""
     import torch.distributed as dist
 
-    figures["communication"] = communication(step)
     parts: list[Any] = [None] * step.ranks
-    dist.all_gather_object(parts, figures)
-    if dist.get_rank():
-        return None
-    return {
-        "wall": [max(times) for times in zip(*(part["wall"] for part in parts), strict=True)],
-        "cpu": [sum(times) for times in zip(*(part["cpu"] for part in parts), strict=True)],
-        "blocked_s": [round(part["blocked_s"], 4) for part in parts],
-        "peak_mib": max(part["peak_mib"] for part in parts),
-        "losses": figures["losses"],
-        "communication": [part["communication"] for part in parts],
-    }
+    dist.all_gather_object(parts, {**figures, "mib_sent": mib_sent(step)})
+    every = {key: [part[key] for part in parts] for key in parts[0]}
+    figures |= {key: every[key] for key in ("blocked_s", "mib_sent")} | {"peak_mib": max(every["peak_mib"])}
+    figures["wall"] = [max(times) for times in zip(*every["wall"], strict=True)]
+    figures["cpu"] = [sum(times) for times in zip(*every["cpu"], strict=True)]
+    return None if dist.get_rank() else figures
 
 
-def communication(step: Step) -> dict[str, Any]:
-    """One more step under torch's profiler: MiB by label, as the collectives module counts them, and seconds by gloo operation.
-
-    Seconds run from a collective's start to its end: they include waiting for the other rank, and compute that overlapped (a
-    send ends when it is received). What the main thread waited in the timed steps is ``blocked_s``: wall without CPU time.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
+def mib_sent(step: Step) -> dict[str, float]:
+    """By one more step, by label."""
     from rlhf_spmd.parallel.collectives import RECORDER
 
     RECORDER.sent.clear()
-    RECORDER.received.clear()
     step.barrier()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step.run()
-    seconds: dict[str, float] = {}
-    calls: dict[str, int] = {}
-    for event in profiler.events():
-        if event.name.startswith("gloo:"):
-            seconds[event.name] = seconds.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e6
-            calls[event.name] = calls.get(event.name, 0) + 1
-    mib = {label: round(n / 2**20, 3) for label, n in sorted(RECORDER.sent.items()) if label not in ("bench", "control")}
-    return {
-        "mib_sent": mib,
-        "seconds": {name: round(value, 4) for name, value in seconds.items()},
-        "calls": calls,
-    }
-
-
-def main() -> None:
-    figures = measure_case(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    if figures is not None:
-        Path(sys.argv[2]).write_text(json.dumps(figures), encoding="utf-8")
-    if torch.distributed.is_initialized():
-        from rlhf_spmd.process.ending import end_process
-
-        end_process(0)
+    step.run()
+    return {label: round(n / MIB, 3) for label, n in sorted(RECORDER.sent.items()) if label not in ("bench", "control")}
 
 
 if __name__ == "__main__":
-    main()
+    run_parts()

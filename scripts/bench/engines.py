@@ -1,30 +1,22 @@
 """One engine on one workload, in the Python environment that has it; ``generation.py`` starts it, once per engine and case.
 
-    python generation_engines.py CASE.json OUT.json
-
 The case names the engine, the model's directory (without weights in it they are drawn on the device), device, dtype, threads, mode
-and rows (prompt ids and a length each; end-of-sequence is ignored). Written: start-up seconds (from the start of the process to the
-first token of a small prompt), wall and CPU seconds of each repetition, peak memory (resident, on GPUs that of all tensors), and the
-tokens of the first repetition. Engines return tokens only; ours also returns the log-prob of each, at no extra price to the others.
+and rows (prompt ids and a length each; end-of-sequence is ignored). Engines return tokens only; ours also returns the log-prob of
+each, at no extra price to the others.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from measure import device_kernels, median, peak_mib, timed
+from measure import device_kernels, join_world, peak_mib, run_parts, timed
 from shapes import fill, has_weights, peer_model
 
 Rows = list[tuple[list[int], int]]  # prompt ids, tokens wanted
 Generate = Callable[[Rows], list[list[int]]]
-GROUP_PROMPT = 512
 
 
 def longest_row(case: dict[str, Any]) -> int:
@@ -43,10 +35,8 @@ def start_ours(case: dict[str, Any]) -> Generate:
     from rlhf_spmd.models.weights import load_pretrained
     from rlhf_spmd.parallel.layout import Layout
     from rlhf_spmd.parallel.mesh import build_mesh
-    from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
 
-    launch = read_launch()
-    world = init_world(launch, connect_store(launch), device=torch.device("cpu") if case["device"] == "cpu" else None)
+    world = join_world(case["device"])
     torch.set_num_threads(case["threads"] // world.size)
     mesh = build_mesh(world, range(world.size), Layout(dp=world.size))
     dtype, exact = getattr(torch, case["dtype"]), case["settings"].get("exact") is True
@@ -191,12 +181,13 @@ def start_openvino(case: dict[str, Any]) -> Generate:
     return generate
 
 
-def export_openvino(case: dict[str, Any]) -> None:
+def export_openvino(**case: Any) -> dict[str, float]:
     """Write the model in OpenVINO's format, weights baked in: what a trainer would do after every update."""
     from optimum.intel import OVModelForCausalLM
 
     model = OVModelForCausalLM.from_pretrained(case["path"], export=True, compile=False, load_in_8bit=False)
     model.save_pretrained(case["exported"])
+    return {"seconds": round(time.time() - case["spawned"], 2)}
 
 
 STARTS = {
@@ -209,81 +200,41 @@ STARTS = {
 }
 
 
-def group_sampling(generate: Generate, vocab: int, repeats: int) -> dict[str, float]:
-    """Seconds to prefill a 512-token prompt for one row, and for eight rows that share it; each draws its first token."""
-    prompt = [(i * 7919) % (vocab - 4) + 4 for i in range(GROUP_PROMPT)]
-    wall_s, cpu_s = {}, {}
-    for name, num_rows in {"one": 1, "eight": 8}.items():
-        rows: Rows = [(prompt, 1)] * num_rows
-        wall, cpu, _ = timed(partial(generate, rows), 0, repeats + 1)
-        wall_s[name], cpu_s[name] = median(wall[1:]), median(cpu[1:])
-    return {
-        "one_s": round(wall_s["one"], 4),
-        "eight_s": round(wall_s["eight"], 4),
-        "ratio": round(wall_s["eight"] / wall_s["one"], 3),
-        "cpu_ratio": round(cpu_s["eight"] / cpu_s["one"], 3),
-    }
+def measure_engine(**case: Any) -> dict[str, Any] | None:
+    """Start-up seconds (from the start of the process to the first token of a small prompt), wall and CPU seconds of each repetition,
+    peak memory (resident, on GPUs that of all tensors), the tokens of the first repetition, and the rows that it made too short."""
+    rows = [(prompt, n) for prompt, n in case["rows"]]
+    generate = STARTS[case["engine"]](case)
+    generate([(rows[0][0][:16], 1)])
+    startup = time.time() - case["spawned"]
+    generate([(prompt, min(n, 8)) for prompt, n in rows])
+    wall, cpu, made = timed(lambda: generate(rows), case["seconds"], case["least"], case["device"])
+    figures = {"startup_s": round(startup, 2), "wall_s": wall, "cpu_s": cpu, "peak_mib": round(peak_mib(case["device"]), 1)}
+    figures["tokens"] = made[0]
+    figures["short"] = [i for i, (got, (_, n)) in enumerate(zip(made[0], rows, strict=True)) if len(got) != n]
+    if case["engine"] == "ours" and case["device"] == "cuda":
+        figures["kernels"] = device_kernels(lambda: generate([(prompt, min(n, 32)) for prompt, n in rows]))
+    return over_ranks(figures) if case["engine"] == "ours_2_ranks" else figures
 
 
-def profile_ours(generate: Generate, rows: Rows) -> list[list[Any]]:
-    """[function, calls, own CPU milliseconds] of one repetition, the 30 largest; a C++ kernel counts for its Python caller."""
-    import cProfile
-    import pstats
-
-    profiler = cProfile.Profile(time.process_time)
-    profiler.runcall(generate, rows)
-    functions = pstats.Stats(profiler).get_stats_profile().func_profiles
-    found = sorted(functions.items(), key=lambda item: -item[1].tottime)
-    return [
-        [f"{Path(one.file_name).name}:{one.line_number} {name}", one.ncalls, round(1e3 * one.tottime, 1)]
-        for name, one in found[:30]
-    ]
-
-
-def main() -> None:
-    case = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    if case["engine"] == "export_openvino":
-        export_openvino(case)
-        figures: dict[str, Any] = {"seconds": round(time.time() - case["spawned"], 2)}
-    else:
-        rows = [(prompt, n) for prompt, n in case["rows"]]
-        generate = STARTS[case["engine"]](case)
-        generate([(rows[0][0][:16], 1)])
-        startup = time.time() - case["spawned"]
-        generate([(prompt, min(n, 8)) for prompt, n in rows])
-        wall, cpu, made = timed(lambda: generate(rows), case["seconds"], case["least"], case["device"])
-        figures = {"startup_s": round(startup, 2), "wall_s": wall, "cpu_s": cpu, "peak_mib": round(peak_mib(case["device"]), 1)}
-        figures["tokens"] = made[0]
-        figures["short"] = [i for i, (got, (_, n)) in enumerate(zip(made[0], rows, strict=True)) if len(got) != n]
-        if case["engine"] == "ours" and case["extras"]:
-            figures["group_sampling"] = group_sampling(generate, case["vocab"], 3 * case["repeats"])
-            figures["profile"] = profile_ours(generate, rows)
-        if case["engine"] == "ours" and case["device"] == "cuda":
-            figures["kernels"] = device_kernels(lambda: generate([(prompt, min(n, 32)) for prompt, n in rows]))
-    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized() and case["engine"] == "ours_2_ranks":
-        figures = over_ranks(figures)
-    if int(os.environ.get("RANK", 0)) == 0:
-        Path(sys.argv[2]).write_text(json.dumps(figures), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # engines leave threads behind
-
-
-def over_ranks(figures: dict[str, Any]) -> dict[str, Any]:
-    """The slowest rank's seconds, the sum of CPU seconds and of memory, and every rank's rows."""
+def over_ranks(figures: dict[str, Any]) -> dict[str, Any] | None:
+    """Rank 0: the slowest rank's seconds, the sum of CPU seconds and of memory, and every rank's rows."""
     import torch.distributed as dist
 
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, figures)
-    tokens = [next(row for row in rows if row) for rows in zip(*(part["tokens"] for part in parts), strict=True)]
+    every = {key: [part[key] for part in parts] for key in figures}
+    if dist.get_rank():
+        return None
     return {
-        "startup_s": max(part["startup_s"] for part in parts),
-        "wall_s": [max(times) for times in zip(*(part["wall_s"] for part in parts), strict=False)],
-        "cpu_s": [sum(times) for times in zip(*(part["cpu_s"] for part in parts), strict=False)],
-        "peak_mib": sum(part["peak_mib"] for part in parts),
-        "tokens": tokens,
+        "startup_s": max(every["startup_s"]),
+        "wall_s": [max(times) for times in zip(*every["wall_s"], strict=False)],
+        "cpu_s": [sum(times) for times in zip(*every["cpu_s"], strict=False)],
+        "peak_mib": sum(every["peak_mib"]),
+        "tokens": [next(row for row in rows if row) for rows in zip(*every["tokens"], strict=True)],
         "short": [],
     }
 
 
 if __name__ == "__main__":
-    main()
+    run_parts()
