@@ -224,7 +224,10 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
             "models.actor.optim.head_lr=0.001: (with models.actor.lora no head|the model's output)",
         ),
         (("models.actor.random_init=true",), "models.actor.random_init=true: models.actor.lora.rank=4 trains beside weights"),
-        (("models.actor.lora.bits=5", "models.actor.dtype=float32"), "models.actor.lora.bits=5: allowed are 4, 8 and null"),
+        (
+            ("models.actor.lora.bits=5", "models.actor.dtype=float32"),
+            "models.actor.lora.bits=5 is not known; allowed: 4, 8, or null",
+        ),
         (
             ("models.actor.lora.bits=4", "models.actor.dtype=float32"),
             "models.actor.lora.bits=4: with tp=1 a rank would have 96 columns of model.layers.0.mlp.down_proj",

@@ -22,7 +22,7 @@ from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
 from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
 from rlhf_spmd.algorithms.distill import towards_teacher
-from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.algorithms.policy import PolicyConfig, PolicyLossConfig, clipped_policy
 from rlhf_spmd.algorithms.remax import Config as ReMaxConfig
 from rlhf_spmd.algorithms.remax import minus_greedy
 from rlhf_spmd.controller.reference import COPY_STRIDE
@@ -160,7 +160,7 @@ def test_distillation_counts_the_kl_of_later_tokens(gamma: float) -> None:
 def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
     """MiniLLM's gradient: over all responses of two tokens, weighted by their probability, ours is that of the divergence itself."""
     generator = torch.Generator().manual_seed(3)
-    size, config = 3, DistillConfig(gamma=1.0, loss_agg_mode="seq-mean-token-sum")
+    size, config = 3, DistillConfig(gamma=1.0, policy=PolicyLossConfig(loss_agg_mode="seq-mean-token-sum"))
     weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((size,), (size, size)) * 2]
     first, then, *teacher = weights
     its_first, its_then = (table.log_softmax(-1) for table in teacher)

@@ -15,7 +15,7 @@ from rlhf_spmd.parallel.world import World
 def nccl_branches() -> Iterator[None]:
     """CPU tensors of this process are taken for those of a device with nccl and without exact bits; torch computes, without a GPU."""
     before, unavailable = devices._CPU, choice.unavailable
-    devices._CPU = replace(before, nccl=True, exact=False)
+    devices._CPU = replace(before, nccl=True, batch_invariant=False)
     choice.unavailable = lambda *_: "here is no GPU"
     try:
         yield

@@ -260,7 +260,7 @@ def as_on_nccl() -> Iterator[None]:
     def none(*_: Any) -> str:
         return "the device is a CPU"
 
-    able = replace(devices._CPU, nccl=True, exact=False)
+    able = replace(devices._CPU, nccl=True, batch_invariant=False)
     with (
         mock.patch.object(devices, "_CPU", able),
         mock.patch.object(backends, "unavailable", none),

@@ -183,7 +183,7 @@ def test_a_configuration_that_may_not_fit_is_warned_of_as_in_training(
         (["plan.search=exakt"], "did you mean 'exact'"),
         (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
         (["workload.response_lengths=[30, 20]"], "workload.response_lengths=[30.0, 20.0]: must be numbers above 0, ascending"),
-        (["cluster.groups=[{nodes: 0, gpu: h200}]"], "cluster.groups[0].nodes=0"),
+        (["cluster.groups=[{nodes: 0, gpu: h200}]"], "cluster.groups.0.nodes=0"),
         (["cluster.memory_gb=1"], "cluster.memory_gb=1.0: must be above 2.5"),
         (["plan.out=plan.html"], "plan.out=plan.html: must be a file in a directory that exists"),
         (["plan.fixed=config", "placement.strategy=auto"], "placement.strategy=auto is none"),
@@ -297,7 +297,7 @@ def test_a_run_plans_itself(directory: Path) -> None:
 
 def test_a_run_that_plans_itself_reads_its_data_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenised for the rows that the plan is made for, and not again for the run."""
-    from rlhf_spmd import train as program
+    from rlhf_spmd.training import prepare as program
 
     read, read_data = [], program.read_data
     monkeypatch.setattr(program, "read_data", lambda *given: read.append(given) or read_data(*given))

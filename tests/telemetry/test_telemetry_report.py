@@ -389,7 +389,7 @@ def test_a_browser_takes_over_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_planned_schedule_is_drawn_in_the_same_form() -> None:
-    rows = [timeline_chart.Row("rank 0", [[timeline_chart.Box("generate", 0.0, 1.5, "generate\n1.5 s")]])]
+    rows = [timeline_chart.ChartRow("rank 0", [[timeline_chart.ChartBox("generate", 0.0, 1.5, "generate\n1.5 s")]])]
     svg = timeline_chart.draw(timeline_chart.TimelineChart(rows, [(0.0, "step 1")]), {"generate": "red"})
     assert Page(svg).tags.count("rect") == 2 and "generate" in svg
     assert timeline_chart.draw(timeline_chart.TimelineChart(()), {}) == ""

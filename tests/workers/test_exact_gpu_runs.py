@@ -26,7 +26,7 @@ EXACT = "models.actor.generation.reuse_rollout_log_probs=true"
 @pytest.fixture(autouse=True)
 def inexact_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products depend on the batch, as cuBLAS's do; other roles have torch's arithmetic, which takes less time than the interpreter."""
-    monkeypatch.setattr(devices, "_CPU", replace(devices._CPU, exact=False))
+    monkeypatch.setattr(devices, "_CPU", replace(devices._CPU, batch_invariant=False))
     monkeypatch.setattr(choice, "unavailable", lambda *_: "the interpreter is slow")
 
 
