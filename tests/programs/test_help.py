@@ -92,7 +92,7 @@ def test_a_word_chooses_keys(capsys: pytest.CaptureFixture[str]) -> None:
         train.main(["algorithm.name=rloo", "--help", "kl_ctrl"])
     keys = re.findall(r"^  ([\w.<>]+) ", told := capsys.readouterr().out, flags=re.MULTILINE)
     assert ending.value.code == 0 and keys and all("kl_ctrl" in key for key in keys)
-    assert "algorithm.kl_ctrl.kl_coef = 0.05 (" in told and "usage" not in told
+    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number, at least 0)" in told and "usage" not in told
     with pytest.raises(SystemExit) as ending:
         train.main(["--help", "zebra"])
     assert ending.value.code == 2 and "--help zebra: no key contains that" in capsys.readouterr().err
