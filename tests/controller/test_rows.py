@@ -379,7 +379,7 @@ def test_what_a_loss_gives_is_checked() -> None:
     def likelihood(fields: Any, rows: Any, totals: Any) -> Any:
         return torch.zeros(())
 
-    with pytest.raises(TypeError, match=r"the loss likelihood gives a Tensor, not \(loss, statistics by name\)"):
+    with pytest.raises(TypeError, match=r"the loss likelihood returned a Tensor, not \(loss, statistics by name\)"):
         Objective(likelihood).evaluate({}, None, None)  # type: ignore[arg-type]
     whole = Objective(lambda *_: (torch.zeros(()), {}, 3))  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError, match="returned a tuple of 3"):

@@ -9,15 +9,17 @@ from typing import Any, ClassVar
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section, sample, score
 from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
 from rlhf_spmd.algorithms.grpo import in_group
+from rlhf_spmd.algorithms.kl import KLConfig
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.sft import likelihood
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.sft import SftConfig
 
 
 @dataclass(frozen=True)
 class Config(GRPOConfig):
-    use_kl_loss: bool = False
+    kl: KLConfig = inline(KLConfig, use_kl_loss=False)
     ptx_coeff: float = 0.5
     streams: ClassVar[Mapping[str, Section]] = {**AlgorithmConfig.streams, "text": Section("pretraining", SftConfig)}
 
