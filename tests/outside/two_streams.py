@@ -19,7 +19,7 @@ from rlhf_spmd.data.sft import SftConfig
 
 @dataclass(frozen=True)
 class Config(GRPOConfig):
-    kl: KLConfig = inline(KLConfig, use_kl_loss=False)
+    kl: KLConfig = inline(KLConfig, use_kl_in_reward=False, use_kl_loss=False)
     ptx_coeff: float = 0.5
     streams: ClassVar[Mapping[str, Section]] = {**AlgorithmConfig.streams, "text": Section("pretraining", SftConfig)}
 
