@@ -14,6 +14,7 @@ import torch
 
 from generators import SMALL, LastDigits, alone, load, ragged_requests
 from ranks import run_ranks
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.decode_micro_batches import Speculation
 from rlhf_spmd.generation.sampler import filter_weights, row_keys, sample, uniform
@@ -149,7 +150,7 @@ def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check(config: SamplingConfig | GenerationConfig) -> None:
-    config.check("sampling")
+    check_section(config, "sampling")
     if isinstance(config, GenerationConfig):
         config.check_device("sampling")
 

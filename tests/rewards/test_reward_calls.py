@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.config import registry
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.rewards import runner as rewards_runner
 from rlhf_spmd.rewards import worker
 from rlhf_spmd.rewards.config import RewardConfig
@@ -157,7 +158,7 @@ def test_classes_are_made_once_in_each_process():
 def test_what_cannot_be_called_is_refused_in_one_line(name, settings, message):
     config = RewardConfig(function=name and f"reward_functions:{name}", **settings)
     with pytest.raises(ValueError, match=message) as refused:
-        config.check()
+        check_section(config, "reward")
     assert "\n" not in str(refused.value)
 
 
