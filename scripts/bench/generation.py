@@ -52,6 +52,7 @@ from measure import (
     save,
     table,
 )
+from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.parallel.world import choose_cpu_matmul
@@ -131,7 +132,7 @@ def settings_of(text: str) -> dict[str, Any]:
         key, _, value = part.partition("=")
         settings[key] = json.loads(value) if value in ("true", "false", "null") or value[:1].isdecimal() else value
     try:
-        GenerationConfig(**settings).check("--ours")
+        check_section(GenerationConfig(**settings), "--ours")
     except (TypeError, ValueError) as error:
         sys.exit(str(error))
     return settings
