@@ -75,7 +75,7 @@ pytest_here() {
 }
 kernels() { pytest_here tests/generation/test_triton.py tests/generation/test_triton_draw.py tests/kernels/test_triton_layers.py tests/kernels/test_head.py; }
 tests() { pytest_here tests/workers/test_gpu.py; }
-attention() { "$python" "$bench/kernels.py" attention --device $device "${quick[@]}" --out "$results/attention.json"; }
+attention() { "$python" "$bench/device.py" attention --device $device "${quick[@]}" --out "$results/attention.json"; }
 ppo() {
   "$python" -m rlhf_spmd.data.sort_digits --out runs/quickstart/task || return
   launch rlhf_spmd.sft --config "$root/configs/quickstart_sft.yaml" "${steps[@]}" || return
@@ -84,7 +84,7 @@ ppo() {
   "$python" -m rlhf_spmd.summary runs/quickstart/ppo
   return $status
 }
-agreement() { "$python" "$bench/kernels.py" agreement "${quick[@]}" --out "$results/agreement.json"; }
+agreement() { "$python" "$bench/device.py" agreement "${quick[@]}" --out "$results/agreement.json"; }
 train_1.7b() {
   "$python" "$bench/update.py" --models "${middle[@]}" --dtypes bfloat16 --out "$results/train_1.7b.json" \
     --peers "${peers[@]}" --seconds 5 --timeout 100

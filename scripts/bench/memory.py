@@ -26,7 +26,7 @@ from torch import Tensor
 
 from measure import MIB, join_world, machine_facts, memory_mib, on_ranks, reset_peak, run_parts, save, table
 from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
-from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import plan_params
@@ -179,7 +179,7 @@ def predict(roles: Roles) -> dict[str, dict[str, float]]:
     embedding = spec.vocab_size * spec.hidden_size
     layer = (whole - embedding) / spec.num_hidden_layers
     cache = 2 * len(roles.prompts) * (PROMPT + NEW) * spec.num_hidden_layers * 2 * spec.num_key_value_heads * spec.head_dim
-    logits = 4 * max(ExactOps.chunk_logits, 64 * spec.vocab_size)
+    logits = 4 * max(BatchInvariantOps.chunk_logits, 64 * spec.vocab_size)
     inner = 2 * tokens * (4 * spec.hidden_size + 6 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size)
     gathered = 2 * embedding + 2 * 2 * layer
     phases: dict[str, dict[str, float]] = {

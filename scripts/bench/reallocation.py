@@ -28,7 +28,7 @@ from rlhf_spmd.parallel.collectives import RECORDER, wait_all
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import TransferContext, plan_steps
+from rlhf_spmd.reshard.bucketing import TransferContext, plan_steps
 from rlhf_spmd.reshard.plan import Plan
 from rlhf_spmd.workers.engine import rank_shards
 

@@ -34,7 +34,7 @@ from rlhf_spmd.data.files import DataError, Row, list_paths
 from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.engine import gather_records, own_rows
-from rlhf_spmd.inference.job import (
+from rlhf_spmd.inference.loaded_model import (
     InferenceConfig,
     LoadedModel,
     base_directory,

@@ -23,7 +23,7 @@ from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Reques
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs, padded_size
-from rlhf_spmd.generation.runner import Runner
+from rlhf_spmd.generation.model_runner import ModelRunner
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.models.decoder import Decoder
@@ -69,13 +69,13 @@ def test_tokens_and_log_probs_keep_their_bits(
     wanted, stepwise = generate(path, SAMPLED, attention=attention)
     assert {c.finish_reason for c in wanted} == {"stop", "length"}
     sizes = []
-    decode = Runner._decode
+    decode = ModelRunner._decode
 
-    def noted(self: Runner, rows: Any, repeats: int) -> None:
+    def noted(self: ModelRunner, rows: Any, repeats: int) -> None:
         sizes.append((len(rows), repeats))
         decode(self, rows, repeats)
 
-    monkeypatch.setattr(Runner, "_decode", noted)
+    monkeypatch.setattr(ModelRunner, "_decode", noted)
     found, generator = generate(path, SAMPLED, attention=attention, **changes)
     check_equal(found, wanted)
     assert len({size for size, _ in sizes}) > 1 and max(steps for _, steps in sizes) > 1
@@ -265,14 +265,14 @@ def test_all_that_a_gpu_runs_draws_the_same(
     ]
     wanted = build(path, enforce_eager=True).generate(requests, sampling, 3, 5)
     mesh = alone()[1]
-    counted_launches, counts, decode_once = importlib.import_module("launches").counted_launches, [], Runner._decode_once
+    counted_launches, counts, decode_once = importlib.import_module("launches").counted_launches, [], ModelRunner._decode_once
 
-    def counted(self: Runner, *arguments: Any) -> None:
+    def counted(self: ModelRunner, *arguments: Any) -> None:
         with counted_launches() as launches:
             decode_once(self, *arguments)
         counts.append(launches.names)
 
-    monkeypatch.setattr(Runner, "_decode_once", counted)
+    monkeypatch.setattr(ModelRunner, "_decode_once", counted)
     decoder = Decoder(read_spec(path), "lm", 0, 1, mesh.tp, torch.float32, "cpu", ops=gpu.GpuOps())
     load_pretrained(decoder, path)
     found = Generator(decoder, mesh, replace(SMALL, attention="triton"), STOPS).generate(requests, sampling, 3, 5)

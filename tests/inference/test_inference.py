@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.inference.job import find_weights
+from rlhf_spmd.inference.loaded_model import find_weights
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.telemetry.run_dir import newest_checkpoint
 from rlhf_spmd.telemetry.summary import artifact_lines

@@ -28,7 +28,7 @@ from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.data.encoding import PromptEncoder
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.generation.sequence import NotFinite
-from rlhf_spmd.inference.job import ModelConfig
+from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.parallel.world import World

@@ -9,8 +9,8 @@ import torch
 
 from places import ROOT
 from rlhf_spmd import kernels
-from rlhf_spmd.kernels import Kernels, Ops, capabilities, choose_ops, model_device
-from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels import CppOps, Ops, capabilities, choose_ops, model_device
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 
 KINDS = re.compile(r"device\.type|\.is_cuda|cuda\.is_available")
 ALLOWED = {
@@ -29,7 +29,7 @@ def test_kinds_of_devices_are_told_apart_in_one_place() -> None:
 
 def test_models_name_no_device_and_no_kernel() -> None:
     for path in sorted((ROOT / "src" / "rlhf_spmd" / "models").glob("*.py")):
-        found = re.findall(r"is_cuda|device\.type|\bKernels\b|ExactOps|\"cuda\"", path.read_text())
+        found = re.findall(r"is_cuda|device\.type|\bKernels\b|BatchInvariantOps|\"cuda\"", path.read_text())
         assert not found, f"{path.name} has {found}"
 
 
@@ -37,10 +37,10 @@ def test_models_name_no_device_and_no_kernel() -> None:
 def test_arithmetic_follows_dtype_and_device(dtype: torch.dtype) -> None:
     cpu, gpu, meta = map(torch.device, ("cpu", "cuda", "meta"))
     assert type(choose_ops(dtype, gpu)) is Ops and not capabilities(gpu).batch_invariant
-    assert type(choose_ops(dtype, cpu, "torch")) is ExactOps and capabilities(cpu).batch_invariant
+    assert type(choose_ops(dtype, cpu, "torch")) is BatchInvariantOps and capabilities(cpu).batch_invariant
     assert choose_ops(dtype, meta) is choose_ops(dtype, model_device()), "memory still to come"
     with kernels.suspended():
-        assert type(choose_ops(dtype, cpu)) is ExactOps
-    assert dtype != torch.float64 or not isinstance(choose_ops(dtype, cpu), Kernels)
+        assert type(choose_ops(dtype, cpu)) is BatchInvariantOps
+    assert dtype != torch.float64 or not isinstance(choose_ops(dtype, cpu), CppOps)
     with pytest.raises(ValueError, match=r"here=cpp: the C\+\+ kernels compute float32 and bfloat16 on the CPU"):
         choose_ops(dtype, gpu, "cpp", "here")

@@ -41,7 +41,7 @@ RULES = [(None, None), (20.0, None), (None, 17), (5.0, 70)]  # softcap, window
 
 
 @pytest.fixture(params=["native", "x86-64-v3"])
-def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.Kernels]:
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.CppOps]:
     """As built for this processor, and for vectors of 8 floats, which every x86 processor of today has, without AMX."""
     if request.param != "native":
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -52,7 +52,7 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     except ValueError as error:
         pytest.skip(str(error))
     ops = choose_ops(torch.float32, torch.device("cpu"))
-    assert isinstance(ops, kernels.Kernels), "a compiler is here, yet the kernels do not build"
+    assert isinstance(ops, kernels.CppOps), "a compiler is here, yet the kernels do not build"
     yield ops
     choice._load.cache_clear()
 
@@ -97,12 +97,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     return torch.cat(out)
 
 
-def paged(found: kernels.Kernels, qkv: tuple[Tensor, ...], rule: AttentionRule, page_size: int, chunks: list[int]) -> Tensor:
+def paged(found: kernels.CppOps, qkv: tuple[Tensor, ...], rule: AttentionRule, page_size: int, chunks: list[int]) -> Tensor:
     """The sequences fed in chunks of tokens through pages in a shuffled order that hold NaN where nothing was written."""
     q, k, _ = qkv
     kv, dim = k.shape[1:]
     pages = [-(-length // page_size) for length in LENGTHS]
-    cache = torch.full((2, kv, sum(pages), kernels.Kernels.page_elements(page_size, dim)), math.nan, dtype=q.dtype)
+    cache = torch.full((2, kv, sum(pages), kernels.CppOps.page_elements(page_size, dim)), math.nan, dtype=q.dtype)
     table = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     starts, done, out = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))], [0] * len(LENGTHS), torch.empty_like(q)
     for step in range(sum(LENGTHS)):
@@ -123,7 +123,7 @@ def paged(found: kernels.Kernels, qkv: tuple[Tensor, ...], rule: AttentionRule, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "threads"), CASES, ids=str, indirect=["threads"])
 def test_attention_against_fp64_and_by_pages(
-    found: kernels.Kernels, heads: tuple[int, int, int], dtype: torch.dtype, threads: int
+    found: kernels.CppOps, heads: tuple[int, int, int], dtype: torch.dtype, threads: int
 ) -> None:
     qkv = qkv_of(heads, dtype)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -145,7 +145,7 @@ def test_attention_against_fp64_and_by_pages(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "threads"), CASES, ids=str, indirect=["threads"])
-def test_attention_gradients(found: kernels.Kernels, heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+def test_attention_gradients(found: kernels.CppOps, heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
     for softcap, window in RULES:
         rule = AttentionRule(heads[2] ** -0.5, softcap, window)
         wide = [x.detach().double().requires_grad_() for x in qkv_of(heads, dtype)]
@@ -161,7 +161,7 @@ def test_attention_gradients(found: kernels.Kernels, heads: tuple[int, int, int]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outs", "inner"), [(512, 256), (100, 86), (1, 768), (49, 3), (1000, 64)])
-def test_products(found: kernels.Kernels, dtype: torch.dtype, outs: int, inner: int, threads: int) -> None:
+def test_products(found: kernels.CppOps, dtype: torch.dtype, outs: int, inner: int, threads: int) -> None:
     x, weight, bias = draw((139, inner), dtype), draw((outs, inner), dtype, seed=1), draw((outs,), dtype, seed=2)
     if not found.multiplies(x, weight):
         assert dtype == torch.bfloat16 or not found.multiplies(x.float(), weight.float())
@@ -180,7 +180,7 @@ def test_products(found: kernels.Kernels, dtype: torch.dtype, outs: int, inner: 
     assert torch.equal(found.product(spread, weight, bias), out)
 
 
-def test_product_gradients(found: kernels.Kernels) -> None:
+def test_product_gradients(found: kernels.CppOps) -> None:
     parts = [draw((37, 20), torch.float32), draw((11, 20), torch.float32, seed=1), draw((11,), torch.float32, seed=2)]
     ours, wide = ([p.clone().to(dtype).requires_grad_() for p in parts] for dtype in (torch.float32, torch.float64))
     grad = draw((37, 11), torch.float32, seed=3)
@@ -191,7 +191,7 @@ def test_product_gradients(found: kernels.Kernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_operations_against_torch_and_row_by_row(found: kernels.Kernels, dtype: torch.dtype) -> None:
+def test_small_operations_against_torch_and_row_by_row(found: kernels.CppOps, dtype: torch.dtype) -> None:
     x, weight = draw((37, 3, 50), dtype, 2), draw((50,), dtype, seed=1)
     gates = draw((33, 86), dtype, 5, seed=2)
     angles = draw((37, 1, 25), torch.float32, 3, seed=3)
@@ -221,7 +221,7 @@ def test_small_operations_against_torch_and_row_by_row(found: kernels.Kernels, d
         torch.testing.assert_close(leaf.grad, other.grad, **close)
 
 
-def test_logit_statistics(found: kernels.Kernels) -> None:
+def test_logit_statistics(found: kernels.CppOps) -> None:
     logits, labels = draw((9, 517), torch.float32, 20), torch.tensor([0, 516, 517, 1033, 1034, 600, 530, 999, 5])
     logits[2, :500] = -math.inf  # tokens that may not be drawn
     first, shifted = 517, logits.double() - logits.double().amax(-1, keepdim=True)
@@ -238,7 +238,7 @@ def test_logit_statistics(found: kernels.Kernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_small_operations_against_fp64(found: kernels.Kernels, dtype: torch.dtype, threads: int) -> None:
+def test_gradients_of_small_operations_against_fp64(found: kernels.CppOps, dtype: torch.dtype, threads: int) -> None:
     x, weight, gates = draw((37, 3, 50), dtype, 2), draw((50,), dtype, seed=1), draw((800, 166), dtype, 5, seed=2)
     cases: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
         "norm": (lambda a, w: ops_of(a).rms_norm(a, w, 1e-5), x[:, 1:]),
@@ -256,7 +256,7 @@ def test_gradients_of_small_operations_against_fp64(found: kernels.Kernels, dtyp
             assert (a.grad - b.grad).norm() <= bound * b.grad.norm(), name
 
 
-def test_logit_gradients(found: kernels.Kernels, threads: int) -> None:
+def test_logit_gradients(found: kernels.CppOps, threads: int) -> None:
     logits, labels, grads = draw((150, 1034), torch.float32, 9), torch.arange(150) * 6, draw((150,), torch.float32, seed=1)
     logits[0, 520:600] = -math.inf
     wide = logits.double().requires_grad_()
@@ -268,7 +268,7 @@ def test_logit_gradients(found: kernels.Kernels, threads: int) -> None:
         torch.testing.assert_close(part.double(), wide.grad[:, first:last], atol=1e-5, rtol=1e-5)
 
 
-def test_argmax_takes_the_first_of_equal_ones(found: kernels.Kernels) -> None:
+def test_argmax_takes_the_first_of_equal_ones(found: kernels.CppOps) -> None:
     logits = draw((33, 1030), torch.float32, 3)
     logits[3, 1029] = logits[4, 0] = logits[5, 600] = 50.0
     logits[6, [100, 99, 700]] = 60.0
@@ -281,7 +281,7 @@ LAYERS = [name for name in CONFIGS if name not in ("llama-tied-bias", "qwen3-moe
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_whole_layer_has_the_bits_of_its_operations(
-    found: kernels.Kernels, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    found: kernels.CppOps, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed and paged, with and without gradients, in few rows and in many; the buffers stand from one layer to the next."""
     if not found.is_batch_invariant(dtype, 2):
@@ -322,7 +322,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         buffers.clear()
 
 
-def test_draws_follow_the_cumulative_distribution(found: kernels.Kernels) -> None:
+def test_draws_follow_the_cumulative_distribution(found: kernels.CppOps) -> None:
     logits = draw((40, 517), torch.float32, 3)
     logits[:, ::7] = -math.inf
     uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -340,7 +340,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, capl
     choice._load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert not any(isinstance(ops_of(torch.empty(0)), kernels.Kernels) for _ in range(2))
+            assert not any(isinstance(ops_of(torch.empty(0)), kernels.CppOps) for _ in range(2))
         assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
         cpu = torch.device("cpu")
         assert choose_ops(torch.float32, cpu).name == "torch"
@@ -352,7 +352,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, capl
         choice._load.cache_clear()
 
 
-def test_choices(found: kernels.Kernels) -> None:
+def test_choices(found: kernels.CppOps) -> None:
     cpu = torch.device("cpu")
     assert [choose_ops(dtype, cpu).name for dtype in (*DTYPES, torch.float64)] == ["cpp", "cpp", "torch"]
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
@@ -469,7 +469,7 @@ def test_gradients_of_bfloat16_do_not_take_slow_products(monkeypatch: pytest.Mon
     """Where the processor has no bfloat16 products, torch's take 5 times as long as float32's: none is asked for."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     try:
-        ops = kernels.Kernels(str(build.build("x86-64-v3")))
+        ops = kernels.CppOps(str(build.build("x86-64-v3")))
     except ValueError as error:
         pytest.skip(str(error))
     kinds, mm = set(), torch.mm

@@ -10,7 +10,7 @@ from launches import DEVICE, Launches, counted_launches
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.triton_attention import TritonAttention
-from rlhf_spmd.kernels import AttentionRule, triton_heads, triton_layers
+from rlhf_spmd.kernels import AttentionRule, triton_layers, triton_qkv
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
@@ -103,7 +103,7 @@ def test_the_bytes_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a layer of Qwen3-1.7B, without products and attention: what 8 tokens move more than 4. Parts of the norms' gradients are of a
     number of programs, not of tokens."""
     monkeypatch.setattr(triton_layers, "PROGRAMS", 1)
-    monkeypatch.setattr(triton_heads, "PROGRAMS", 1)
+    monkeypatch.setattr(triton_qkv, "PROGRAMS", 1)
     decoder, inputs = decoder_of("qwen3-tied", **SIZES_1_7B)
     more, less = train(decoder, inputs), train(decoder, inputs, 4)
     forward, backward = ((a.elementwise_bytes() - b.elementwise_bytes()) / 4 for a, b in zip(more, less, strict=True))

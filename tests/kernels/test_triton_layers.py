@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from places import ROOT
-from rlhf_spmd.kernels import HeadShape, Ops, PageTarget, triton_heads, triton_layers
+from rlhf_spmd.kernels import HeadShape, Ops, PageTarget, triton_layers, triton_qkv
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.kernels.packing import Norms
 from triton_device import DEVICE
@@ -123,7 +123,7 @@ def split_heads(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_heads_equal_float64(shape: HeadShape, with_norms: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_heads, "PROGRAMS", 3)
+    monkeypatch.setattr(triton_qkv, "PROGRAMS", 3)
     tokens = 7
     cos, sin = tables(tokens, shape.dim, dtype)
 

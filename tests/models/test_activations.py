@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.config.schema import check_section
-from rlhf_spmd.kernels import Kernels, choose_ops
+from rlhf_spmd.kernels import CppOps, choose_ops
 from rlhf_spmd.models.activations import CHECKPOINTING, save_on_host
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -117,8 +117,8 @@ def test_products_in_cpp_are_not_computed_again(dtype: torch.dtype, monkeypatch:
     if not decoder.ops.is_batch_invariant(dtype, 2):
         pytest.skip("no product in C++ for this dtype here")
     calls = []
-    product = Kernels.product
-    monkeypatch.setattr(Kernels, "product", lambda *args: calls.append(args[1].shape) or product(*args))
+    product = CppOps.product
+    monkeypatch.setattr(CppOps, "product", lambda *args: calls.append(args[1].shape) or product(*args))
     decoder.keep_activations("selective")
     loss = decoder(ids_of(decoder), PackedAttention(LENGTHS)).sum()
     assert len(calls) == 4 * decoder.spec.num_hidden_layers

@@ -25,8 +25,8 @@ from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, Packing, paged_tiles, triton_products
+from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps, _packed
 from rlhf_spmd.kernels.drawings import Drawings
-from rlhf_spmd.kernels.exact_gpu import ExactGpuOps, _packed
 from rlhf_spmd.kernels.flash import TorchFlash
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.activations import CHECKPOINTING
@@ -85,7 +85,7 @@ def test_products_of_many_programs_take_large_tiles() -> None:
 
 
 def test_gradients_of_a_product() -> None:
-    ops, bias = ExactGpuOps(), drawn(9, dtype=torch.float32).requires_grad_()
+    ops, bias = BatchInvariantGpuOps(), drawn(9, dtype=torch.float32).requires_grad_()
     x, weight = (drawn(rows, 20, dtype=torch.float32, seed=rows).requires_grad_() for rows in (7, 9))
     grad = drawn(7, 9, dtype=torch.float32, seed=5)
     found = torch.autograd.grad(ops.linear(x, weight, bias), (x, weight, bias), grad)
@@ -134,7 +134,10 @@ def test_packed_attention_equals_float64(kv_heads: int, group: int, dim: int, ru
     grad = drawn(*out.shape, dtype=dtype, seed=9)
     wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
     with contextlib.nullcontext() if DEVICE.type == "cuda" else flash_on_cpus():
-        for ops in (ExactGpuOps(), ExactGpuOps(TorchFlash())):  # the latter's backward pass takes our log-sum-exps
+        for ops in (
+            BatchInvariantGpuOps(),
+            BatchInvariantGpuOps(TorchFlash()),
+        ):  # the latter's backward pass takes our log-sum-exps
             found = ops.attend_packed(q, k, v, packing, rule)
             assert torch.equal(found, out)
             for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), grad), wanted, strict=True):
@@ -148,7 +151,7 @@ def test_packed_attention_equals_float64(kv_heads: int, group: int, dim: int, ru
 
 def build(name: str, dtype: torch.dtype, ops: GpuOps | None = None) -> Decoder:
     spec = spec_from_config({**CONFIGS[name], "num_hidden_layers": 2}, "test")
-    decoder = Decoder(spec, "lm", 0, 1, solo(), dtype, DEVICE, ops=ops or ExactGpuOps())
+    decoder = Decoder(spec, "lm", 0, 1, solo(), dtype, DEVICE, ops=ops or BatchInvariantGpuOps())
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -216,7 +219,7 @@ def test_a_row_that_is_not_finite_has_a_log_prob_that_is_not() -> None:
     ones, zeros = torch.ones(3, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
     for tempered in (False, True):
         drawings = Drawings(0.7 * ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=tempered)
-        found = ExactGpuOps().draw_rows(logits, logits, drawings, zeros, zeros)
+        found = BatchInvariantGpuOps().draw_rows(logits, logits, drawings, zeros, zeros)
         assert [each.isfinite().tolist() for each in found[1:]] == [[True, False, True]] * 2
 
 
@@ -226,7 +229,7 @@ def test_launches_of_a_step() -> None:
     logits = drawn(8, 101, dtype=torch.float32)
     ones, zeros = torch.ones(8, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
     drawings = Drawings(ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=False)
-    for ops in (GpuOps(), ExactGpuOps()):
+    for ops in (GpuOps(), BatchInvariantGpuOps()):
         decoder = build("qwen3-tied", torch.bfloat16, ops)
         cache = KVCache(
             2, 2, decoder.spec.head_dim, 8, 16, torch.bfloat16, DEVICE, build_backend("triton", torch.bfloat16, DEVICE)

@@ -10,7 +10,7 @@ from generators import matmul_precision as matmul_precision  # a fixture
 from generators import skip_unless_exact
 from ranks import run_ranks
 from rlhf_spmd.kernels import AttentionRule
-from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.packing import KEY_BLOCK, round_up, visible
 from rlhf_spmd.models import heads
 from rlhf_spmd.models.attention import PackedAttention
@@ -107,7 +107,7 @@ class CacheAttention:
             self.keys[i], self.values[i] = torch.cat([self.keys[i], room], 2), torch.cat([self.values[i], room], 2)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """Sequences with equally many new tokens share one padded call of ExactOps.attend."""
+        """Sequences with equally many new tokens share one padded call of BatchInvariantOps.attend."""
         out = torch.empty_like(q)
         starts, groups, at = {}, {}, 0
         for i, n in self.work:
@@ -130,7 +130,9 @@ class CacheAttention:
                 allowed[row, 0] = visible(query, torch.arange(longest), rule.window)
             rows = torch.stack([q[starts[i] : starts[i] + n] for i in members])
             rows = rows.view(len(members), n, k.shape[1], group_size, -1).transpose(1, 2).flatten(2, 3)
-            mixed = ExactOps().attend(rows, batch_k, batch_v, rule, allowed).unflatten(2, (n, group_size)).transpose(1, 2)
+            mixed = (
+                BatchInvariantOps().attend(rows, batch_k, batch_v, rule, allowed).unflatten(2, (n, group_size)).transpose(1, 2)
+            )
             for row, i in enumerate(members):
                 out[starts[i] : starts[i] + n] = mixed[row].reshape(n, q.shape[1], -1)
         return out
@@ -145,7 +147,7 @@ def build(config: dict[str, object], dtype: torch.dtype, tp: object = None) -> D
 def packed_log_probs(decoder: Decoder, sequences: list[Tensor], chunk_rows: int | None = None) -> list[Tensor]:
     """log p of each next token, one tensor per sequence, from one training forward over all of them."""
     ids = torch.cat(sequences)
-    attention = PackedAttention([len(s) for s in sequences], ops=ExactOps())
+    attention = PackedAttention([len(s) for s in sequences], ops=BatchInvariantOps())
     labels = torch.cat([s.roll(-1) for s in sequences])
 
     def head(d: Decoder, hidden: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from engine_runs import (
 from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.generate import GenerateConfig
-from rlhf_spmd.inference.job import ModelConfig
+from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs

@@ -24,7 +24,7 @@ from rlhf_spmd.training.checks import exact_rollouts
 from small_models import CONFIGS, make_model
 
 CPU = torch.device("cpu")
-FOUND = isinstance(choose_ops(torch.float32, CPU), kernels.Kernels)
+FOUND = isinstance(choose_ops(torch.float32, CPU), kernels.CppOps)
 needs_kernels = pytest.mark.skipif(not FOUND, reason="needs the C++ attention")
 
 

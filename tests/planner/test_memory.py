@@ -15,7 +15,7 @@ from torch import Tensor
 from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -153,7 +153,9 @@ def test_training_of_adapters_takes_what_is_predicted(
 
 
 def role(dtype: str) -> model.RoleSettings:
-    return model.RoleSettings(trained=True, itemsize=getattr(torch, dtype).itemsize, chunk=ExactOps.chunk_logits, entropy=True)
+    return model.RoleSettings(
+        trained=True, itemsize=getattr(torch, dtype).itemsize, chunk=BatchInvariantOps.chunk_logits, entropy=True
+    )
 
 
 SEVEN = shape_of(

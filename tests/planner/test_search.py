@@ -16,7 +16,7 @@ from rlhf_spmd.planner.problem import CallNode, Choice, Option, Plan, Problem, R
 from rlhf_spmd.planner.search import NoPlanError, exact
 from rlhf_spmd.planner.search import enumerate as enumerate_roles
 from rlhf_spmd.planner.search.candidates import RankRanges
-from rlhf_spmd.planner.search.packing import LoadBound
+from rlhf_spmd.planner.search.phase_scheduling import LoadBound
 
 
 def random_problem(seed: int, ahead: int = 0) -> Problem:

@@ -17,7 +17,7 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.world import Launch
 from rlhf_spmd.process.board import JUDGES, Board, announce
-from rlhf_spmd.process.watch import Heartbeat, Watch, WatchLimits, group_places
+from rlhf_spmd.process.failure_detector import Heartbeat, Watch, WatchLimits, group_places
 
 
 def beat(rank: int, count: int = 1, seq: int = 0, name: str = "", inside: bool = True, **others: object) -> Heartbeat:

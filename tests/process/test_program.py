@@ -22,7 +22,7 @@ from ranks import Program, run_command
 from rlhf_spmd.parallel import world
 from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul
 from rlhf_spmd.process import agreement
-from rlhf_spmd.process.ending import Preempted, classify, lost_connection
+from rlhf_spmd.process.exit import Preempted, classify, lost_connection
 from rlhf_spmd.process.messages import Messages
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
 from tasks import free_port

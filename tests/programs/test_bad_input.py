@@ -14,7 +14,7 @@ import pytest
 
 import tasks
 from ranks import run_command
-from rlhf_spmd.process.ending import classify
+from rlhf_spmd.process.exit import classify
 from rlhf_spmd.train import prepare
 
 LIMIT_S = 30.0  # of a CPU

@@ -13,7 +13,7 @@ from generate_runs import CONFIG, TEMPLATE, read_output, write_rows, write_token
 from reward_models import write_reward_model
 from rlhf_spmd import LLM, SamplingParams, evaluate, generate
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.inference.job import ModelConfig
+from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, prepare_model
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import write_random_model

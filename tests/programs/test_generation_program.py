@@ -25,8 +25,8 @@ from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.runner import Runner
-from rlhf_spmd.inference.job import Journal
+from rlhf_spmd.generation.model_runner import ModelRunner
+from rlhf_spmd.inference.loaded_model import Journal
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
@@ -274,8 +274,8 @@ def test_a_job_that_was_killed_goes_on(
 def test_a_job_of_many_rows_builds_few_runners(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i % 20]} for i in range(64)])
     built: list[Any] = []
-    build = Runner.__init__
-    monkeypatch.setattr(Runner, "__init__", lambda *given: built.append(given) or build(*given))
+    build = ModelRunner.__init__
+    monkeypatch.setattr(ModelRunner, "__init__", lambda *given: built.append(given) or build(*given))
     more = ["generation.max_num_seqs=4", "generation.steps_per_sync=4", "sampling.max_response_length=12"]
     program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
     assert len(read_output(tmp_path / "out.jsonl")) == 64

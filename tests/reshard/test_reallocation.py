@@ -24,7 +24,7 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Delta, Holding, Storages, Transfer, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.messages import TransferContext, TransferStep, cut_messages, plan_steps
+from rlhf_spmd.reshard.bucketing import TransferContext, TransferStep, cut_messages, plan_steps
 from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice

@@ -34,7 +34,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, Holding, choose_method, missing_elements, plan_transfer
-from rlhf_spmd.reshard.messages import Message, TransferContext, TransferStep, plan_bucket
+from rlhf_spmd.reshard.bucketing import Message, TransferContext, TransferStep, plan_bucket
 from rlhf_spmd.reshard.plan import ParamSlice, single_slice
 from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
 

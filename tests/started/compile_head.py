@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlhf_spmd.kernels import triton_head as ours
+from rlhf_spmd.kernels import triton_lm_head as ours
 
 POINTERS = {
     "logits": "*fp32",

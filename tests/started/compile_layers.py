@@ -9,7 +9,7 @@ from compile_head import usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlhf_spmd.kernels import triton_heads, triton_layers
+from rlhf_spmd.kernels import triton_layers, triton_qkv
 from rlhf_spmd.kernels.packing import HeadShape
 
 TYPES = {"slots": "*i64", "scales": "*fp32", "parts": "*fp32", "eps": "fp32", "head_elements": "i64"}
@@ -47,14 +47,14 @@ def variants() -> list[tuple[str, Any, int, dict[str, Any]]]:
         found.append((f"gate {'gelu' if gelu else 'silu'} backward", triton_layers._gate_backward, 4, gate))
     for normed, dim, blocks in ((True, 128, 1), (False, 128, 1), (False, 64, 1), (True, 80, 1), (True, 256, 1), (True, 128, 2)):
         shape = HeadShape(16, 8, dim, blocks)
-        block_h, block_d = triton_heads.head_blocks(shape, 32)
+        block_h, block_d = triton_qkv.head_blocks(shape, 32)
         sizes = {"Q": 16, "KV": 8, "DIM": dim, "BLOCKS": blocks, "NORMED": normed, "PLUS_ONE": False}
         sizes |= {"BLOCK_H": block_h, "BLOCK_D": block_d}
         label = f"heads {'normed ' * normed}{dim}{f' in {blocks} blocks' if blocks > 1 else ''}"
         for paged in (False, True):
             heads = 24 if blocks == 1 and not paged else 32
-            found.append((f"{label}{' to pages' * paged}", triton_heads._heads, 4, {**sizes, "HEADS": heads, "PAGED": paged}))
-        found.append((f"{label} backward", triton_heads._heads_backward, 4, sizes))
+            found.append((f"{label}{' to pages' * paged}", triton_qkv._heads, 4, {**sizes, "HEADS": heads, "PAGED": paged}))
+        found.append((f"{label} backward", triton_qkv._heads_backward, 4, sizes))
     return found
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.process.ending import Preempted
+from rlhf_spmd.process.exit import Preempted
+from rlhf_spmd.process.failure_detector import WatchLimits
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.process.watch import WatchLimits
 
 RUN_DIR, KIND = Path(sys.argv[1]), sys.argv[2]
 LOST_S = float(sys.argv[3]) if len(sys.argv) > 3 else 20.0

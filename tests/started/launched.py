@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_spmd.process.ending import Preempted
+from rlhf_spmd.process.exit import Preempted
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
 
 parser = argparse.ArgumentParser()

@@ -10,7 +10,7 @@ import torch
 
 import tasks
 from rlhf_spmd.kernels import choice, devices
-from rlhf_spmd.kernels.exact_gpu import ExactGpuOps
+from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.train import prepare
@@ -50,7 +50,7 @@ def test_a_run_takes_the_generators_log_probs(tmp_path: Path, monkeypatch: pytes
     world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 600.0)
     tasks.train_here(world, config_of("actor"), settings)
     done = tasks.read_run(tmp_path)
-    assert set(chosen) == {ExactGpuOps}
+    assert set(chosen) == {BatchInvariantGpuOps}
     assert done.log_prob_difference() == 0
     assert "timing_s/compute_log_prob" not in done.raw[0]
 

@@ -26,10 +26,10 @@ from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.model_runner import NOT_FINITE, GenerationCall, LaunchedStep, ModelRunner
 from rlhf_spmd.generation.multi_turn import Environments, MultiTurnRollouts
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
-from rlhf_spmd.generation.runner import NOT_FINITE, GenerationCall, LaunchedStep, Runner
 from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler
 from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
 
@@ -77,7 +77,7 @@ class DecodeMicroBatch:
     ``runner`` and ``speculation`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest first.
     """
 
-    runner: Runner
+    runner: ModelRunner
 
     def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs) -> None:
         self.scheduler, self.cache, self.prefix_table = Scheduler(config), cache, PrefixTable(config.page_size)
@@ -95,7 +95,7 @@ class DecodeMicroBatch:
                 row.min_new = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
-        self.runner = Runner(call, rows, self.cache, channels, self.graphs)
+        self.runner = ModelRunner(call, rows, self.cache, channels, self.graphs)
         guesses = call.config.speculative_tokens
         self.speculation = Speculation(rows, guesses) if guesses else None
         self.stop, self.version, self._before = call.stop, call.version, [row.num_new for row in rows]

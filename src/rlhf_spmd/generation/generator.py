@@ -24,8 +24,8 @@ from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room
+from rlhf_spmd.generation.model_runner import GenerationCall
 from rlhf_spmd.generation.multi_turn import Environments
-from rlhf_spmd.generation.runner import GenerationCall
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import Kernels, Ops, capabilities, on_device
+from rlhf_spmd.kernels import CppOps, Ops, capabilities, on_device
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
 from rlhf_spmd.kernels.pinned import host_empty
 from rlhf_spmd.models.attention import Attention
@@ -94,7 +94,7 @@ class KVCache:
 
     @staticmethod
     def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
-        return num_layers * 2 * kv_heads * Kernels.page_elements(page_size, head_dim) * dtype.itemsize
+        return num_layers * 2 * kv_heads * CppOps.page_elements(page_size, head_dim) * dtype.itemsize
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) pages in all layers. No page is both source and destination."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import AttentionRule, Context, Kernels, on_device
+from rlhf_spmd.kernels import AttentionRule, Context, CppOps, on_device
 from rlhf_spmd.kernels.packing import KEY_BLOCK, Alike, visible
 
 TILE_QUERIES = 64  # queries of one row computed together; long prompts thus skip most keys that they do not see
@@ -105,7 +105,7 @@ class KernelAttention:
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, items: Tensor, page_table: Tensor) -> None:
-        assert isinstance(cache.ops, Kernels), "pages of another form"
+        assert isinstance(cache.ops, CppOps), "pages of another form"
         self.cache, self.kernels, self.positions, self.items = cache, cache.ops, positions, items
         self.space: Tensor | None = None
         self.page_table = page_table.contiguous().view(-1)  # with one column, reshape alone would return a view with gaps

@@ -1,6 +1,6 @@
 """Models that only generate or score (F7). Read in this order:
 
-- ``job``: where weights are read, and the command line that ``generate``, ``evaluate``, ``score`` and ``serve`` share
+- ``loaded_model``: where weights are read, and the command line that ``generate``, ``evaluate``, ``score`` and ``serve`` share
 - ``engine``: a loaded model that deals rows to replicas, generates and gathers
 - ``prompt_sets``: files of prompts, answered and scored, for ``generate`` and ``evaluate``
 - ``sampling_params``, ``requests``, ``llm``: vLLM's ``SamplingParams``, requests made from them, and ``LLM``

@@ -19,7 +19,7 @@ from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits,
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.pipeline_channels import connect_channels
-from rlhf_spmd.inference.job import LoadedModel, ModelConfig, base_directory, load_from_checkpoint
+from rlhf_spmd.inference.loaded_model import LoadedModel, ModelConfig, base_directory, load_from_checkpoint
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import kv_heads_of

@@ -31,10 +31,10 @@ from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Reques
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.inference.engine import Engine, check_generation, gather_records
-from rlhf_spmd.inference.job import InferenceConfig, Journal, LoadedModel, not_finite
+from rlhf_spmd.inference.loaded_model import InferenceConfig, Journal, LoadedModel, not_finite
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.process.agreement import sample_of
+from rlhf_spmd.process.startup_checks import sample_of
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner

@@ -19,7 +19,7 @@ from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
 from rlhf_spmd.inference.engine import Engine, check_cache, check_generation, gather_records
-from rlhf_spmd.inference.job import LoadedConfig, LoadedModel, read_weights
+from rlhf_spmd.inference.loaded_model import LoadedConfig, LoadedModel, read_weights
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder

@@ -12,11 +12,11 @@ from functools import cache
 
 import torch
 
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.build import build
+from rlhf_spmd.kernels.cpp_ops import CppOps
 from rlhf_spmd.kernels.devices import capabilities, model_device, unavailable
-from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.flash import DTYPES, TorchFlash, choose_packed
-from rlhf_spmd.kernels.library import Kernels
 from rlhf_spmd.kernels.ops import Ops
 
 ATTENTION = ("auto", "torch", "cpp")
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 @cache
-def _load() -> Kernels | None:
+def _load() -> CppOps | None:
     try:
-        return Kernels(str(build(os.environ.get(TARGET, "native"))))
+        return CppOps(str(build(os.environ.get(TARGET, "native"))))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _log.warning("C++ kernels do not build here, torch computes instead: %s", error)
         return None
@@ -42,14 +42,14 @@ def _load_gpu(dtype: torch.dtype) -> Ops:
 
 @cache
 def _load_exact_gpu(dtype: torch.dtype) -> Ops:
-    from rlhf_spmd.kernels.exact_gpu import ExactGpuOps
+    from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 
     flash = dtype in DTYPES and torch.backends.cuda.is_flash_attention_available()
-    return ExactGpuOps(TorchFlash() if flash else None)
+    return BatchInvariantGpuOps(TorchFlash() if flash else None)
 
 
 _suspended = False
-_EXACT, _PLAIN = ExactOps(), Ops()
+_EXACT, _PLAIN = BatchInvariantOps(), Ops()
 
 
 def choose_ops(

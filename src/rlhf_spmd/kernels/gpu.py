@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import grouped, triton_draw, triton_experts, triton_filter, triton_head, triton_heads, triton_layers
+from rlhf_spmd.kernels import grouped, triton_draw, triton_experts, triton_filter, triton_layers, triton_lm_head, triton_qkv
 from rlhf_spmd.kernels.drawings import Drawings, Drawn
 from rlhf_spmd.kernels.flash import PackedFlash
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
@@ -56,11 +56,11 @@ class GpuOps(Ops):
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
         def forward(qkv: Tensor, *norms: Tensor | None) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
             of_q, of_k = norms
-            return triton_heads.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
+            return triton_qkv.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
 
         def backward(_: object, *given: Any) -> tuple[Tensor | None, ...]:
             q, k, v, qkv, cos, sin, of_q, of_k = given
-            return triton_heads.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
+            return triton_qkv.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
 
         q, k, v = differentiable_several(forward, backward, qkv, *norms)
         return q, k, v
@@ -74,7 +74,7 @@ class GpuOps(Ops):
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
-        return triton_heads.heads(qkv, norms, cos, sin, shape, pages)[0]
+        return triton_qkv.heads(qkv, norms, cos, sin, shape, pages)[0]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
         return triton_layers.norm(x, None, weight, eps, plus_one)[1:]
@@ -103,10 +103,10 @@ class GpuOps(Ops):
         return logits
 
     def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
-        return triton_head.logit_statistics(logits, labels, first, entropy, shape)
+        return triton_lm_head.logit_statistics(logits, labels, first, entropy, shape)
 
     def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
-        return triton_head.logit_statistics(logits, labels, first, entropy, LogitShape())
+        return triton_lm_head.logit_statistics(logits, labels, first, entropy, LogitShape())
 
     def head_gradients(
         self,
@@ -119,12 +119,12 @@ class GpuOps(Ops):
         shape: LogitShape,
         dtype: torch.dtype,
     ) -> Tensor:
-        return triton_head.logit_gradients(logits, labels, first, log_z, grads, entropy, shape, dtype)
+        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, shape, dtype)
 
     def logit_gradients(
         self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
     ) -> Tensor:
-        return triton_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitShape(), logits.dtype)
+        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitShape(), logits.dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
         """By the product itself, which adds in fp32: no product of its own in memory."""

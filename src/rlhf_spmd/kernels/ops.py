@@ -1,7 +1,7 @@
 """The arithmetic of a model, one object per device: by torch, on any device, in the form that suits GPUs.
 
 What a model calls is differentiable (``linear`` to ``attend_packed``); the halves that its autograd nodes are made of, and what the
-head and the sampler take, are not. :mod:`exact` and :mod:`library` replace what CPUs compute otherwise; a kernel for another
+head and the sampler take, are not. :mod:`batch_invariant` and :mod:`cpp_ops` replace what CPUs compute otherwise; a kernel for another
 device replaces a method in the same way, and no model changes.
 
 Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V local vocabulary.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.devices import on_device
 
-KEY_BLOCK = 64  # key lengths are multiples of it, see ``exact``
+KEY_BLOCK = 64  # key lengths are multiples of it, see ``batch_invariant``
 Context = tuple[int, int, int, int, int, int, int]  # items or bounds, how many, table, cache, pages, page size, page elements
 QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
 

@@ -1,5 +1,5 @@
 """Triton kernels of attention over the pages of a cache. ``generation/triton_attention`` launches them and says how bits come about;
-``exact_gpu`` has packed sequences written to pages for them.
+``batch_invariant_gpu`` has packed sequences written to pages for them.
 
 Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) head_dim, M (``BLOCK_M``) matrix rows of a
 tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position, number of

@@ -1,5 +1,5 @@
 """The small operations of a transformer layer in Triton: norm with the addition before it, and the gated activation
-(:mod:`triton_heads` has a layer's heads).
+(:mod:`triton_qkv` has a layer's heads).
 
 Each is one launch forward and one backward; gradients of norm weights are parts of PROGRAMS programs, which one more launch adds
 in a fixed order. Sizes of blocks follow from a row's length alone, so a row's bits do not depend on the batch. All arithmetic is

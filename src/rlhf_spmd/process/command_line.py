@@ -14,7 +14,7 @@ from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.parallel.world import Launch, read_launch
 from rlhf_spmd.process.arguments import help_text, ignore_closed_pipes, read_arguments, shared_parser
-from rlhf_spmd.process.ending import announce
+from rlhf_spmd.process.exit import announce
 from rlhf_spmd.process.launcher import default_num_ranks, start_ranks
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from rlhf_spmd.kernels.cuda_settings import usual_settings
 from rlhf_spmd.parallel.world import JOB_KEY, LAUNCHER, check_gpus, ranks_store
 from rlhf_spmd.process.board import Failure
-from rlhf_spmd.process.ending import announce, forget_status, record_status
+from rlhf_spmd.process.exit import announce, forget_status, record_status
+from rlhf_spmd.process.failure_detector import Heartbeat, group_places
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, VERDICT, ForgedMessage, Messages, given_key
-from rlhf_spmd.process.watch import Heartbeat, group_places
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, newest_checkpoint, read_exit_status
 

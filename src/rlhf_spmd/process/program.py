@@ -1,7 +1,7 @@
 """The process boundary of every program: bad input stops all ranks with one line, any failure ends all with its code.
 
 ``run_program(prepare, body)``: each rank loads and checks its input in ``prepare``, before any process group or model
-exists. The ranks agree (agreement.py) that all succeeded. Then ``body`` runs. Whatever it raises gets a class, is
+exists. The ranks agree (startup_checks.py) that all succeeded. Then ``body`` runs. Whatever it raises gets a class, is
 posted on the board, and becomes an exit code.
 """
 
@@ -26,10 +26,10 @@ import torch.distributed as dist
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.world import World, choose_matmul, init_world, launcher_is_process_1, read_launch
-from rlhf_spmd.process.agreement import EarlySignals, agree_on_input, check_input
 from rlhf_spmd.process.board import Board
-from rlhf_spmd.process.ending import Preempted, classify, end_process, end_rank, error_text, forget_status, lost_connection
-from rlhf_spmd.process.watch import WatchLimits, place
+from rlhf_spmd.process.exit import Preempted, classify, end_process, end_rank, error_text, forget_status, lost_connection
+from rlhf_spmd.process.failure_detector import WatchLimits, place
+from rlhf_spmd.process.startup_checks import EarlySignals, agree_on_input, check_input
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, create_run_dir, writing
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.reshard.messages import Message, TransferStep
+from rlhf_spmd.reshard.bucketing import Message, TransferStep
 from rlhf_spmd.reshard.plan import ParamSlice
 
 HEADER = 0  # the step that sends the counts

@@ -15,8 +15,8 @@ from torch import Tensor
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
+from rlhf_spmd.reshard.bucketing import Message, TransferContext, TransferStep, plan_steps
 from rlhf_spmd.reshard.delta import Changes, Delta
-from rlhf_spmd.reshard.messages import Message, TransferContext, TransferStep, plan_steps
 from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
 LABEL = "weight_sync"

@@ -15,7 +15,7 @@ import torch
 from rlhf_spmd.controller import Graph, ResourcePool
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.kernels import capabilities
-from rlhf_spmd.kernels.exact import ExactOps
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
@@ -212,7 +212,7 @@ class _RoleMemory:
             itemsize=self.config.torch_dtype(step.device).itemsize,
             on_host=on_host,
             vpp=plan.shape.layout.vpp,
-            chunk=ExactOps.chunk_logits if on_host else GPU_CHUNK_LOGITS,
+            chunk=BatchInvariantOps.chunk_logits if on_host else GPU_CHUNK_LOGITS,
             entropy=on_host,  # only CPUs copy the logits to make entropies
         )
         self.lent = replace(self.settings, trained=False, offload=False)

@@ -24,7 +24,7 @@ from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.process.ending import Preempted
+from rlhf_spmd.process.exit import Preempted
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.reshard import LABELS
 from rlhf_spmd.rewards.eval_metrics import repeated_means

@@ -98,7 +98,7 @@ class TrainEngine:
         - ``fill`` false: the weights are not set and have no memory; ``storages`` gives it to them.
         - ``head``: "lm", "value", "both" or "none". ``new_head``: a value head that the directory lacks starts at zero.
         - ``total_updates``: optimizer steps in the whole run, for the schedule.
-        - ``activation_*``: see :meth:`Decoder.keep_activations`. ``attention``, ``exact_gpu``: see ``kernels.choose_ops``.
+        - ``activation_*``: see :meth:`Decoder.keep_activations`. ``attention``, ``batch_invariant_gpu``: see ``kernels.choose_ops``.
         - ``lora``: train adapters and a value head; other weights stay.
 
         ``trained``: names of the parameters that an optimizer changes. Raises ValueError for weights that do not fit the model.

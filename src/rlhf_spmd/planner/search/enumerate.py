@@ -10,7 +10,7 @@ from functools import cache
 from rlhf_spmd.planner.problem import Choice, Problem, RankRange, simulate
 from rlhf_spmd.planner.search import SearchResult, no_plan
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, whole_plan
-from rlhf_spmd.planner.search.packing import phases
+from rlhf_spmd.planner.search.phase_scheduling import phases
 
 Group = tuple[str, ...]  # roles that share ranks
 

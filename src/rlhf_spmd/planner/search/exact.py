@@ -2,7 +2,7 @@
 
 A role's home is where its weights stay between calls; only homes hold memory all the time. A call elsewhere is lent. Once all
 homes are chosen, a lent call has one fastest option on each range of ranks: the fastest that fits into the memory left there. From
-then on only time connects the calls, and the phases of a step (:func:`~rlhf_spmd.planner.search.packing.phases`) can be packed one
+then on only time connects the calls, and the phases of a step (``phase_scheduling``) can be packed one
 by one.
 
 While some homes are open, the lower bound is a sum over phases: the fewest seconds in which each can be packed, if the open roles
@@ -21,7 +21,7 @@ from itertools import count
 from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, simulate
 from rlhf_spmd.planner.search import SearchResult, no_plan
 from rlhf_spmd.planner.search.candidates import CandidateTables, Held, RankRanges, fill
-from rlhf_spmd.planner.search.packing import Fixed, OutOfTimeError, Phase, SearchBudget, Table, phases
+from rlhf_spmd.planner.search.phase_scheduling import Fixed, OutOfTimeError, Phase, SearchBudget, Table, phases
 
 Homes = tuple[Choice, ...]  # of the first roles, in the order of the search
 Parts = tuple[float, ...]  # seconds, a lower bound for each phase

@@ -8,7 +8,7 @@ after a stop. A row at its limit computes and writes its last token again. As no
 captured as a CUDA graph, one for each batch size, and replayed (``graphs``). Batches are then padded with copies of their first
 row, whose tokens go to a line that nobody reads.
 
-Legend: B rows of a step; ``state`` int64 [8, B]: what a draw needs of them, see :meth:`Runner._state`.
+Legend: B rows of a step; ``state`` int64 [8, B]: what a draw needs of them, see :meth:`ModelRunner._state`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GenerationCall:
     tick: Callable[[], None]
 
 
-class Runner:
+class ModelRunner:
     """Runs steps of ``rows``, which are in the order of their index.
 
     The runners of a call share ``channels``; those of a micro-batch, one per call, share ``graphs``.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.devices import has_amx
-from rlhf_spmd.kernels.exact import ExactOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing, pad_rows
@@ -54,7 +54,7 @@ _BLOCK = struct.Struct("12q 3q 3q 10q 2q 7q 3d")  # Block of block.cpp
 _LANES = 16  # of the widest vectors
 
 
-class Kernels(ExactOps):
+class CppOps(BatchInvariantOps):
     """All tensors are fp32 or bf16 on the CPU, the last dim contiguous. A row's bits depend on that row and the weights alone."""
 
     name, joins_layers, keeps_logits = "cpp", True, True

@@ -1,7 +1,7 @@
 """Our kernels on one device: attention over pages alone, and how far log-probs are from float32's, beside transformers'.
 
-    python scripts/bench/kernels.py attention --out attention.json    # under a minute on a GPU
-    python scripts/bench/kernels.py agreement --out agreement.json
+    python scripts/bench/device.py attention --out attention.json    # under a minute on a GPU
+    python scripts/bench/device.py agreement --out agreement.json
 
 Models have random weights; without a GPU Triton's interpreter runs the kernels, which only shows that they start.
 """

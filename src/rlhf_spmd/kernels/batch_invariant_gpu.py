@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlhf_spmd.kernels import paged_kernels, paged_tiles, triton_head
+from rlhf_spmd.kernels import paged_kernels, paged_tiles, triton_lm_head
 from rlhf_spmd.kernels.drawings import Drawings, Drawn
 from rlhf_spmd.kernels.flash import TorchFlash
 from rlhf_spmd.kernels.gpu import GpuOps
@@ -30,7 +30,7 @@ from rlhf_spmd.kernels.triton_products import product
 PAGE_SIZE = 64  # of packed sequences' keys: a multiple of every block
 
 
-class ExactGpuOps(GpuOps):
+class BatchInvariantGpuOps(GpuOps):
     """``flash``: torch's backward pass of attention; None: through torch's own forward pass, as for what flash attention has not."""
 
     name, alike_chunks = "triton", True
@@ -79,7 +79,7 @@ class ExactGpuOps(GpuOps):
     # -- the head
 
     def cap_logits(self, logits: Tensor, softcap: float) -> Tensor:
-        return triton_head.cap_logits(logits, softcap)
+        return triton_lm_head.cap_logits(logits, softcap)
 
     def draw_rows(self, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor) -> Drawn:
         """Log-probs are those that training's head computes from these logits, at a temperature that fp32 holds."""
@@ -94,7 +94,7 @@ class ExactGpuOps(GpuOps):
     @staticmethod
     def _log_probs(logits: Tensor, tokens: Tensor, drawn: Tensor, scales: Tensor | None) -> Tensor:
         """As ``models.heads`` makes log-probs of the statistics on one rank; NaN where those that were ``drawn`` are not finite."""
-        largest, total, label, _ = triton_head.logit_statistics(logits, tokens, 0, False, LogitShape(), scales)
+        largest, total, label, _ = triton_lm_head.logit_statistics(logits, tokens, 0, False, LogitShape(), scales)
         return torch.add((label - largest) - total.log(), drawn, alpha=0)  # one launch, of 0 * drawn
 
 

@@ -27,7 +27,7 @@ WIDE_ELEMENTS = 1 << 18  # of a bf16 matrix as fp32 at a time: the copy then lie
 MAX_SCORES = 1 << 22  # elements of one score matrix; larger groups of sequences are cut into several
 
 
-class ExactOps(Ops):
+class BatchInvariantOps(Ops):
     chunk_logits, backward_rows, wide_head = 1 << 22, 1 << 10, True  # 16 MiB of logits
 
     def min_rows(self, numel: int, inner: int) -> int:
@@ -115,7 +115,9 @@ def _multiplies_exactly(dtype: torch.dtype, precision: str) -> bool:
     try:
         for inner, columns in ((32, 32), (64, 96), (96, 40), (500, 33), (1024, 256), (2048, 517)):
             x, weight = (torch.randn(rows, inner, generator=draw).to(dtype) for rows in (80, columns))
-            ops = Ops() if dtype.itemsize == 2 else ExactOps()  # of bf16 the kernels in C++ leave products to torch in few rows
+            ops = (
+                Ops() if dtype.itemsize == 2 else BatchInvariantOps()
+            )  # of bf16 the kernels in C++ leave products to torch in few rows
             whole, least = F.linear(x, weight), ops.min_rows(weight.numel(), inner)
             for rows in range(least, 40):
                 for some in (slice(rows), slice(5, 5 + rows)):
