@@ -105,8 +105,9 @@ def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec
         raise DataError(
             f"{size}, but the model's context is max_position_embeddings={spec.max_position_embeddings}; shorten the row"
         )
-    if prompt + response > config.max_token_len_per_gpu:
-        raise ValueError(f"{size}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
+    if prompt + response > config.max_token_len_per_gpu * config.layout.cp:
+        shared = f" * layout.cp={config.layout.cp}" if config.layout.cp > 1 else ""
+        raise ValueError(f"{size}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}{shared}; raise it")
 
 
 def score(ready: ScoreJob, world: World) -> None:
@@ -127,8 +128,8 @@ def score(ready: ScoreJob, world: World) -> None:
     loaded = time.perf_counter()
     lengths = sequence_lengths(ready.batch)
     mine = ready.batch.take(own_rows(lengths, mesh))
-    records = score_rows(engine, mine, config.max_token_len_per_gpu)
-    scored = gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
+    records = score_rows(engine, mine, config.max_token_len_per_gpu * layout.cp)
+    scored = gather_records(world, records if mesh.tp_rank == mesh.cp_rank == 0 else [], "score:results")
     if scored is None:
         return
     for row, log_probs in scored:

@@ -113,11 +113,12 @@ def _everyone(shape: GroupShape) -> list[int]:
 
 
 def _by_replica(name: str, grid: Callable[[GroupShape], Layout | GenerationLayout]) -> Protocol:
-    """Each replica of a grid gets its own rows, the same on its pp * tp ranks. Results come from its last stage."""
+    """Each replica of a grid gets its own rows, the same on its pp * cp * tp ranks. Results come from its last stage."""
 
     def last_stage(shape: GroupShape, dp: int) -> list[int]:
         layout = grid(shape)
-        return [layout.index(layout.pp - 1, dp, tp) for tp in range(layout.tp)]
+        ranks: list[int] = layout.ranks[layout.pp - 1, dp].reshape(-1).tolist()
+        return ranks
 
     return Protocol(
         name,

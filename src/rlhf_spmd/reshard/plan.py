@@ -54,15 +54,16 @@ def holdings(
     """
     at: dict[tuple[int, int], list[int]] = {}
     for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
-        pp, _, tp = layout.coordinate(index)
-        at.setdefault((pp, tp), []).append(rank)
+        at_index = layout.coordinate(index)
+        at.setdefault((at_index.pp, at_index.tp), []).append(rank)
     return [Holding(tuple(held), shards(*coordinate), layout.dp_shard) for coordinate, held in at.items()]
 
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
     """The shards of one rank (pool index), after ZeRO has cut out its rows."""
-    (pp, dp, tp), parts = layout.coordinate(index), layout.dp_shard
-    return zero_shards(shards(pp, tp), dp % parts, parts) if parts > 1 else shards(pp, tp)
+    at, group = layout.coordinate(index), layout.shard_group(index)
+    held = shards(at.pp, at.tp)
+    return zero_shards(held, group.index(index), len(group)) if len(group) > 1 else held
 
 
 class ParamSlice(NamedTuple):

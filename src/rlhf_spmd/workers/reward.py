@@ -41,7 +41,7 @@ class RewardWorker(ModelWorker):
     def build_more(self) -> None:
         self.reward = self.context.rewards[self.name]
         self.first = self.name == next(iter(self.context.rewards))
-        one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0
+        one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == self.mesh.cp_rank == 0
         self.answers = one_for_each_replica and self.runs("compute_reward")
         self.called = False  # whether any rank has called the function
         self.warned = False  # of the first call that failed
@@ -62,7 +62,7 @@ class RewardWorker(ModelWorker):
     def longest(self, context: int) -> int:
         """The most tokens of a row that the model can hold."""
         limits = self.context.limits
-        return context if limits.rows is not None else min(context, limits.max_tokens)
+        return context if limits.rows is not None else min(context, limits.max_tokens * self.mesh.cp.size)
 
     def starts_early(self, method: str) -> bool:
         return method == "compute_reward" and self.by_parts
@@ -273,7 +273,7 @@ class RewardWorker(ModelWorker):
     def _score_text(self, batch: Batch, scores: Tensor, failed: Tensor, refused: dict[int, str]) -> dict[str, Any]:
         """Add the function's scores to ``scores`` and its failures to ``failed`` (bool [rows]), in place.
 
-        Rows that are not scored get nan. All tp ranks of the last stage get the same. Returns what :meth:`_report` needs to know, on tp
+        Rows that are not scored get nan. All ranks of the last stage get the same. Returns what :meth:`_report` needs to know, on tp
         0 with the texts of each row id. ``refused``: why the model cannot read some rows.
         """
         report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}}
@@ -301,7 +301,8 @@ class RewardWorker(ModelWorker):
         report["failures"] = int(failed.sum()) - report["timeouts"] if self.answers else 0
         if self.reward.function is not None or self.reward.data_sources is not None:
             both = torch.stack([scores, failed.to(scores.dtype)])
-            self.mesh.tp.broadcast(both, 0, "batch")
+            for group in (self.mesh.tp, self.mesh.cp):  # cp last: only its first rank has what tp sends
+                group.broadcast(both, 0, "batch")
             scores.copy_(both[0])
             failed.copy_(both[1] > 0)
         return report
