@@ -25,7 +25,8 @@ from ranks import run_ranks
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.exit import classify
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.train import main, prepare
