@@ -454,7 +454,7 @@ def test_mini_batches_are_shuffled_by_the_seed_of_the_run(tmp_path: Path, monkey
     settle, seeds = Controller.settle, list[int]()
 
     def noting(self: Controller, spare: int = 0) -> None:
-        seeds.extend(its.cut.seed for call in self.graph.nodes if call.spec.kind == "train" for its in call.inputs)
+        seeds.extend(its.partition_spec.seed for call in self.graph.nodes if call.spec.kind == "train" for its in call.inputs)
         settle(self, spare)
 
     monkeypatch.setattr(Controller, "settle", noting)
