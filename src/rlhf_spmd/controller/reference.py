@@ -94,7 +94,7 @@ class Reference:
         return self._moved(np.sort(at), self.rows.row_ids[np.sort(at)], self.rows.data_dependent)
 
     def repeat(self, n: int) -> Reference:
-        """Returns ``n`` rows for each row, in its group, with ids ``id * n + j``. Raises ValueError if n < 1, or for ids over 63 bits."""
+        """Returns ``n`` rows for each row, in its group, with ids ``id * n + j``. Raises ValueError if n < 1 or ids exceed 63 bits."""
         assert self.rows is not None
         n = operator.index(n)  # products of numpy's 64-bit integers would overflow
         self._check_ids("repeat", n, int(self.rows.row_ids[-1]) * n + n - 1 if len(self) else 0)
