@@ -34,7 +34,7 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import METHODS, HybridWeights, choose_method, missing_elements
-from rlhf_spmd.reshard.plan import held_by
+from rlhf_spmd.reshard.holdings import held_by
 from rlhf_spmd.reshard.reshard_methods import Method, TransitionPlan
 
 Shards = Mapping[str, ParamShard]

@@ -13,7 +13,8 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, choose_method
-from rlhf_spmd.reshard.plan import SliceCopy, held_by
+from rlhf_spmd.reshard.holdings import held_by
+from rlhf_spmd.reshard.plan import SliceCopy
 
 Shards = dict[str, ParamShard]
 

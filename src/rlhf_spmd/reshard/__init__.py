@@ -22,9 +22,11 @@ Words:
 - *copy*: one slice that one rank sends to another, or copies inside itself. *step*: messages that start together. *bucket*: the
   parameters that one step moves.
 
-Files in reading order. The first four are pure:
+Files in reading order. The first six are pure:
 
-- ``plan``: which rank sends which slice to whom, for any two sides
+- ``holdings``: which ranks hold which shards in a layout
+- ``cells``: the cells of a tensor, and who sends each of them to whom
+- ``plan``: the copies of one rank, for any two sides
 - ``reshard_methods``: the three ways from training to generation, as sides
 - ``bucketing``: which copies travel together, and in which order
 - ``delta``: what has changed since the last transfer
@@ -37,8 +39,9 @@ This package does not know roles or architectures. It takes shards and parameter
 
 from rlhf_spmd.reshard.bucketing import TransferStep
 from rlhf_spmd.reshard.delta import Delta
+from rlhf_spmd.reshard.holdings import Holding, holdings, missing_elements
 from rlhf_spmd.reshard.hybrid import LABEL, HybridWeights
-from rlhf_spmd.reshard.plan import Holding, holdings, missing_elements, plan_transfer
+from rlhf_spmd.reshard.plan import plan_transfer
 from rlhf_spmd.reshard.reshard_methods import METHODS, choose_method
 from rlhf_spmd.reshard.storages import Storages
 from rlhf_spmd.reshard.transfer import LABEL as WEIGHT_SYNC_LABEL

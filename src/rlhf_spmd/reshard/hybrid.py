@@ -29,7 +29,8 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.zero import is_sharded, local_part
 from rlhf_spmd.reshard.bucketing import TransferContext, TransferStep, plan_bucket, plan_steps
-from rlhf_spmd.reshard.plan import HostOf, ShardsAt, held_by
+from rlhf_spmd.reshard.cells import HostOf
+from rlhf_spmd.reshard.holdings import ShardsAt, held_by
 from rlhf_spmd.reshard.reshard_methods import ONE_HOST, Method, single_slice
 from rlhf_spmd.reshard.storages import Storages, held_bytes, materialise
 from rlhf_spmd.reshard.transfer import Transfer

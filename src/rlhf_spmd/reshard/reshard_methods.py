@@ -20,18 +20,9 @@ from dataclasses import dataclass, field
 from rlhf_spmd.parallel.boxes import ParamShard, whole_shard
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.reshard.plan import (
-    Holding,
-    HostOf,
-    Plan,
-    Shards,
-    ShardsAt,
-    SliceCopy,
-    by_tensor,
-    held_by,
-    holdings,
-    plan_transfer,
-)
+from rlhf_spmd.reshard.cells import HostOf
+from rlhf_spmd.reshard.holdings import Holding, Shards, ShardsAt, by_tensor, held_by, holdings
+from rlhf_spmd.reshard.plan import Plan, SliceCopy, plan_transfer
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 ONE_HOST: HostOf = lambda index: 0  # noqa: E731
