@@ -24,7 +24,8 @@ Words:
 - *row*: a prompt, or a prompt with one response; found by its id. *group*: the rows of one prompt. *field*: a value for each row, by
   name. *shard*: the rows of a field that one call made.
 - *producer*: the call that made a field. *consumer*: a call that takes it.
-- *part*: the rows that one replica of a role computes in a call. *holder*: a rank that has a part's results after the call.
+- *replica*: the members that together hold one copy of the model. *part*: the rows that one replica computes in a call. *holder*: a
+  rank that has a part's results after the call.
 - *mini-batch*: the groups of one optimizer step. *chunk*: the groups that leave generation together, while the rest are generated.
 
 Files in reading order. They import each other in this direction only:

@@ -27,6 +27,7 @@ _serial = count()
 class Role:
     """What the controller knows about a role: its pool, its shape, and hooks around its calls. Every rank has the same object.
 
+    - ``members(protocol)``: which of its ranks compute which part of a call's rows, and which hold them after it.
     - ``unused``: optional input fields that this role does not take. ``absent``: optional output fields that it does not make.
     - ``weight_sources``: ranks that send it weights before each call.
     - ``prefetches``: True if :meth:`prefetch` does anything.
@@ -51,7 +52,7 @@ class Role:
         """Runs after each call of this role: on every rank of the world, in program order."""
 
     def prefetch(self) -> None:
-        """Starts to bring the model back to the device. Runs on members, one call before this role's next one on this rank."""
+        """Start to bring the model back to the device. Runs on members, one call before this role's next one on this rank."""
 
     def starts_early(self, method: str) -> bool:
         """True if calls of ``method``, which need no model, may start on whole groups during a generate call on the same rank.
@@ -169,7 +170,7 @@ class CallInput:
 
 
 def _rows_key(shard: FieldShard, rows: RowIndex) -> int:
-    """Returns a number for the pairs of row id at the producer and position here; 0 if the shard has exactly ``rows``."""
+    """Returns a number that identifies a shard's row ids at the producer and positions here; 0 if it has exactly ``rows``."""
     if shard.ids is rows.row_ids or (len(shard.at) == len(rows) and np.array_equal(shard.ids, rows.row_ids)):
         return 0
     return hash((shard.at.tobytes(), shard.ids.tobytes()))
@@ -179,8 +180,8 @@ def _shares(fields: Mapping[str, tuple[FieldShard, ...]]) -> list[tuple[FieldSha
     found: dict[tuple[int, int, int], tuple[FieldShard, dict[str, str]]] = {}
     for name, shards in fields.items():
         for shard in shards:
-            its_rows = id(shard.producer), id(shard.at), id(shard.ids)
-            found.setdefault(its_rows, (shard, {}))[1][name] = shard.name
+            rows_key = id(shard.producer), id(shard.at), id(shard.ids)
+            found.setdefault(rows_key, (shard, {}))[1][name] = shard.name
     return sorted(found.values(), key=lambda share: share[0].producer.seq)
 
 

@@ -57,10 +57,10 @@ class TransitionPlan:
         """
         if not self.buckets:
             return [list(train)]
-        gathered = {target: i for i, bucket in enumerate(self.buckets) for target in bucket}
+        bucket_of = {target: i for i, bucket in enumerate(self.buckets) for target in bucket}
         last = dict.fromkeys(train, 0)
         for piece in self.transfer.copies():
-            last[piece.source.parameter] = max(last[piece.source.parameter], gathered[piece.target.parameter])
+            last[piece.source.parameter] = max(last[piece.source.parameter], bucket_of[piece.target.parameter])
         return [[name for name, at in last.items() if at == i] for i in range(len(self.buckets))]
 
 
@@ -93,7 +93,7 @@ class Method:
     def plan(
         self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
     ) -> TransitionPlan:
-        """Plan the transition of one rank. Pure. Raises ValueError if the layouts do not fit.
+        """Returns the plan of one rank's transition. Pure. Raises ValueError if the layouts do not fit.
 
         ``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: the most elements of one. ``host_of``:
         pool index -> its host; a rank receives from its own host first.
@@ -140,7 +140,7 @@ def plan_buckets(source: Sequence[Holding], gathered: Shards, limit: int) -> lis
     """Returns the parameters that a gather fills, in buckets; the same on every rank.
 
     A bucket consists of whole units: parameters that come from equally named training parameters, such as one layer of each stage, so
-    the members give equal amounts. It has at most ``limit`` elements and at most half of the largest unit, unless it is one unit.
+    all ranks send equal amounts. It has at most ``limit`` elements and at most half of the largest unit, unless it is one unit.
     """
     index, units = by_tensor(source), dict[str, list[str]]()
     for target, shard in gathered.items():
@@ -152,7 +152,7 @@ def plan_buckets(source: Sequence[Holding], gathered: Shards, limit: int) -> lis
 
 
 def _shares(holding: Holding) -> list[Holding]:
-    """Let each of several ranks with the same shards send some rows of each parameter.
+    """Returns holdings by which each of several ranks with the same shards sends some rows of each parameter.
 
     Parameters that more ranks hold are not divided: most ranks do not need to receive them.
     """
