@@ -186,7 +186,7 @@ class Group:
         return dist.batch_isend_irecv([dist.P2POp(op, tensor, self.ranks[member], pg) for op, (member, tensor) in every])
 
     def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
-        """Returns the tensor of every rank; shapes are equal. Collective over the group: every rank of it must call, in program order."""
+        """Returns every rank's tensor, of one shape. Collective over the group: every rank of it must call, in program order."""
         flat = tensor.reshape(-1)
         output = flat.new_empty(self.size * len(flat))
         self.all_gather_into(output, flat, label)
