@@ -115,12 +115,12 @@ def _all_gather(moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], context
     """
     if any(1 < piece.holders < len(context.members) for piece in (*moves, *copies)):
         return None
-    given: dict[int, list[SliceCopy]] = {member: [] for member in context.members}
+    sent_by: dict[int, list[SliceCopy]] = {member: [] for member in context.members}
     receiver = next((piece.receiver for piece in moves if piece.sender == context.rank), None)
     for piece in moves:
         if piece.receiver in (context.rank, receiver):
-            given[piece.sender].append(piece)
-    parts = [list(joined(pieces)) for pieces in given.values()]
+            sent_by[piece.sender].append(piece)
+    parts = [list(joined(pieces)) for pieces in sent_by.values()]
     sizes = {sum(piece.source.numel for piece in pieces) for pieces in parts}
     if len(sizes) != 1:
         return None

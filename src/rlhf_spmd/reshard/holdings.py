@@ -18,7 +18,7 @@ class Holding:
     """``ranks``, and the shards that each of them holds; no element twice on one rank.
 
     ``parts``: this many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``); 1: each rank
-    holds all rows. It divides the number of ranks. ``whole``: each rank holds all rows, but sends only those that ``parts`` gives it.
+    holds all rows. It divides the number of ranks. ``whole``: each rank holds all rows, but sends only its share of ``parts``.
     """
 
     ranks: tuple[int, ...]
