@@ -33,8 +33,8 @@ from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.parallel.world import MOST_THREADS, Launch, World
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.command_line import read_command_line
+from rlhf_spmd.process.input_digests import file_digests, text_digest, weights_digest
 from rlhf_spmd.process.program import ProgramSettings, run_program
-from rlhf_spmd.process.startup_checks import file_digests, text_digest, weights_digest
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, atomic_write_text, exported_checkpoint, writing
 from rlhf_spmd.workers.config import ComputeConfig
 

@@ -34,7 +34,7 @@ from rlhf_spmd.inference.engine import Engine, check_generation, gather_records
 from rlhf_spmd.inference.loaded_model import InferenceConfig, Journal, LoadedModel, not_finite
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.process.startup_checks import sample_of
+from rlhf_spmd.process.input_digests import sample_of
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner

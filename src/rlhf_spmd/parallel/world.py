@@ -33,7 +33,7 @@ from rlhf_spmd.parallel.collectives import Group
 _NUMBERS = count()  # numbers of worlds
 LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that started this rank in place of torchrun
 SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node use its first GPU; only for tests, since nccl refuses it
-JOB_KEY = "RLHF_SPMD_KEY"  # the key that seals messages between a job's processes: messages.py
+JOB_KEY = "RLHF_SPMD_KEY"  # the key that signs messages between a job's processes: messages.py
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # number of processes that srun or mpirun started
 
 START_S = 120.0  # until the store answers, on one machine, whose processes start together
