@@ -31,7 +31,7 @@ from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.inference.engine import check_cache
+from rlhf_spmd.inference.inference_engine import check_cache
 from rlhf_spmd.inference.loaded_model import (
     Journal,
     check_out,

@@ -33,7 +33,7 @@ from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths
 from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.inference.engine import gather_records, own_rows
+from rlhf_spmd.inference.inference_engine import gather_records, own_rows
 from rlhf_spmd.inference.loaded_model import (
     InferenceConfig,
     LoadedModel,
@@ -50,8 +50,8 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import Launch, World
-from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
+from rlhf_spmd.workers.train_engine import Packed, TrainEngine
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.stopping import build_stop_criteria
-from rlhf_spmd.inference.engine import Engine, check_generation, gather_records
+from rlhf_spmd.inference.inference_engine import InferenceEngine, check_generation, gather_records
 from rlhf_spmd.inference.loaded_model import InferenceConfig, Journal, LoadedModel, not_finite
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
@@ -188,7 +188,7 @@ def answer(
     FloatingPointError if a log-prob is not finite.
     """
     config, started = ready.config, time.perf_counter()
-    engine = Engine(ready, world, tick)
+    engine = InferenceEngine(ready, world, tick)
     loaded = time.perf_counter()
     runs = [PromptSetRun(ready, number, engine) for number in range(len(ready.sets))]
     places = {(run.number, request.row_id) for run in runs for group in run.groups for request in group}
@@ -222,7 +222,7 @@ class PromptSetRun:
     ``groups``: the requests of each prompt that this replica answers; ``num_before``: responses that an earlier start had made.
     """
 
-    def __init__(self, ready: InferJob, number: int, engine: Engine) -> None:
+    def __init__(self, ready: InferJob, number: int, engine: InferenceEngine) -> None:
         self.ready, self.number, self.engine = ready, number, engine
         self.set = ready.sets[number]
         groups = self.set.requests()

@@ -89,7 +89,7 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     return generator
 
 
-class Engine:
+class InferenceEngine:
     """A loaded model on all ranks of ``world``. ``tick`` is called after each step of the generator.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
