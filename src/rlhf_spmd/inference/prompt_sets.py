@@ -31,7 +31,9 @@ from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Reques
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.inference.inference_engine import InferenceEngine, check_generation, gather_records
-from rlhf_spmd.inference.loaded_model import InferenceConfig, Journal, LoadedModel, not_finite
+from rlhf_spmd.inference.inference_program import InferenceConfig
+from rlhf_spmd.inference.loaded_model import LoadedModel, not_finite
+from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.input_digests import sample_of
@@ -96,7 +98,7 @@ class InferJob(LoadedModel):
     keeps_tokens: bool = True
 
     @property
-    def alike(self) -> dict[str, str]:
+    def must_match(self) -> dict[str, str]:
         """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         return {"model, set of prompts or setting": self.journal.job}
 
