@@ -1,16 +1,16 @@
 """Schedules the calls of a phase on ranges of ranks so that the phase ends soonest: branch and bound. Pure.
 
-A *phase* is a group of calls between two points of a step for which everything waits. PPO has two, as no call of the second can begin
-before all of the first have ended:
+A *phase* is a group of calls between two points of a step for which everything waits. PPO has three, as no call of a phase can begin
+before all calls of the phase before have ended:
 
-    phase 1: actor.generate
-    phase 2: reward, reference and critic on the responses, then the updates
+- phase 1: ``actor.generate_sequences``
+- phase 2: ``critic.compute_values``, ``reference.compute_ref_log_prob``
+- phase 3: ``critic.update_critic``, ``actor.update_actor``
 
-So the seconds of a step are the sum over its phases, and each can be searched by itself (:func:`phases`). On 8 ranks, phase 1 gives
-actor.generate all of them. In phase 2 a *packing* may put reward on ranks 0-3 and reference on ranks 4-7 at the same time. A call is
-*fixed* if its ranks are decided already, and *free* if the packing chooses them. For a free call, a :data:`Table` has the
-seconds on each
-number of ranks.
+So the seconds of a step are the sum over its phases, and each phase can be searched by itself (:func:`phases`). A *packing* gives
+the calls of a phase their ranks. On 8 ranks, phase 1 may have all of them for generation, and phase 2 may have the critic on
+ranks 0-3 and the reference on ranks 4-7 at the same time. A call is *fixed* if its ranks are already decided, and *free* if the
+packing chooses them. A :data:`Table` has the seconds of a free call on each number of ranks.
 """
 
 from __future__ import annotations
