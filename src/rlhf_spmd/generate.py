@@ -40,7 +40,8 @@ from rlhf_spmd.inference.loaded_model import read_weights
 from rlhf_spmd.inference.output_files import Journal, check_out, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 
 KEEP = ("all", "best", "pairs")
 

@@ -39,8 +39,9 @@ from rlhf_spmd.inference.loaded_model import LoadedModel, base_directory, load_f
 from rlhf_spmd.inference.output_files import check_out, write_rows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 from rlhf_spmd.workers.train_engine import Packed, TrainEngine
 

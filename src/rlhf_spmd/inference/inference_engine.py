@@ -25,9 +25,11 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import kv_heads_of
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.parallel.device_setup import choose_device
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
-from rlhf_spmd.parallel.world import Launch, World, choose_device
+from rlhf_spmd.parallel.world import World
 
 IN_FLIGHT = 8  # a call of the generator gets this times generation.max_num_seqs rows, so that building its runner is worth it
 HANDED_OUT = 0.5  # a call returns when this share of its groups has ended, so that others can follow before it lacks rows

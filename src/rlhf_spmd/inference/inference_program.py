@@ -12,7 +12,8 @@ from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
 from rlhf_spmd.inference.loaded_model import Config, LoadedConfig, LoadedModel
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.input_digests import file_digests, text_digest

@@ -20,8 +20,10 @@ from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
+from rlhf_spmd.parallel.device_setup import MOST_THREADS
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
-from rlhf_spmd.parallel.world import MOST_THREADS, Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.input_digests import weights_digest
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR, exported_checkpoint
 from rlhf_spmd.workers.config import ComputeConfig

@@ -26,7 +26,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from rlhf_spmd.kernels import model_device
-from rlhf_spmd.parallel.world import Launch, connect_store, start_limit
+from rlhf_spmd.parallel.launch import Launch, connect_store, start_limit
 from rlhf_spmd.process.exit import ToldToEnd, announce, await_all, classify, end_rank, error_text, one_line
 from rlhf_spmd.process.messages import VERDICT, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.telemetry import run_lock

@@ -133,7 +133,7 @@ class InFlightStream(RowStream):
     def __init__(self, loader: Loader, n: int, in_flight: int, num_replicas: int, speeds: tuple[float, ...] = ()) -> None:
         super().__init__(loader, n)
         self.in_flight = in_flight
-        self.cut = PartitionSpec(num_replicas, keep_groups=True, speeds=speeds)
+        self.partition_spec = PartitionSpec(num_replicas, keep_groups=True, speeds=speeds)
         paces = speeds or (1.0,) * num_replicas
         gives = fill_by_speed(loader.batch_size, paces, np.ones(num_replicas, dtype=np.int64))
         self._has = fill_by_speed(in_flight, paces, gives)  # prompts in flight of each replica
@@ -154,7 +154,7 @@ class InFlightStream(RowStream):
             if missing > 0:
                 self._append(self.loader.next_batch(missing))
             assert self.prompts is not None
-            self._reference = source(self.prompts.repeat(self.n), {self.cut: self.replicas.repeat(self.n)})
+            self._reference = source(self.prompts.repeat(self.n), {self.partition_spec: self.replicas.repeat(self.n)})
         return self._reference
 
     def take_ended(self, groups: list[int]) -> np.ndarray:
@@ -190,7 +190,10 @@ class InFlightStream(RowStream):
         return {**self.loader.state_dict(), "in_flight": flying, "n": self.n, **self._replica_state()}
 
     def _replica_state(self) -> dict[str, Any]:
-        return {"num_replicas": self.cut.num_parts, **({"speeds": list(self.cut.speeds)} if self.cut.speeds else {})}
+        return {
+            "num_replicas": self.partition_spec.num_parts,
+            **({"speeds": list(self.partition_spec.speeds)} if self.partition_spec.speeds else {}),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes. Local: no communication. With another number of replicas or other speeds, prompts are redistributed by tokens.
@@ -222,9 +225,14 @@ class InFlightStream(RowStream):
     def _append(self, prompts: Batch, replicas: np.ndarray | None = None) -> None:
         """Adds prompts. ``replicas``: the replica of each; None: balanced by tokens."""
         if replicas is None:
-            held, lengths = np.bincount(self.replicas, minlength=self.cut.num_parts), prompts["prompt_ids"].lengths.numpy()
+            held, lengths = (
+                np.bincount(self.replicas, minlength=self.partition_spec.num_parts),
+                prompts["prompt_ids"].lengths.numpy(),
+            )
             counts = fill_by_speed(len(self.replicas) + len(lengths), self._has, held) - held
-            replicas = partition_by_tokens(lengths, self.cut.num_parts, speeds=self.cut.speeds, counts=counts)
+            replicas = partition_by_tokens(
+                lengths, self.partition_spec.num_parts, speeds=self.partition_spec.speeds, counts=counts
+            )
         self.prompts = prompts if self.prompts is None else concat([self.prompts, prompts])
         self.replicas = np.concatenate([self.replicas, replicas])
 

@@ -142,7 +142,7 @@ class ActorWorker(ModelWorker):
             return None
         begin = (lambda ended: rollout_streamer.begin(self._made(batch, ended))) if rollout_streamer.early else None
         return FinishedGroups(
-            requests, rollout_streamer.num_portions, lambda ended: rollout_streamer.send(self._made(batch, ended)), begin
+            requests, rollout_streamer.num_chunks, lambda ended: rollout_streamer.send(self._made(batch, ended)), begin
         )
 
     def _environments(self, batch: Batch) -> Environments | None:
