@@ -39,6 +39,7 @@ from rlhf_spmd.inference.loaded_model import (
     other_job,
     read_config,
     read_weights,
+    say_warnings,
     write_rows,
 )
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
@@ -120,6 +121,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
     spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
+    say_warnings(launch, config.data.warnings("data", tokenizer))
     checked = []
     for name, given in sets.items():
         data = config.data

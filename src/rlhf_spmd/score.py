@@ -44,6 +44,7 @@ from rlhf_spmd.inference.loaded_model import (
     not_finite,
     read_config,
     read_weights,
+    say_warnings,
     write_rows,
 )
 from rlhf_spmd.models.decoder import Decoder
@@ -87,6 +88,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Score
     config, spec, layout, checkpoint = read_weights(config, launch)
     rows = config.data.read()
     tokenizer = None if all(map(has_ids, rows)) else load_tokenizer(config.model.path, required=False)
+    say_warnings(launch, config.data.warnings("data", tokenizer))
     pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
     for row, pair in zip(rows, pairs, strict=True):
         for ids, key in zip(pair, ID_KEYS, strict=True):

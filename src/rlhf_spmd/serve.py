@@ -17,11 +17,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from rlhf_spmd.config.constraints import Range
+from rlhf_spmd.data.chat_variables import check_variables, unread_variables
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
-from rlhf_spmd.inference.loaded_model import LoadedModel, inference_program, read_config
+from rlhf_spmd.inference.loaded_model import LoadedModel, inference_program, read_config, say_warnings
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.world import Launch, World
@@ -34,6 +35,7 @@ class ServeConfig(EngineConfig):
 
     - host: the address to listen at
     - port: the port to listen at; 0: a free one
+    - chat_template_kwargs: variables of the chat template, such as `{enable_thinking: false}`; those of a request come before them
     - served_model_name: the model's name in requests; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
     - allowed_origins: web pages whose scripts may ask from a browser, as in `https://chat.example.org`; `*`: all
@@ -42,11 +44,13 @@ class ServeConfig(EngineConfig):
     host: str = "127.0.0.1"
     port: Annotated[int, Range(least=0, most=65535)] = 8000
     served_model_name: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     token_env: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
 
     def check(self, where: str) -> None:
         super().check(where)
+        check_variables("chat_template_kwargs", self.chat_template_kwargs)
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"token_env={self.token_env!r}: there is no such variable in the environment")
         for origin in self.allowed_origins:
@@ -63,6 +67,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Loade
         raise ValueError(
             f"layout.tp={ready.layout.tp} on {launch.size} ranks: they hold one model; set layout.tp={launch.size}"
         )
+    say_warnings(launch, unread_variables("chat_template_kwargs", ready.config.chat_template_kwargs, ready.tokenizer))
     return ready
 
 
@@ -73,7 +78,9 @@ def serve(ready: LoadedModel, world: World, board: Board) -> None:
     """
     config = ready.config
     name = config.served_model_name or config.model.path
-    service = Service(RequestProcessor(ready, world, board.tick), name, lambda: board.preempted)
+    service = Service(
+        RequestProcessor(ready, world, board.tick), name, lambda: board.preempted, config.chat_template_kwargs
+    )
     if world.rank > 0:
         while service.turn():
             pass

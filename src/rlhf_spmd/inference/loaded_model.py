@@ -107,6 +107,12 @@ def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]
     return config
 
 
+def say_warnings(launch: Launch, lines: Iterable[str]) -> None:
+    """Print warnings about the settings, once for all ranks."""
+    for line in lines if launch.rank == 0 else ():
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def find_weights(path: str) -> tuple[str, Path | None]:
     """The directory with the model's configuration and tokenizer, and the checkpoint with its weights, if they are elsewhere.
 

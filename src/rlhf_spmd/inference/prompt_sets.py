@@ -22,7 +22,7 @@ import torch
 
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import counted
-from rlhf_spmd.data.encoding import check_ids
+from rlhf_spmd.data.encoding import check_ids, read_template
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
 from rlhf_spmd.data.tokenizer import decode, decoding
@@ -164,6 +164,7 @@ def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> s
     files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
     sections = ("model", "sampling", "reward", "environment", "environments", "pass_score")
     settings = {key: value for key, value in to_dict(config).items() if key in sections}
+    settings["data"] = [config.data.chat_template_kwargs, read_template(config.data.chat_template, "data.chat_template")]
     asked = [[s.name, s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward), code_of(s)] for s in sets]
     return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
 from queue import Empty, Queue
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,11 +97,19 @@ class Service:
 
     - arrivals: requests and clients that went away
     - replies: by request number, takes the parts of the answer
+    - variables: of the chat template, where a request sets no others
     - state: "on"; then "ending", in which new requests are refused; then "over"
     """
 
-    def __init__(self, processor: RequestProcessor, name: str, told_to_end: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        processor: RequestProcessor,
+        name: str,
+        told_to_end: Callable[[], bool] = lambda: False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.processor, self.engine, self.name, self.told_to_end = processor, processor.engine, name, told_to_end
+        self.variables = variables
         self.arrivals: Queue[Arrival] = Queue()
         self.replies: dict[int, Callable[[Part], Any]] = {}
         self.waiting: deque[ServedRequest] = deque()
@@ -120,7 +129,7 @@ class Service:
         prompts = prompts_of(body, chat)
         if not 0 < len(prompts) * max(params.n, 1) <= MOST_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MOST_ROWS} responses")
-        read = self.processor.encode(prompts, variables=format.chat_template_kwargs)
+        read = self.processor.encode(prompts, variables={**self.variables, **format.chat_template_kwargs})
         rest = {key: value for key, value in body.items() if key not in ("prompt", "messages")}
         return {"chat": chat, "body": rest, "prompts": read}
 

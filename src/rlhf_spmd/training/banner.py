@@ -132,6 +132,9 @@ def _warnings(ready: Any) -> Iterator[str]:
         yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"
     for data in (*ready.training.values(), *ready.validation.values()):
         yield from data.tally.warnings()
+    for key in dict.fromkeys(stream.key for stream in config.algorithm.streams.values()):
+        if (section := getattr(config, key)) is not None:
+            yield from section.warnings(key, ready.tokenizer)
 
 
 def start_facts(world: World) -> dict[str, str]:
