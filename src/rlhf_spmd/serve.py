@@ -78,9 +78,7 @@ def serve(ready: LoadedModel, world: World, board: Board) -> None:
     """
     config = ready.config
     name = config.served_model_name or config.model.path
-    service = Service(
-        RequestProcessor(ready, world, board.tick), name, lambda: board.preempted, config.chat_template_kwargs
-    )
+    service = Service(RequestProcessor(ready, world, board.tick), name, lambda: board.preempted, config.chat_template_kwargs)
     if world.rank > 0:
         while service.turn():
             pass

@@ -363,6 +363,14 @@ def test_requests_join_those_that_run_and_others_wait_their_turn(service: servic
     assert kept.config.num_pages == 4 * 8  # of 8 tokens: room for all that can run, whoever came first
 
 
+def test_variables_of_the_template_are_the_requests_or_the_servers(service: services.Service) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{{ more }}"
+    service.processor.tokenizer.chat_template, service.variables = template, {"ending": "!", "more": "?"}
+    asked = [{}, {"chat_template_kwargs": {"ending": "#"}}]
+    read = [service.read(json.dumps({"messages": TALK, **more}).encode(), chat=True) for more in asked]
+    assert [one["prompts"][0][1] for one in read] == ["abd!?", "abd#?"]
+
+
 def greedy_tokens(model: Path, prompt: str, most: int) -> str:
     return decode(load_tokenizer(model), transformers_greedy(str(model), [ids_of(prompt)], most, eos_token_id=-1))[0]
 
