@@ -200,7 +200,7 @@ def output_rows(prompts: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict
         named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"]}
         place = {"set": prompts.name, "data_source": given["data_source"]}
         nothing = {"response": "", "score": 0.0 if prompts.reward.chooses(given) else None, "finish_reason": None, "length": 0}
-        got = {key: row[key] for key in nothing} if row else nothing
+        got = {key: row[key] for key in (*nothing, *("stripped" for _ in row.keys() & {"stripped"}))} if row else nothing
         rows.append({**named, **got, **place, **({} if row else {"error": prompts.errors[number]})})
     return rows
 
@@ -224,7 +224,7 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
         scored = [group for group in part if all(row["score"] is not None for row in group)]
         if scored:
             scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
-            answers = [[final_answer(row["response"], row["answer"]) for row in group] for group in scored]
+            answers = [[final_answer(seen_response(row), row["answer"]) for row in group] for group in scored]
             found |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
             ci95 = interval(scores)
             found[f"{name}/ci95"] = None if ci95 is None else list(ci95)
@@ -233,9 +233,17 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
                 np.mean([row["finish_reason"] == "length" for group in scored for row in group])
             )
         found[f"{name}/n"] = len(scored)
+        if prompts.reward.strip_reasoning:
+            rows_of = [row for group in scored for row in group]
+            found[f"{name}/num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in rows_of)
         found[f"{name}/num_unscored"] = len(part) - len(scored)
         found[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
     return found
+
+
+def seen_response(row: Mapping[str, Any]) -> str:
+    """The part of a response that the reward saw."""
+    return str(row.get("stripped", row["response"]) or "")
 
 
 def table(results: Mapping[str, Any]) -> str:

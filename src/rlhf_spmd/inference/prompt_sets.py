@@ -25,6 +25,7 @@ from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.encoding import check_ids, read_template
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
+from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
@@ -274,7 +275,15 @@ class PromptSetRun:
             prompts = [self.set.rows[completion.row_id // self.set.sampling.n] for completion in completions]
             ids = [completion.token_ids for completion in completions]
             texts = decode(self.ready.tokenizer, ids)
-            for row, text, score in zip(rows, texts, self.scorer.score(prompts, texts, ids), strict=True):
+            answers: list[str | None] = [*texts]
+            if self.set.reward.strip_reasoning:
+                asked = [self.set.prompts[completion.row_id // self.set.sampling.n] for completion in completions]
+                tokenizer, tags = self.ready.tokenizer, self.set.reward.reasoning_tags
+                answers = [strip_reasoning(tokenizer, *pair, tags) for pair in zip(asked, ids, strict=True)]
+                for row, stripped in zip(rows, answers, strict=True):
+                    row["stripped"] = stripped
+            scores = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
+            for row, text, score in zip(rows, texts, scores, strict=True):
                 row |= {"response": text, "score": score}
         made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
         self.ready.journal.append(made)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.schema import counted
+from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
@@ -133,7 +134,7 @@ def _warnings(ready: Any) -> Iterator[str]:
     for data in (*ready.training.values(), *ready.validation.values()):
         yield from data.tally.warnings()
     for key in dict.fromkeys(stream.key for stream in config.algorithm.streams.values()):
-        if (section := getattr(config, key)) is not None:
+        if isinstance(section := getattr(config, key), EncodingConfig):
             yield from section.warnings(key, ready.tokenizer)
 
 

@@ -110,7 +110,8 @@ def build_data(job: TrainJob, controller: Controller) -> Data:
         for name, dataset in job.validation.items()
     }
     sampling = job.sampling(), job.sampling(validates=True)
-    return Data(controller, streams, validation, *sampling, job.tokenizer, config.run.log_samples)
+    tags = next((reward.reasoning_tags for reward in job.rewards.values() if reward.strip_reasoning), None)
+    return Data(controller, streams, validation, *sampling, job.tokenizer, config.run.log_samples, tags)
 
 
 def run_script(job: TrainJob, models: Any, data: Data, global_step: int) -> list[Reference]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from rlhf_spmd.controller import Controller, Graph, PartitionSpec, Reference, so
 from rlhf_spmd.data.balance import fill_by_speed, partition_by_tokens
 from rlhf_spmd.data.batch import Batch, Field, concat
 from rlhf_spmd.data.loader import Loader, validation_batches
+from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.rewards.eval_metrics import final_answer, measure_sets
@@ -250,6 +251,7 @@ class Data:
     val_sampling: SamplingConfig
     tokenizer: Any
     num_shown: int
+    reasoning_tags: Sequence[str] | None = None
     kept: dict[str, Reference] = field(default_factory=dict)
     shown: list[dict[str, Any]] = field(default_factory=list)
 
@@ -347,11 +349,19 @@ class Data:
         def read_answers(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, Any]]:
             ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
             texts = decode(self.tokenizer, ids)
+            seen_texts = texts
+            if self.reasoning_tags is not None:
+                prompts = given.dataset.columns["prompt_ids"].take(rows.group_ids.long()).rows() if len(rows) else ()
+                pairs = zip(prompts, ids, strict=True)
+                seen_texts = [
+                    strip_reasoning(self.tokenizer, *map(Tensor.tolist, pair), self.reasoning_tags) or "" for pair in pairs
+                ]
             codes, samples = [], []
             of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
-            for text, row_id, number, length, score, stopped in zip(texts, *(x.tolist() for x in of_rows), strict=True):
+            values = zip(texts, seen_texts, *(x.tolist() for x in of_rows), strict=True)
+            for text, seen_text, row_id, number, length, score, stopped in values:
                 seen = given.dataset.row(number)
-                answer = final_answer(text, seen["answer"])
+                answer = final_answer(seen_text, seen["answer"])
                 codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
                 if number in shown and row_id == number * n:
                     named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}
