@@ -98,15 +98,11 @@ def survey(directory: Path) -> list[Converted]:
 
 
 def table(found: Sequence[Converted]) -> Iterator[list[str | int]]:
-    """Rows of [trainer, scripts, convert, load, load with every key known]."""
-    for kind, its in (("rl", [one for one in found if one.kind == "rl"]), ("sft", [one for one in found if one.kind == "sft"])):
-        yield [
-            kind,
-            len(its),
-            sum(o.converts for o in its),
-            sum(o.loads for o in its),
-            sum(o.loads and not o.unknown for o in its),
-        ]
+    """Rows of [trainer, scripts, convert, load, laid out, laid out with every key known]."""
+    for kind in ("rl", "sft"):
+        its = [one for one in found if one.kind == kind]
+        stages = ([one.converts for one in its], [one.loads for one in its], [one.laid_out for one in its])
+        yield [kind, len(its), *map(sum, stages), sum(one.laid_out and not one.unknown for one in its)]
 
 
 def main() -> int:

@@ -239,7 +239,7 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
     names = table["keys"]
-    found, left = {**chosen, **split_bounds(verl)}, {}
+    found, left, bounds = dict(chosen), {}, split_bounds(verl)
     if default_of(config, "algorithm.adv_estimator") is MISSING and found.pop("algorithm.adv_estimator", None):
         left["algorithm.adv_estimator"] = f"{name} has advantages of its own"
     for key, value in verl.items():
@@ -253,7 +253,8 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         elif ours.startswith("algorithm.") and default_of(config, ours) is MISSING:
             left |= {key: f"{name} has no such setting"} if key in given else {}
         elif key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value:
-            found.setdefault(ours, value)
+            found[ours] = value
+    found |= bounds
     settle(found, left, given, config)
     if (teacher := teacher_of(verl)) is not None:
         found["models.teacher.path"] = teacher

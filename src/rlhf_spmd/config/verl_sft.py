@@ -43,6 +43,10 @@ def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
         if ours[key] is None and key not in names["said"]
     }
     left |= without
+    for key in [key for key in ("run.save_freq", "run.test_freq") if isinstance(found.get(key), str)]:
+        left[f"trainer.{key[4:]}"] = f"{found.pop(key)!r}; here it is a number of steps"
+    if "run.keep_checkpoints" in found:  # the one before the newest is kept too
+        found["run.keep_checkpoints"] = max(2, found["run.keep_checkpoints"])
     if verl.get("model.lora_rank", 0):
         found |= {f"models.actor.lora.{ours}": verl[key] for key, ours in names["lora"].items() if key in verl}
     if verl.get("model.enable_gradient_checkpointing", True):
