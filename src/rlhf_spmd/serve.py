@@ -23,10 +23,12 @@ from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.data.chat_variables import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
-from rlhf_spmd.inference.loaded_model import LoadedModel, inference_program, read_config, say_warnings
+from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
+from rlhf_spmd.inference.loaded_model import LoadedModel
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.rewards.config import REASONING_TAGS, check_tags
 

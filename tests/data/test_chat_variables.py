@@ -17,9 +17,9 @@ from rlhf_spmd.data.chat_variables import read_names, unread_variables
 from rlhf_spmd.data.loader import load_dataset
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.inference.inference_program import read_config as read_served
 from rlhf_spmd.inference.llm import LLM
-from rlhf_spmd.inference.loaded_model import read_config as read_served
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.serve import ServeConfig
 from rlhf_spmd.train import prepare, read_config
 from rlhf_spmd.training.banner import _warnings
