@@ -44,7 +44,8 @@ def unread_variables(where: str, variables: Mapping[str, Any], tokenizer: Any, t
     """Returns a warning for each variable that the template never reads. ``template``: in place of the tokenizer's."""
     if not variables or tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
         return []
-    texts = {tokenizer.get_chat_template(template, tools) for tools in (None, [{}])}  # a tokenizer may have one for tools
+    asked: tuple[list[Any] | None, ...] = (None, [{}])
+    texts = {tokenizer.get_chat_template(template, tools) for tools in asked}  # a tokenizer may have one for tools
     known = set().union(*map(read_names, texts))
     own = sorted(name for name in known if not name.endswith("_token"))  # the others are the tokenizer's: bos_token
     does = f"it reads {', '.join(own)}" if own else "it reads none"

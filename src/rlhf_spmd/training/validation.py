@@ -118,7 +118,7 @@ class Validation:
             answers = texts
             if self.reasoning_tags is not None:
                 prompts = given.dataset.columns["prompt_ids"].take(rows.group_ids.long()).rows() if len(rows) else ()
-                pairs = [map(Tensor.tolist, pair) for pair in zip(prompts, ids, strict=True)]
+                pairs = [(prompt.tolist(), response.tolist()) for prompt, response in zip(prompts, ids, strict=True)]
                 answers = [strip_reasoning(self.tokenizer, *pair, self.reasoning_tags) or "" for pair in pairs]
             codes, samples = [], []
             of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
