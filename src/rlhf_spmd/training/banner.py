@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.schema import counted
+from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
@@ -133,6 +134,9 @@ def _warnings(ready: Any) -> Iterator[str]:
         yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"
     for data in (*ready.training.values(), *ready.validation.values()):
         yield from data.tally.warnings()
+    for key in dict.fromkeys(stream.key for stream in config.algorithm.streams.values()):
+        if isinstance(section := getattr(config, key), EncodingConfig):
+            yield from section.warnings(key, ready.tokenizer)
 
 
 def start_facts(world: World) -> dict[str, str]:
