@@ -111,6 +111,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [1],
     },
+    "mixtral": {
+        **_SIZES,
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": 33,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+    },
 }
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tasks
+from double_transformers import whole_gradients
 from engine_runs import assert_same, together, train
 from generators import (
     SMALL,
@@ -43,7 +44,7 @@ from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of, logits
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral")
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -69,18 +70,7 @@ def their_gradients(path: Path) -> dict[str, Tensor]:
     for some, targets, weights in zip(ids.split(LENGTHS), labels.split(LENGTHS), WEIGHTS.split(LENGTHS), strict=True):
         log_probs = model(some[None]).logits[0].log_softmax(-1)
         (log_probs.gather(1, targets[:, None])[:, 0] * weights).sum().backward()
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        if name.endswith("experts.gate_up_proj"):
-            for i, both in enumerate(parameter.grad):
-                prefix = name.removesuffix("gate_up_proj") + f"{i}."
-                found[prefix + "gate_proj.weight"], found[prefix + "up_proj.weight"] = both.chunk(2)
-        elif name.endswith("experts.down_proj"):
-            found |= {f"{name.removesuffix('down_proj')}{i}.down_proj.weight": g for i, g in enumerate(parameter.grad)}
-        else:
-            found[name] = parameter.grad
-    return found
+    return whole_gradients(model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

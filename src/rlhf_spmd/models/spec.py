@@ -258,6 +258,15 @@ def read_size(config: Mapping[str, Any], source: str, key: str, default: int | N
     return value
 
 
+def read_choice(config: Mapping[str, Any], source: str, key: str, count: int, per_token: int) -> tuple[int, int]:
+    """The number of experts, of which ``key`` is the name, and how many of them a token takes, with their defaults. Raises ValueError
+    naming the keys."""
+    count, per_token = read_size(config, source, key, count), read_size(config, source, "num_experts_per_tok", per_token)
+    if per_token > count:
+        raise ValueError(f"{source}: num_experts_per_tok={per_token} exceeds {key}={count}")
+    return count, per_token
+
+
 def read_positive(value: Any, source: str, key: str) -> float:
     """``value`` of ``key`` as a float. Raises ValueError naming both unless it is a positive number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
