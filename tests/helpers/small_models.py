@@ -111,6 +111,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [1],
     },
+    "qwen2-moe": {
+        **_SIZES,
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+    },
     "mixtral": {
         **_SIZES,
         "model_type": "mixtral",

@@ -33,18 +33,19 @@ from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import AttentionRule, Ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.experts import mix_experts, route
+from rlhf_spmd.models.experts import MixtureWeights, mix_experts, route
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import Experts, read_spec, spec_from_config
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of, logits
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe")
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -120,6 +121,8 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
     [
         ("qwen3-moe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
         ("qwen3-moe", "value", Layout(tp=2, sequence_parallel=True), "none"),
+        ("qwen2-moe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
+        ("qwen2-moe", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
         ("phi3", "lm", Layout(tp=4), "none"),
@@ -156,7 +159,7 @@ def test_ppo_with_two_families(tmp_path: Path) -> None:
         assert difference < 1e-8, where
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe"])
 def test_transitions_of_the_hybrid_engine(name: str) -> None:
     """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
     spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "test")
@@ -252,8 +255,9 @@ def test_experts_against_a_loop_over_tokens(normalise: bool, blocks: int) -> Non
         expected.append(sum(probabilities[e] / total * part for e, part in zip(best, parts, strict=True)))
     halves = [part.chunk(blocks, 1) for part in (gate, up)]
     entry = torch.cat([torch.cat([half[b] for half in halves], 1).reshape(-1, hidden) for b in range(blocks)])
-    got = mix_experts(Ops(), x, router, entry, down.reshape(-1, width), experts, False, blocks)
-    assert len(set(route(Ops(), x, router, experts)[1].flatten().tolist())) < 5
+    weights = MixtureWeights(router, entry, down.reshape(-1, width))
+    got = mix_experts(Ops(), x, weights, experts, False, blocks)
+    assert len(set(route(Ops(), x, weights, experts)[1].flatten().tolist())) < 5
     weight = torch.randn_like(got)
     inputs = [x, router, gate, up, down]
     for a, b in zip(
@@ -284,12 +288,20 @@ def test_rules_of_layers() -> None:
     assert [bool(spec_from_config(moe, "test").experts_of(layer)) for layer in range(4)] == [False, False, False, True]
 
 
-def test_flops_count_active_experts_and_windows() -> None:
+def test_flops_count_active_experts_and_windows(models: dict[str, Path]) -> None:
     spec = spec_from_config(CONFIGS["qwen3-moe"], "test")
     attention, head = 32 * 12 * (2 * 4 + 2 * 2), 101 * 32
     weights = 4 * attention + 3 * 32 * (6 + 3 * 3 * 24) + 32 * 3 * 48 + head
     assert forward_flops(spec, 10, 0) == 10 * 2 * weights
     assert forward_flops(spec, 10, 8) == 10 * (2 * weights + 4 * 4 * 48 * 4)  # a query sees half of its sequence
+    shared = spec_from_config(CONFIGS["qwen2-moe"], "test")
+    attention = 32 * 8 * (2 * 4 + 2 * 2)
+    sparse, dense = 32 * (6 + 1 + 3 * (3 * 24 + 40)), 32 * 3 * 48
+    assert forward_flops(shared, 10, 0) == 10 * 2 * (4 * attention + 2 * sparse + 2 * dense + head)
+    shape = shape_of(shared, "lm")
+    assert shape.active == attention + (sparse + dense) / 2
+    every = sum(tensor.numel() for tensor in load_file(models["qwen2-moe"] / "model.safetensors").values())
+    assert shape.params == every - 2 * (301 - 101) * 32
     short = spec_from_config({**CONFIGS["mistral"], "sliding_window": 9}, "test")
     plain = spec_from_config({**CONFIGS["mistral"], "sliding_window": None}, "test")
     assert forward_flops(short, 10, 9) == forward_flops(plain, 10, 9)

@@ -15,6 +15,7 @@ from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_de
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, Packing, PageTarget
+from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
     "ATTENTION",
@@ -25,6 +26,7 @@ __all__ = [
     "Ops",
     "Packing",
     "PageTarget",
+    "RoutingRule",
     "capabilities",
     "choose_ops",
     "differentiable",

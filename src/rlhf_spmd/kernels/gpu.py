@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import grouped, triton_draw, triton_experts, triton_filter, triton_layers, triton_lm_head, triton_qkv
+from rlhf_spmd.kernels import (
+    grouped,
+    triton_draw,
+    triton_experts,
+    triton_filter,
+    triton_layers,
+    triton_lm_head,
+    triton_qkv,
+    triton_route,
+)
 from rlhf_spmd.kernels.drawings import Drawings, Drawn
 from rlhf_spmd.kernels.flash import PackedFlash
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
+from rlhf_spmd.kernels.routing import RoutingRule
 
 
 class GpuOps(Ops):
@@ -136,6 +146,20 @@ class GpuOps(Ops):
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
     # -- experts: the host never learns how many rows each has
+
+    def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
+            weights, chosen = triton_route.route(logits, correction, rule, dtype)
+            return (weights, chosen), (logits, chosen)
+
+        def backward(_: object, grad: Tensor, __: object, logits: Tensor, chosen: Tensor) -> tuple[Tensor]:
+            return (triton_route.route_backward(rule, grad, logits, chosen),)
+
+        weights, chosen = differentiable_several(forward, backward, logits)
+        return weights, chosen.detach()
+
+    def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x, weight))
 
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
         numbers = torch.arange(count, device=experts.device)

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget, pad_rows, visible
+from rlhf_spmd.kernels.routing import RoutingRule, choose, sigmoid, weigh
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
@@ -135,6 +137,18 @@ class Ops:
         if not torch.is_grad_enabled():
             return self.turn(x, cos, sin)
         return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
+
+    def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``correction`` [E, 3], see
+        :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. Computed in fp32 at least."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = choose(wide, correction, rule)
+        return weigh(wide, chosen, rule).to(dtype), chosen
+
+    def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The sigmoid of x [T, in] times the transpose of ``weight`` [1, in] -> [T, 1]."""
+        wide = torch.promote_types(x.dtype, torch.float32)  # a sum: no product with one column is exact on CPUs
+        return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
 
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
         """What :meth:`per_expert` is told of the rows of ``count`` experts: here how many each has, as numbers on the host. ``experts``
@@ -375,26 +389,3 @@ def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         if count:
             yield expert, slice(start, start + count)
         start += count
-
-
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None) -> Tensor:
-    """torch's own attention: q [B, H * G, R, D], k and v [B, H, L, D] -> [B, H * G, R, D].
-
-    ``allowed`` None is causal, else it includes the rule's window. torch's kernels have no softcap: plain products then.
-    """
-    if rule.softcap is None:
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and (allowed is not None or q.dtype == torch.float32):
-            # Of torch's kernels only flash attention groups heads, and it takes no mask and no float32: without copies of the
-            # heads everything else falls back to products that keep [B, H * G, R, L].
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            grouped = False
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=rule.scale, enable_gqa=grouped
-        )
-    if allowed is None:
-        allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    wide = torch.promote_types(q.dtype, torch.float32)  # bf16 would round scores of 20 by 0.06
-    scores = torch.tanh(torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * (rule.scale / rule.softcap)) * rule.softcap
-    return torch.matmul(torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).to(v.dtype), v)

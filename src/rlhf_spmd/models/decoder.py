@@ -21,9 +21,10 @@ from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
-from rlhf_spmd.models.experts import mix_experts
+from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
+from rlhf_spmd.models.mixture import CORRECTION, WHOLE
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -44,6 +45,9 @@ class Block(nn.Module):
 
     ``index`` counts within the stage, ``layer`` within the model.
     """
+
+    gate_up: Linear
+    down: Linear
 
     def __init__(
         self,
@@ -92,16 +96,15 @@ class Block(nn.Module):
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size)
-        self.router = linear("router") if self.experts else None
-        self.gate_up = linear("gate_up")
-        self.down = linear("down")
+        for name in ("gate_up", "down") if self.experts is None else self.experts.matrices:
+            setattr(self, name, linear(name))
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         sizes = *heads, shards["down.weight"].shape[-1]
         options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
-        alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.router is None
+        alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
         alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
@@ -115,7 +118,7 @@ class Block(nn.Module):
         qkv = self.run_entry(self._enter, x)
         partial = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
         mixed = self._leave(partial, self.out, self.attention_norm, "attention")
-        if self.router is None:
+        if self.experts is None:
             x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
             partial = self.run_part(self._activate, gate_up)
         else:
@@ -161,13 +164,13 @@ class Block(nn.Module):
 
     def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
-        assert self.router is not None and self.experts is not None
+        assert self.experts is not None
         x, normed = self.post_norm.add(x, mixed)
         rows = self._enter_tp(normed, self.tp)
-        # every rank weighs its own slices of the experts: the router's gradient is a sum over tp
-        router = copy_to_tp(self.router.weight, self.tp)
-        weights = (router, self.gate_up.weight, self.down.weight)
-        return x, mix_experts(self.ops, rows, *weights, self.experts, self.gelu, self.gate_up_blocks)
+        weights = {name: getattr(self, name).weight for name in self.experts.matrices}
+        # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
+        weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
+        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
@@ -217,7 +220,10 @@ class Decoder(nn.Module):
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
-        matrices = [shard.shape for name, shard in whole.items() if name.startswith("layers.") and len(shard.shape) == 2]
+        products = (
+            name for name in whole if name.startswith("layers.") and name.split(".")[2] not in (CORRECTION, "shared_gate")
+        )
+        matrices = [whole[name].shape for name in products if len(whole[name].shape) == 2]
         self.min_rows = max(self.ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
         # no buffers: they must survive construction on the meta device
         self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}

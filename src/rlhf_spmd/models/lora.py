@@ -30,7 +30,7 @@ class LoraConfig:
     - use_rslora: by alpha / sqrt(rank) instead
     - dropout: of what adapters read in updates; what is drawn differs between layouts
     - target_modules: `all-linear`: all matrices of the layers, or a list such as `[q_proj, v_proj]`; the router and the experts of
-      a mixture have none
+      a mixture, the shared one too, have none
     - path: PEFT's directory of an adapter that training begins with; null: B is zero
     - bits: of an element of the matrices that have adapters, 4 (NF4) or 8, by bitsandbytes (needs `rlhf_spmd[optim]`); null: the
       role's dtype; see [parallelism.md](parallelism.md#four-or-eight-bits)

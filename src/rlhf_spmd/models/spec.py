@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_spmd.config import registry
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.mixture import Experts as Experts
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
@@ -43,24 +44,17 @@ class Names:
     attention_norm: str | None = None  # of the attention's output, before it is added
     mlp_norm: str | None = None  # of the MLP's
     router: str = "model.layers.{layer}.mlp.gate.weight"
+    correction: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
     gate: str = "model.layers.{layer}.mlp.gate_proj"
     up: str = "model.layers.{layer}.mlp.up_proj"
     down: str = "model.layers.{layer}.mlp.down_proj"
     expert_gate: str = "model.layers.{layer}.mlp.experts.{expert}.gate_proj"
     expert_up: str = "model.layers.{layer}.mlp.experts.{expert}.up_proj"
     expert_down: str = "model.layers.{layer}.mlp.experts.{expert}.down_proj"
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture that replaces the MLP in every layer but ``dense_layers``: softmax over ``count`` experts, of which a token
-    takes the ``per_token`` likeliest, with their probabilities (made to sum to 1 with ``normalise``)."""
-
-    count: int
-    per_token: int
-    intermediate_size: int
-    normalise: bool
-    dense_layers: tuple[int, ...] = ()
+    shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj"
+    shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj"
+    shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj"
+    shared_weight: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
 
 
 @dataclass(frozen=True)
