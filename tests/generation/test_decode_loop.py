@@ -19,7 +19,7 @@ import torch
 import tasks
 from generators import SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
-from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig, config, runner
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig, config, model_runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs, padded_size
@@ -191,7 +191,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return Frozen(step)
 
     monkeypatch.setattr(Graphs, "_capture", capture)
-    for module in (runner, config):
+    for module in (model_runner, config):
         monkeypatch.setattr(module, "capabilities", lambda device: replace(capabilities(device), graphs=True, streams=True))
     return keys
 

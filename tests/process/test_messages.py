@@ -16,12 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from rlhf_spmd.parallel.world import JOB_KEY, Launch, connect_store
-from rlhf_spmd.process import agreement, ending, launcher, messages
+from rlhf_spmd.process import exit, launcher, messages, startup_checks
 from rlhf_spmd.process.board import Board, Failure
 from rlhf_spmd.process.messages import ALL_ENDED, FAILURE, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.telemetry.run_dir import read_exit_status
 
-VERSIONS = agreement.versions()
+VERSIONS = startup_checks.versions()
 
 
 def test_only_what_the_job_has_sealed_is_read() -> None:
@@ -128,7 +128,7 @@ def test_a_service_that_never_answers_is_named_in_time(monkeypatch: pytest.Monke
 
 
 def test_what_a_terminal_would_obey_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    ending.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
+    exit.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
     assert capsys.readouterr().err == "line\\x1b[31m\n\tline\na\\x1b]0;title\\x07 b\\x9b2J c\\u202ed\n"
 
 
@@ -140,9 +140,9 @@ def test_a_line_is_printed_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     codes: list[int] = []
-    monkeypatch.setattr(ending, "_exit", codes.append)
-    ending.announce("the last word")
-    ending.end_process(0)
+    monkeypatch.setattr(exit, "_exit", codes.append)
+    exit.announce("the last word")
+    exit.end_process(0)
     assert capsys.readouterr().err == "the last word\n" and codes == [0]
 
 
@@ -159,15 +159,15 @@ def codes_of_two_nodes(monkeypatch: pytest.MonkeyPatch, places: list[Path | None
     def leave(launch: Launch, code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(agreement, "connect_store", lambda launch: store)
-    monkeypatch.setattr(agreement, "end_rank", leave)
-    monkeypatch.setattr(agreement.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(startup_checks, "connect_store", lambda launch: store)
+    monkeypatch.setattr(startup_checks, "end_rank", leave)
+    monkeypatch.setattr(startup_checks.signal, "signal", lambda *_: None)
 
     def agree(rank: int) -> object:
-        signals = agreement.EarlySignals()
+        signals = startup_checks.EarlySignals()
         signals.number = told
         try:
-            agreement.agree_on_input(Launch(rank, 2, 0, 1), dict, dict, places[rank], signals)
+            startup_checks.agree_on_input(Launch(rank, 2, 0, 1), dict, dict, places[rank], signals)
         except SystemExit as ending:
             return ending.code
         return 0
@@ -178,7 +178,7 @@ def codes_of_two_nodes(monkeypatch: pytest.MonkeyPatch, places: list[Path | None
 
 def test_ranks_with_another_version_are_told_apart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = iter(["2.13", "2.14"])
-    monkeypatch.setattr(agreement, "versions", lambda: {"version of torch": next(found)})
+    monkeypatch.setattr(startup_checks, "versions", lambda: {"version of torch": next(found)})
     monkeypatch.setenv(JOB_KEY, "key")
     assert codes_of_two_nodes(monkeypatch, [None, None]) == [2, 2]
     (line,) = capsys.readouterr().err.splitlines()

@@ -21,7 +21,7 @@ from places import ROOT
 from ranks import Program, run_command
 from rlhf_spmd.parallel import world
 from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul
-from rlhf_spmd.process import agreement
+from rlhf_spmd.process import startup_checks
 from rlhf_spmd.process.exit import Preempted, classify, lost_connection
 from rlhf_spmd.process.messages import Messages
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
@@ -388,12 +388,12 @@ class Unready(dist.HashStore):
 
 def test_ranks_that_come_late_to_the_agreement_are_named(capsys, monkeypatch, tmp_path):
     late = "ranks [1] did not finish checking their input within"
-    agreement._await_verdict(Launch(rank=0, size=2), Messages(store := Unready(1), b"key"), 4200.0, None)
+    startup_checks._await_verdict(Launch(rank=0, size=2), Messages(store := Unready(1), b"key"), 4200.0, None)
     assert store.waited == [300.0, 3900.0] and capsys.readouterr().err == f"{late} 300 s; the others wait for 4200 s\n"
-    monkeypatch.setattr(agreement, "end_rank", lambda launch, code: sys.exit(code))
+    monkeypatch.setattr(startup_checks, "end_rank", lambda launch, code: sys.exit(code))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ending:
-        agreement._await_verdict(Launch(rank=0, size=2), Messages(Unready(2), b"key"), 4200.0, tmp_path)
+        startup_checks._await_verdict(Launch(rank=0, size=2), Messages(Unready(2), b"key"), 4200.0, tmp_path)
     *_, last = capsys.readouterr().err.splitlines()
     assert ending.value.code == 5 and last == f"{late} 4200 s"
     assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "hang"

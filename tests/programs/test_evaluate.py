@@ -18,7 +18,7 @@ from rlhf_spmd import evaluate as program
 from rlhf_spmd import generate
 from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.inference import job as jobs
+from rlhf_spmd.inference import loaded_model as jobs
 from rlhf_spmd.inference.loaded_model import Journal
 from rlhf_spmd.parallel.world import Launch, World
 from rlhf_spmd.rewards.results import RewardError

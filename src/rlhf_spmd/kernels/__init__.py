@@ -1,8 +1,8 @@
 """The arithmetic of models by device (floor F1), and what a device can.
 
 A model is built over an :class:`Ops`. :func:`choose_ops` chooses its class once, from dtype and device: torch's (``ops``), on CPUs
-torch's in an order that the batch does not change (``batch_invariant``) or C++ (``cpp_ops``), on GPUs Triton's (``gpu``). The C++ library
-is compiled at first use (a C++ compiler, some seconds), kept in the user's cache directory and loaded with ctypes.
+torch's in an order that the batch does not change (``batch_invariant``) or C++ (``cpp_ops``), on GPUs Triton's (``gpu``). The C++
+library is compiled at first use (a C++ compiler, some seconds), kept in the user's cache directory and loaded with ctypes.
 Everything about a result's bits is in the headers of the sources.
 :func:`capabilities` says what a device can, by the ability's name; nobody else asks which kind a device is.
 

@@ -1,8 +1,8 @@
 """How weights move (F4): between the training and generation layout (the 3D-HybridEngine), and to other ranks (ReaL).
 
 Pure: ``plan`` and ``reshard_methods`` decide which part of which shard goes where, as intersections of boxes; ``bucketing`` decides
-what travels together; ``delta`` finds what has changed since the last time. ``transfer`` executes a plan. ``storages`` gives up memory for
-a while. ``hybrid`` holds weights that change their layout: :class:`HybridWeights` with ``to_generation()`` and ``to_training()``.
+what travels together; ``delta`` finds what has changed since the last time. ``transfer`` executes a plan. ``storages`` gives up memory
+for a while. ``hybrid`` holds weights that change their layout: :class:`HybridWeights` with ``to_generation()`` and ``to_training()``.
 This package does not know roles or architectures: it takes shards (boxes) and parameters by name.
 """
 
