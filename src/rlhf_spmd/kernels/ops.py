@@ -133,7 +133,9 @@ class Ops:
         return differentiable(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2]."""
+        """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2], or fewer: of the first dims alone."""
+        if 2 * cos.shape[-1] < x.shape[-1]:
+            return torch.cat([self.rotate(x[..., : 2 * cos.shape[-1]], cos, sin), x[..., 2 * cos.shape[-1] :]], -1)
         if not torch.is_grad_enabled():
             return self.turn(x, cos, sin)
         return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)

@@ -105,7 +105,7 @@ class Block(nn.Module):
         options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and not any(one.base for one in self.adapters)
+        alone = alone and spec.partial_rotary_factor == 1 and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:

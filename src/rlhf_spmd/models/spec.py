@@ -62,7 +62,8 @@ class ModelSpec:
     """A normalised decoder architecture. Sizes count elements; ``rope_scaling`` is None for plain rotary embeddings.
 
     ``attention_scale`` None is 1 / sqrt(head_dim); ``windows`` has one entry per layer, or none where no layer has a window;
-    ``local_rope_theta`` is that of the layers with a window, where it is another. ``embed_scale`` multiplies the embeddings,
+    ``local_rope_theta`` is that of the layers with a window, where it is another. ``partial_rotary_factor``: the part of a head, its
+    first dims, that is rotated. ``embed_scale`` multiplies the embeddings,
     rounded to their dtype. ``norm_plus_one``: norms multiply by 1 + weight. ``logit_softcap``: logits are c * tanh(logits / c).
     ``text_prefix``: part of the tensors' names in a directory that holds a vision tower as well.
     ``hf_config`` is the raw config.json, kept for export.
@@ -80,6 +81,7 @@ class ModelSpec:
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     local_rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
@@ -161,7 +163,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
     hidden = read_size(config, source, "hidden_size")
     if "head_dim" not in flags and config.get("head_dim") is None and hidden % heads:
         raise ValueError(f"{source}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; set 'head_dim'")
-    rope_theta, rope_scaling = _rope(config, source)
+    rope_theta, rope_scaling = _rope(config, source, "partial_rotary_factor" in flags)
     fields: dict[str, Any] = {
         "family": config["model_type"],
         "vocab_size": read_size(config, source, "vocab_size"),
@@ -275,9 +277,26 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from transformers 5's ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``."""
-    reject_unless(config, source, "partial_rotary_factor", 1, 1.0)
+def read_rotary_factor(config: Mapping[str, Any], source: str, default: float) -> float:
+    """``ModelSpec.partial_rotary_factor``, where the older or the newer key gives it. Raises ValueError unless it gives an even number of
+    dims, at most all."""
+    inner = config.get("rope_parameters") or {}
+    key = "partial_rotary_factor"
+    factor = read_positive(inner.get(key, config.get(key, default)), source, key)
+    heads = read_size(config, source, "num_attention_heads")
+    head_dim = read_size(config, source, "head_dim", read_size(config, source, "hidden_size") // heads)
+    if factor > 1 or int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
+        raise ValueError(
+            f"{source}: '{key}' is {factor}; of head_dim={head_dim} it must rotate an even number of dims, at most all"
+        )
+    return factor
+
+
+def _rope(config: Mapping[str, Any], source: str, partly: bool = False) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling) from transformers 5's ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``. ``partly``:
+    heads may be rotated in part."""
+    if not partly:
+        reject_unless(config, source, "partial_rotary_factor", 1, 1.0)
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     scaling = config.get(key)
     if scaling is None:
@@ -288,6 +307,7 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _ROPE_KEYS:
         raise ValueError(f"{source}: '{key}.rope_type' is {kind!r}, which is not supported; allowed: {', '.join(_ROPE_KEYS)}")
-    reject_unless(scaling, source, "partial_rotary_factor", 1, 1.0)
+    if not partly:
+        reject_unless(scaling, source, "partial_rotary_factor", 1, 1.0)
     numbers = {name: read_positive(scaling.get(name), source, f"{key}.{name}") for name in _ROPE_KEYS[kind]}
     return read_positive(theta, source, "rope_theta"), {"rope_type": kind, **numbers} if kind != "default" else None
