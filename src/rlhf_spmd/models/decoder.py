@@ -98,6 +98,8 @@ class Block(nn.Module):
         self.post_norm = norm(spec.hidden_size)
         for name in ("gate_up", "down") if self.experts is None else self.experts.matrices:
             setattr(self, name, linear(name))
+            if name == CORRECTION:
+                getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)

@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(spec: ModelSpec, local: bool = False) -> Tensor:
-    """Radians per position, fp32 on CPU, for each pair of the dims that are rotated, after the spec's scaling (transformers' modeling_rope_utils).
+    """Radians per position of each pair of rotated dims, fp32 on CPU, after the spec's scaling (transformers' modeling_rope_utils).
 
     ``local``: of the layers that have ``local_rope_theta``, which are not scaled.
     """

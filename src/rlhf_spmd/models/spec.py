@@ -278,8 +278,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def read_rotary_factor(config: Mapping[str, Any], source: str, default: float) -> float:
-    """``ModelSpec.partial_rotary_factor``, where the older or the newer key gives it. Raises ValueError unless it gives an even number of
-    dims, at most all."""
+    """``ModelSpec.partial_rotary_factor``. Raises ValueError unless it is an even number of dims, at most all."""
     inner = config.get("rope_parameters") or {}
     key = "partial_rotary_factor"
     factor = read_positive(inner.get(key, config.get(key, default)), source, key)

@@ -40,7 +40,9 @@ class StoredModel:
             pickles = ", ".join(sorted(p.name for p in path.glob("*.bin"))[:2])
             hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
             raise ValueError(f"{path}: neither {WEIGHTS} nor {INDEX} is there{hint}")
-        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name))]
+        further = int(spec.hf_config.get("num_nextn_predict_layers") or 0)  # layers that predict several tokens at once
+        beyond = tuple(f"model.layers.{spec.num_hidden_layers + i}." for i in range(further))
+        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name)) and not name.startswith(beyond)]
         self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
     def refuse_fewer(self, spec: ModelSpec) -> None:
