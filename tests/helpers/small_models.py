@@ -141,6 +141,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "pad_token_id": 0,
     },
+    "gpt-oss": {
+        **_SIZES,
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_window": 9,
+        "swiglu_limit": 1.5,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "pad_token_id": 0,
+    },
     "mixtral": {
         **_SIZES,
         "model_type": "mixtral",

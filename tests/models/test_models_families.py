@@ -47,7 +47,7 @@ from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of, logits, model_tensors
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss")
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -127,6 +127,8 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
         ("qwen2-moe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
         ("qwen2-moe", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("glm4-moe", "lm", Layout(pp=2, tp=2, dp=1), "none"),
+        ("gpt-oss", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("gpt-oss", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
         ("glm4-moe", "lm", Layout(tp=2, dp=2, zero=3), "full"),
         ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
@@ -164,7 +166,7 @@ def test_ppo_with_two_families(tmp_path: Path) -> None:
         assert difference < 1e-8, where
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "glm4-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "glm4-moe", "gpt-oss"])
 def test_transitions_of_the_hybrid_engine(name: str) -> None:
     """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
     spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "test")

@@ -167,6 +167,7 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
         family = str((config.get("architectures") or [""])[0]).partition("For")[0]
         shared: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         config = {**config["text_config"], **shared, "architectures": [f"{family}ForCausalLM"]}
+    config = {key: value for key, value in config.items() if key != "quantization_config"}  # of gpt-oss: read, but not written
     if config.get("num_nextn_predict_layers"):  # which are not exported
         config = {**config, "num_nextn_predict_layers": 0}
     dtype = str(specs[0].dtype).removeprefix("torch.")

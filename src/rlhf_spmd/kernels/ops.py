@@ -10,7 +10,7 @@ Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V loc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels import expert_rows
 from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget, pad_rows, visible
@@ -165,7 +166,16 @@ class Ops:
         """x [N, in], rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``:
         :meth:`expert_groups`."""
         assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
-        return differentiable(partial(self._per_expert, groups), partial(self._per_expert_backward, groups), x, weight)
+        halves = partial(expert_rows.multiply, self, groups), partial(expert_rows.multiply_backward, self, groups)
+        return differentiable(*halves, x, weight)
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
+        """``rows`` [N, m] plus the ``bias`` [E, m] of the expert of each, ``experts`` [N]."""
+        return differentiable(expert_rows.add_bias, expert_rows.add_bias_backward, rows, bias, experts)
+
+    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """[T, 2n] = [gate; up] -> gate * sigmoid(alpha * gate) * (up + 1) [T, n], gate at most ``limit``, up within it (gpt-oss)."""
+        return expert_rows.clamped_gate(gate_up, alpha, limit)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         """x [T, hidden] -> a row of each token for each of its experts, by expert [T * per_token, hidden]. Row i belongs to the pair
@@ -269,23 +279,6 @@ class Ops:
     def turn_backward(self, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
         return (self.turn(grad.contiguous(), cos, -sin),)
 
-    def _per_expert(self, counts: Sequence[int], x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        out = x.new_empty(len(x), weight.shape[1] * weight.shape[2])
-        enough = self.min_rows(weight[0].numel(), weight.shape[-1])
-        for expert, rows in _ranges(counts):
-            matrix = weight[expert].flatten(0, 1)  # a copy only if there are several blocks
-            out[rows] = self.linear(pad_rows(x[rows], enough), matrix)[: rows.stop - rows.start]
-        return out, (x, weight)
-
-    def _per_expert_backward(
-        self, counts: Sequence[int], _: object, grad: Tensor, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        for expert, rows in _ranges(counts):
-            grad_x[rows] = self.gradient_product(grad[rows], weight[expert].flatten(0, 1))
-            grad_weight[expert] = self.gradient_product(grad[rows].t(), x[rows]).view(weight.shape[1:])
-        return grad_x, grad_weight
-
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
         """left [n, k] times right [k, m], where bits may depend on the number of rows."""
         return torch.mm(left, right)
@@ -382,12 +375,3 @@ class Ops:
         """Token ids int64 [T] from logits [T, V]: the first whose cumulative probability exceeds ``uniforms`` fp64 [T]. None: not
         by one kernel here."""
         return None
-
-
-def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of the experts that have any."""
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,7 @@ class Block(nn.Module):
         self.qkv = linear("qkv")
         self.q_norm = norm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = norm(spec.head_dim) if spec.qk_norm else None
+        self.sinks = linear("sinks") if spec.names.sinks else None
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size)
@@ -107,7 +109,7 @@ class Block(nn.Module):
         options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and spec.partial_rotary_factor == 1 and not any(one.base for one in self.adapters)
+        alone = alone and self.sinks is None and spec.partial_rotary_factor == 1 and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
@@ -150,13 +152,14 @@ class Block(nn.Module):
         # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
         of_q, of_k = (None if norm is None else copy_to_tp(norm.weight, self.tp) for norm in norms)
         parts = qkv, (of_q, of_k), cos, sin, self.head_shape
+        rule = self.rule if self.sinks is None else replace(self.rule, sinks=self.sinks.weight)
         if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
             q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
-            return attention.attend_written(self.index, q[:num_tokens], self.rule)
+            return attention.attend_written(self.index, q[:num_tokens], rule)
         q, k, v = self.ops.heads(*parts)
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
-        return attention.attend(self.index, q, k, v, self.rule)
+        return attention.attend(self.index, q, k, v, rule)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
@@ -172,6 +175,8 @@ class Block(nn.Module):
         weights = {name: getattr(self, name).weight for name in self.experts.matrices}
         # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
         weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
+        if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
+            weights["down_bias"] = weights["down_bias"] * 0
         return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:

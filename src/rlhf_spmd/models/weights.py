@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.file_forms import file_forms, find_tensor, is_correction
+from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_correction
 from rlhf_spmd.models.lora import PREFIX, LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, spec_from_config
@@ -45,7 +45,7 @@ def load_pretrained(
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
-        checkpoint.refuse_unknown(decoder.spec, tensor_shapes(decoder.spec, "both"))
+        checkpoint.refuse_unknown(decoder.spec, file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
         for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
             found = find_tensor(checkpoint, decoder.spec, box.name, box.shape, missing_head_ok)
             if found is None:
@@ -62,7 +62,7 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     with contextlib.ExitStack() as stack:
         checkpoint = StoredModel(Path(path), spec, stack)
         checkpoint.refuse_fewer(spec)
-        checkpoint.refuse_unknown(spec, tensor_shapes(spec, "both"))
+        checkpoint.refuse_unknown(spec, file_names(spec, tensor_shapes(spec, "both")))
         for name, shape in tensor_shapes(spec, head).items():
             find_tensor(checkpoint, spec, name, shape, missing_head_ok)
 
@@ -158,7 +158,7 @@ def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int)
     if is_correction(spec, name):
         return torch.zeros(shape)
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(".bias") or spec.norm_plus_one else torch.ones(shape)
+        return torch.zeros(shape) if name.endswith((".bias", ".sinks")) or spec.norm_plus_one else torch.ones(shape)
     std = float(spec.hf_config.get("initializer_range", INIT_STD))
     assert math.isfinite(std), f"initializer_range={std}"
     return torch.randn(shape, generator=_generator(seed, name)).mul_(std)
