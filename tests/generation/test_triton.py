@@ -353,6 +353,8 @@ def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch:
         GenerationConfig(attention="flash_attn", page_size=256).check_device("here")
     with pytest.raises(ValueError, match=r"attention=triton: it does not compute torch\.float64"):
         choose_backend("triton", "auto", torch.float64, cpu, "attention")
+    with pytest.raises(ValueError, match="attention=flash_attn: it has no sinks"):
+        choose_backend("flash_attn", "auto", torch.float32, cpu, "attention", sinks=True)
     assert choose_backend("triton", "torch", torch.float32, cpu, "attention") == "triton"
     assert choose_backend("auto", "torch", torch.float32, cpu, "attention") == "torch"
     monkeypatch.delenv("TRITON_INTERPRET")

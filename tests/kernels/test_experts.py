@@ -91,6 +91,7 @@ LAYERS = {
         4096,
         Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True),
     ),
+    "gpt-oss-20b": (2880, Experts(32, 4, 2880, False, scoring="chosen", biased=True, clamp=(1.702, 7.0), fused=True)),
     "DeepSeek-V3": (
         7168,
         Experts(256, 8, 2048, True, (), "sigmoid", 2.5, 8, 4, corrected=True, shared_size=2048, wide_router=True),
@@ -122,6 +123,9 @@ def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes = {"router": (count, hidden), "gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
     shapes |= {
         "correction": (count, 3),
+        "router_bias": (count,),
+        "gate_up_bias": (count * 2 * width,),
+        "down_bias": (count * hidden,),
         "shared_gate_up": (2 * shared, hidden),
         "shared_down": (hidden, shared),
         "shared_gate": (1, hidden),
@@ -140,6 +144,8 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_sum_rows",
         "_sum_rows_backward",
         "_clear_idle",
+        "_clamped_gate",
+        "_clamped_gate",
         *["_route"] * 2,
         *["_route_backward"] * 2,
     ]
