@@ -13,7 +13,7 @@ from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
 from rlhf_spmd.generation import Generator, SamplingConfig
 from rlhf_spmd.kernels import Ops
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder

@@ -39,7 +39,7 @@ def build_backend(name: str, dtype: torch.dtype, device: torch.device, alike: bo
     ops = choose_ops(dtype, device, "torch" if name in EXTRAS else name)
     if name == "triton":
         from rlhf_spmd.generation.triton_attention import TritonAttention
-        from rlhf_spmd.kernels.paged_tiles import TileShape
+        from rlhf_spmd.kernels.triton_paged_attention import TileShape
 
         for_step = partial(TritonAttention.for_step, shape_of=TileShape.of_alike) if alike else TritonAttention.for_step
         return Backend(for_step, TritonAttention.decoding, ops, capturable=True)

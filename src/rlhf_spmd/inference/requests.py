@@ -18,14 +18,15 @@ from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
-from rlhf_spmd.inference.engine import Engine, check_cache, check_generation, gather_records
+from rlhf_spmd.inference.inference_engine import InferenceEngine, check_cache, check_generation, gather_records
 from rlhf_spmd.inference.loaded_model import LoadedConfig, LoadedModel, read_weights
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.models.spec import join_ends
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 
 Prompt = tuple[list[int], str | None]  # token ids, and the text that they encode, if it was given as one
 Entries = list[list[tuple[int, float]]]  # for each token: itself and its log-prob, then the likeliest tokens and theirs
@@ -98,7 +99,7 @@ class RequestProcessor:
 
     def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError."""
-        self.engine = Engine(ready, world, tick)
+        self.engine = InferenceEngine(ready, world, tick)
         self.seed, self.spec, self.tokenizer = ready.config.seed, ready.spec, ready.tokenizer
         self.path = ready.config.model.path
         self.longest = ready.config.max_model_len or ready.spec.max_position_embeddings

@@ -27,7 +27,6 @@ from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.workers.config import RoleConfig, WorkerContext
-from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.model_weights import ModelWeights, OwnedWeights
 from rlhf_spmd.workers.objective import (
     MASK,
@@ -44,6 +43,7 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
+from rlhf_spmd.workers.train_engine import Packed
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica, WeightReplica
 
 USES_WEIGHTS = ("generate", "infer", "train")  # kinds of calls
@@ -105,14 +105,14 @@ class ModelWorker(Worker):
         is_ahead = self.controller.versions.ahead > 0 and self.trained and getattr(type(self), method).spec.kind == "generate"
         weights = (AsyncWeightReplica if is_ahead else WeightReplica)(self.owned, method, pool, shape)
         worker = type(self)(self.context, self.name, pool, shape, self.config, self.spec, weights, method)
-        self.replicas[method], worker.weight_sources = worker, self.pool.ranks
+        self.method_workers[method], worker.weight_sources = worker, self.pool.ranks
 
     def prefetch(self) -> None:
         self.owned.prefetch()
 
     def enter(self, call: CallRecord) -> None:
         """Replicas receive the weights first. The owner resumes after its sends."""
-        for worker in self.replicas.values():
+        for worker in self.method_workers.values():
             assert isinstance(worker, ModelWorker) and isinstance(worker.model, WeightReplica)
             worker.model.settle()
         if call.spec.kind in USES_WEIGHTS:
