@@ -68,7 +68,9 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert off < 2e-5, f"{key}: {off}"
 
 
-@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen3-tied", "gemma2", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied-bias", "qwen3-tied", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"]
+)
 def test_log_probs_and_gradients_are_those_of_torch(name: str) -> None:
     expected = results_of(Ops(), name, solo())
     for checkpointing in CHECKPOINTING if name == "qwen3-tied" else ("none",):

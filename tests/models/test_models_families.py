@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tasks
+from double_transformers import whole_gradients
 from engine_runs import assert_same, together, train
 from generators import (
     SMALL,
@@ -32,18 +33,21 @@ from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import AttentionRule, Ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.experts import mix_experts, route
+from rlhf_spmd.models.experts import MixtureWeights, mix_experts, route
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
+from rlhf_spmd.models.mixture import is_fixed
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import Experts, read_spec, spec_from_config
+from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.workers.flops import forward_flops
-from saved_models import checkpoint_of, logits
+from saved_models import checkpoint_of, logits, model_tensors
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss")
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -69,18 +73,7 @@ def their_gradients(path: Path) -> dict[str, Tensor]:
     for some, targets, weights in zip(ids.split(LENGTHS), labels.split(LENGTHS), WEIGHTS.split(LENGTHS), strict=True):
         log_probs = model(some[None]).logits[0].log_softmax(-1)
         (log_probs.gather(1, targets[:, None])[:, 0] * weights).sum().backward()
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        if name.endswith("experts.gate_up_proj"):
-            for i, both in enumerate(parameter.grad):
-                prefix = name.removesuffix("gate_up_proj") + f"{i}."
-                found[prefix + "gate_proj.weight"], found[prefix + "up_proj.weight"] = both.chunk(2)
-        elif name.endswith("experts.down_proj"):
-            found |= {f"{name.removesuffix('down_proj')}{i}.down_proj.weight": g for i, g in enumerate(parameter.grad)}
-        else:
-            found[name] = parameter.grad
-    return found
+    return whole_gradients(model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -94,8 +87,9 @@ def test_gradients_equal_transformers(models: dict[str, Path], name: str) -> Non
     theirs = their_gradients(path)
     scale = max(float(g.abs().max()) for g in theirs.values())
     for key, parameter in decoder.named_parameters():
-        assert parameter.grad is not None
-        for box in decoder.shards[key].boxes:
+        assert (parameter.grad is None) == is_fixed(key)
+        for box in () if parameter.grad is None else decoder.shards[key].boxes:
+            assert parameter.grad is not None
             expected = theirs[box.name][box.global_slices]
             assert (parameter.grad[box.local_slices] - expected).abs().max() < 2e-5 * scale, box.name
             theirs[box.name][box.global_slices] = 0
@@ -130,6 +124,12 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
     [
         ("qwen3-moe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
         ("qwen3-moe", "value", Layout(tp=2, sequence_parallel=True), "none"),
+        ("qwen2-moe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
+        ("qwen2-moe", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("glm4-moe", "lm", Layout(pp=2, tp=2, dp=1), "none"),
+        ("gpt-oss", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("gpt-oss", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
+        ("glm4-moe", "lm", Layout(tp=2, dp=2, zero=3), "full"),
         ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
         ("phi3", "lm", Layout(tp=4), "none"),
@@ -166,7 +166,7 @@ def test_ppo_with_two_families(tmp_path: Path) -> None:
         assert difference < 1e-8, where
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "glm4-moe", "gpt-oss"])
 def test_transitions_of_the_hybrid_engine(name: str) -> None:
     """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
     spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "test")
@@ -185,7 +185,7 @@ def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     config = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "model_type")}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(CONFIGS[name]["model_type"], **config)).eval()
     model.save_pretrained(tmp_path / "source")
-    path = checkpoint_of(load_file(tmp_path / "source" / "model.safetensors"), tmp_path / "source", tmp_path / "run", "lm")
+    path = checkpoint_of(model_tensors(tmp_path / "source"), tmp_path / "source", tmp_path / "run", "lm")
     out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
     written, exported = (load_file(tmp_path / part / "model.safetensors") for part in ("source", "out"))
     assert written.keys() == exported.keys() and all(torch.equal(written[key], exported[key]) for key in written)
@@ -262,8 +262,9 @@ def test_experts_against_a_loop_over_tokens(normalise: bool, blocks: int) -> Non
         expected.append(sum(probabilities[e] / total * part for e, part in zip(best, parts, strict=True)))
     halves = [part.chunk(blocks, 1) for part in (gate, up)]
     entry = torch.cat([torch.cat([half[b] for half in halves], 1).reshape(-1, hidden) for b in range(blocks)])
-    got = mix_experts(Ops(), x, router, entry, down.reshape(-1, width), experts, False, blocks)
-    assert len(set(route(Ops(), x, router, experts)[1].flatten().tolist())) < 5
+    weights = MixtureWeights(router, entry, down.reshape(-1, width))
+    got = mix_experts(Ops(), x, weights, experts, False, blocks)
+    assert len(set(route(Ops(), x, weights, experts)[1].flatten().tolist())) < 5
     weight = torch.randn_like(got)
     inputs = [x, router, gate, up, down]
     for a, b in zip(
@@ -294,12 +295,20 @@ def test_rules_of_layers() -> None:
     assert [bool(spec_from_config(moe, "test").experts_of(layer)) for layer in range(4)] == [False, False, False, True]
 
 
-def test_flops_count_active_experts_and_windows() -> None:
+def test_flops_count_active_experts_and_windows(models: dict[str, Path]) -> None:
     spec = spec_from_config(CONFIGS["qwen3-moe"], "test")
     attention, head = 32 * 12 * (2 * 4 + 2 * 2), 101 * 32
     weights = 4 * attention + 3 * 32 * (6 + 3 * 3 * 24) + 32 * 3 * 48 + head
     assert forward_flops(spec, 10, 0) == 10 * 2 * weights
     assert forward_flops(spec, 10, 8) == 10 * (2 * weights + 4 * 4 * 48 * 4)  # a query sees half of its sequence
+    shared = spec_from_config(CONFIGS["qwen2-moe"], "test")
+    attention = 32 * 8 * (2 * 4 + 2 * 2)
+    sparse, dense = 32 * (6 + 1 + 3 * (3 * 24 + 40)), 32 * 3 * 48
+    assert forward_flops(shared, 10, 0) == 10 * 2 * (4 * attention + 2 * sparse + 2 * dense + head)
+    shape = shape_of(shared, "lm")
+    assert shape.active == attention + (sparse + dense) / 2
+    every = sum(tensor.numel() for tensor in load_file(models["qwen2-moe"] / "model.safetensors").values())
+    assert shape.params == every - 2 * (301 - 101) * 32
     short = spec_from_config({**CONFIGS["mistral"], "sliding_window": 9}, "test")
     plain = spec_from_config({**CONFIGS["mistral"], "sliding_window": None}, "test")
     assert forward_flops(short, 10, 9) == forward_flops(plain, 10, 9)
@@ -323,6 +332,12 @@ def test_flops_count_active_experts_and_windows() -> None:
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
         ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
         ("qwen3-moe", {"use_sliding_window": True}, "'use_sliding_window' is True"),
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 exceeds num_local_experts=5"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' is 0"),
+        ("glm4-moe", {"n_group": 3}, "n_group=3 must divide n_routed_experts=8"),
+        ("glm4-moe", {"topk_group": 1}, "topk_group=1 of the groups must have num_experts_per_tok=3 experts"),
+        ("glm4-moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "of head_dim=12 it must rotate an even number"),
+        ("qwen3-moe", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
     ],
 )
 def test_what_is_refused(name: str, changes: dict[str, Any], words: str) -> None:
@@ -334,6 +349,23 @@ def test_experts_that_tp_does_not_divide() -> None:
     spec = spec_from_config({**CONFIGS["qwen3-moe"], "moe_intermediate_size": 22}, "test")
     with pytest.raises(ValueError, match=r"layout: tp=4 does not divide moe_intermediate_size=22"):
         check_layout(spec, 1, 4, "layout")
+
+
+def test_layers_behind_the_last_one_are_not_read(tmp_path: Path) -> None:
+    path = make_model(tmp_path, {**CONFIGS["glm4-moe"], "num_nextn_predict_layers": 1})
+    tensors = load_file(path / "model.safetensors")
+    further = {
+        name.replace("layers.3.", "layers.4."): tensor.clone() for name, tensor in tensors.items() if "layers.3." in name
+    }
+    save_file({**tensors, **further, "model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, path / "model.safetensors")
+    decoder = Decoder(read_spec(path), "lm", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, path)
+    assert torch.equal(decoder.layers[3].router.weight, tensors["model.layers.3.mlp.gate.weight"])
+    assert export_config(read_json(path / "config.json"), [Spec("a", torch.float32, (1,))])["num_nextn_predict_layers"] == 0
+    beyond = {name.replace("layers.3.", "layers.5."): tensor.clone() for name, tensor in tensors.items() if "layers.3." in name}
+    save_file({**tensors, **beyond}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensors that a glm4_moe model does not have, such as 'model\.layers\.5"):
+        load_pretrained(decoder, path)
 
 
 def test_norms_of_random_weights_multiply_by_one(tmp_path: Path) -> None:

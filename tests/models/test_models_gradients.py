@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ranks import run_ranks
 from rlhf_spmd.kernels import AttentionRule, Ops, Packing
-from rlhf_spmd.kernels.ops import attend_dense
+from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values

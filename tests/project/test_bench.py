@@ -71,7 +71,7 @@ def test_step_writes_phases_and_tokens_per_second(ran: Ran) -> None:
 @pytest.mark.script("placement.py streaming --chunks 1 2 --steps 2 --rounds 1 --prompts 4 --response 8 --at-once 4")
 def test_streaming_measures_how_long_rows_wait(ran: Ran) -> None:
     report, printed = ran
-    assert [run["portions"] for run in report["runs"]] == [1, 2] and "portions | reward |" in printed
+    assert [run["chunks"] for run in report["runs"]] == [1, 2] and "chunks | reward |" in printed
     for run in report["runs"]:
         assert 0 < run["reward"] <= run["both"] and 0 < run["reference"] <= run["both"]  # of the same responses: it looks
 

@@ -43,13 +43,24 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
+SINKS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_attention_heads": 8,
+    "head_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "sliding_window": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 WINDOWS = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 3}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     kinds = {name: CONFIGS[name] for name in ("untied", "tied", "shared_kv", "qwen3")}
-    return write_models(tmp_path_factory.mktemp("models"), {**kinds, "experts": EXPERTS, "windows": WINDOWS})
+    return write_models(tmp_path_factory.mktemp("models"), {**kinds, "experts": EXPERTS, "windows": WINDOWS, "sinks": SINKS})
 
 
 @pytest.mark.parametrize(
@@ -65,6 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("tied", Layout(cp=2, pp=2, vpp=1), [2], {}),
         ("experts", Layout(cp=2), [2], {}),
         ("windows", Layout(cp=2), [3], {}),
+        ("sinks", Layout(cp=2, tp=2), [3], {}),
     ],
     ids=str,
 )

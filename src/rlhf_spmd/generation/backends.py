@@ -16,11 +16,14 @@ from rlhf_spmd.kernels import capabilities, choose_ops
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
 
 
-def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str) -> str:
-    """The name of the backend that ``wanted`` stands for. Raises ValueError if it cannot run here.
+def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str, sinks: bool = False) -> str:
+    """The name of the backend that ``wanted`` stands for. Raises ValueError if it cannot run here, or the model's attention has
+    ``sinks`` and the backend none.
 
     ``auto`` is triton on CUDA devices where it can run. Elsewhere it is ``of_role``, the attention that training uses.
     """
+    if sinks and wanted == "flash_attn":
+        raise ValueError(f"{where}=flash_attn: it has no sinks, which the model's attention has; set it to auto or triton")
     check_attention(wanted, device, where, dtype)
     if wanted == "auto":
         ours = not capabilities(device).batch_invariant and unavailable("triton", device, dtype) is None

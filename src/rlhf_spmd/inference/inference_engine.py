@@ -82,7 +82,8 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
         load_pretrained(decoder, directory)
     held = RoleState(decoder.shards, dict(decoder.named_parameters()))
     load_from_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
-    backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
+    attention, sinks = (config.generation.attention, config.model.attention), ready.spec.names.sinks is not None
+    backend = choose_backend(*attention, dtype, world.device, "generation.attention", sinks)
     generation = replace(config.generation, attention=backend)
     ends, size = ready.spec.eos_token_ids, world.launch.local_size
     generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)

@@ -50,6 +50,7 @@ from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, su
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, Packing, PageTarget
+from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
     "ATTENTION",
@@ -60,6 +61,7 @@ __all__ = [
     "Ops",
     "Packing",
     "PageTarget",
+    "RoutingRule",
     "capabilities",
     "choose_ops",
     "differentiable",

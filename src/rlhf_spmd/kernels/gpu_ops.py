@@ -21,11 +21,13 @@ from rlhf_spmd.kernels import (
     triton_layers,
     triton_lm_head,
     triton_qkv,
+    triton_route,
 )
 from rlhf_spmd.kernels.flash_attention import PackedFlash
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
+from rlhf_spmd.kernels.routing import RoutingRule
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 
 
@@ -63,6 +65,9 @@ class GpuOps(Ops):
         return total, out
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+        if 2 * cos.shape[-1] < shape.dim:  # a part of each head is rotated: no kernel
+            return super().heads(qkv, norms, cos, sin, shape)
+
         def forward(qkv: Tensor, *norms: Tensor | None) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
             of_q, of_k = norms
             return triton_qkv.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
@@ -83,6 +88,8 @@ class GpuOps(Ops):
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
+        if 2 * cos.shape[-1] < shape.dim:
+            return super().heads_to_pages(qkv, norms, cos, sin, shape, pages)
         return triton_qkv.heads(qkv, norms, cos, sin, shape, pages)[0]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
@@ -146,6 +153,20 @@ class GpuOps(Ops):
 
     # -- experts: the host never learns how many rows each has
 
+    def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
+            weights, chosen = triton_route.route(logits, correction, rule, dtype)
+            return (weights, chosen), (logits, chosen)
+
+        def backward(_: object, grad: Tensor, __: object, logits: Tensor, chosen: Tensor) -> tuple[Tensor]:
+            return (triton_route.route_backward(rule, grad, logits, chosen),)
+
+        weights, chosen = differentiable_several(forward, backward, logits)
+        return weights, chosen.detach()
+
+    def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x, weight))
+
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
         numbers = torch.arange(count, device=experts.device)
         return torch.searchsorted(experts, numbers, right=True, out_int32=True)
@@ -175,6 +196,12 @@ class GpuOps(Ops):
             return triton_experts.sum_rows_backward(grad, rows, places, weights)
 
         return differentiable(forward, backward, rows, weights)
+
+    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        def backward(_: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
+            return (triton_experts.clamped_gate_backward(grad, gate_up, alpha, limit),)
+
+        return differentiable(lambda x: (triton_experts.clamped_gate(x, alpha, limit), (x,)), backward, gate_up)
 
     # -- draws, as sampling_tensors.RowSampler describes them
 

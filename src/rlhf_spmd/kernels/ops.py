@@ -9,7 +9,7 @@ Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V loc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels import expert_rows
+from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget, pad_rows, visible
+from rlhf_spmd.kernels.routing import RoutingRule, choose, sigmoid, weigh
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
@@ -130,10 +133,24 @@ class Ops:
         return differentiable(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2]."""
+        """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2], or fewer: of the first dims alone."""
+        if 2 * cos.shape[-1] < x.shape[-1]:
+            return torch.cat([self.rotate(x[..., : 2 * cos.shape[-1]], cos, sin), x[..., 2 * cos.shape[-1] :]], -1)
         if not torch.is_grad_enabled():
             return self.turn(x, cos, sin)
         return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
+
+    def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``correction`` [E, 3], see
+        :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. Computed in fp32 at least."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = choose(wide, correction, rule)
+        return weigh(wide, chosen, rule).to(dtype), chosen
+
+    def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The sigmoid of x [T, in] times the transpose of ``weight`` [1, in] -> [T, 1]."""
+        wide = torch.promote_types(x.dtype, torch.float32)  # a sum: no product with one column is exact on CPUs
+        return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
 
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
         """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's."""
@@ -147,7 +164,16 @@ class Ops:
         """x [N, in], sorted by expert, times each row's expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``: from
         :meth:`expert_groups`."""
         assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
-        return differentiable(partial(self._per_expert, groups), partial(self._per_expert_backward, groups), x, weight)
+        halves = partial(expert_rows.multiply, self, groups), partial(expert_rows.multiply_backward, self, groups)
+        return differentiable(*halves, x, weight)
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
+        """``rows`` [N, m] plus the ``bias`` [E, m] of the expert of each, ``experts`` [N]."""
+        return differentiable(expert_rows.add_bias, expert_rows.add_bias_backward, rows, bias, experts)
+
+    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """[T, 2n] = [gate; up] -> gate * sigmoid(alpha * gate) * (up + 1) [T, n], gate at most ``limit``, up within it (gpt-oss)."""
+        return expert_rows.clamped_gate(gate_up, alpha, limit)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         """x [T, hidden] -> one row per token and expert of it, sorted by expert [T * per_token, hidden]. Row i belongs to the (token,
@@ -167,17 +193,17 @@ class Ops:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Attention for generation, without gradients: rows q over keys k and values v [B, H, L, D], returned in the shape of q.
         ``allowed`` (bool, broadcasts to the scores): which keys a row sees, with the rule's window applied."""
-        return attend_dense(q, k, v, rule, allowed)
+        return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[1], q.shape[2]))
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Causal attention within each sequence: q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]."""
-        outs = []
+        outs, sinks = [], None if rule.sinks is None else rule.sinks[None, :, None, None]
         for part in packing.alike(q.shape[1], math.inf):
             queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
             at = torch.arange(part.num_queries, device=q.device)
             reached = rule.window is not None and part.num_queries > rule.window
             allowed = visible(at, at, rule.window) if reached else None
-            mixed = attend_dense(queries, keys, values, rule, allowed).transpose(1, 2)
+            mixed = attend_dense(queries, keys, values, rule, allowed, sinks).transpose(1, 2)
             outs.append(part.picked(mixed))
         return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
@@ -252,23 +278,6 @@ class Ops:
 
     def turn_backward(self, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
         return (self.turn(grad.contiguous(), cos, -sin),)
-
-    def _per_expert(self, counts: Sequence[int], x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        out = x.new_empty(len(x), weight.shape[1] * weight.shape[2])
-        enough = self.min_rows(weight[0].numel(), weight.shape[-1])
-        for expert, rows in _ranges(counts):
-            matrix = weight[expert].flatten(0, 1)  # a copy only if there are several blocks
-            out[rows] = self.linear(pad_rows(x[rows], enough), matrix)[: rows.stop - rows.start]
-        return out, (x, weight)
-
-    def _per_expert_backward(
-        self, counts: Sequence[int], _: object, grad: Tensor, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        for expert, rows in _ranges(counts):
-            grad_x[rows] = self.gradient_product(grad[rows], weight[expert].flatten(0, 1))
-            grad_weight[expert] = self.gradient_product(grad[rows].t(), x[rows]).view(weight.shape[1:])
-        return grad_x, grad_weight
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
         """left [n, k] times right [k, m]; bits may depend on the number of rows."""
@@ -365,35 +374,3 @@ class Ops:
     def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor | None:
         """Returns token ids int64 [T], the first with cumulative probability above ``uniforms`` fp64 [T]; None: no kernel does."""
         return None
-
-
-def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yields (expert, its rows) of the experts that have rows."""
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count
-
-
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None) -> Tensor:
-    """torch's own attention: q [B, H * G, R, D], k and v [B, H, L, D] -> [B, H * G, R, D].
-
-    ``allowed`` None is causal, else it includes the rule's window. torch's kernels have no softcap: plain products then.
-    """
-    if rule.softcap is None:
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and (allowed is not None or q.dtype == torch.float32):
-            # Of torch's kernels only flash attention groups heads, and it takes no mask and no float32: without copies of the
-            # heads everything else falls back to products that keep [B, H * G, R, L].
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            grouped = False
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=rule.scale, enable_gqa=grouped
-        )
-    if allowed is None:
-        allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    wide = torch.promote_types(q.dtype, torch.float32)  # bf16 would round scores of 20 by 0.06
-    scores = torch.tanh(torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * (rule.scale / rule.softcap)) * rule.softcap
-    return torch.matmul(torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).to(v.dtype), v)

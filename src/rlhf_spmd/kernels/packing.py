@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,11 +28,20 @@ class AttentionRule:
 
     - scale, softcap: softmax(softcap * tanh(q k^T * scale / softcap)); without softcap, softmax(q k^T * scale)
     - window: a query at position i sees keys j with i - window < j <= i; without window, all j <= i
+    - sinks [query heads]: one more score of each head, as of a key whose value is 0. A parameter; rules are compared without
     """
 
     scale: float
     softcap: float | None = None
     window: int | None = None
+    sinks: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def sinks_of_rows(self, kv_heads: int, rows: int) -> Tensor | None:
+        """The sinks of rows that have the G query heads of a KV head beside each other, [1, kv_heads, rows, 1]."""
+        if self.sinks is None:
+            return None
+        heads = self.sinks.view(kv_heads, -1)
+        return heads.repeat(1, -(-rows // heads.shape[1]))[None, :, :rows, None]
 
 
 Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queries and keys

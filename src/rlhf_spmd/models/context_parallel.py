@@ -13,6 +13,7 @@ of the group. Each rank's gradient is that of its own tokens; the engine sums ov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -67,6 +68,8 @@ class SharedTokens:
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         heads = [x.shape[1] // cp for x in (q, k, v)]
+        if rule.sinks is not None:
+            rule = replace(rule, sinks=rule.sinks.chunk(cp)[self._cp.rank])
         sent = torch.cat([x.unflatten(1, (cp, -1)) for x in (q, k, v)], 2)  # [T', cp, hq + 2 hkv, D]
         whole = self._exchange(sent).flatten(0, 1)[: self._tokens]  # [T, hq + 2 hkv, D]
         q_whole, k_whole, v_whole = whole.split(heads, 1)

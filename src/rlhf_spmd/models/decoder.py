@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,10 @@ from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
-from rlhf_spmd.models.experts import mix_experts
+from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
+from rlhf_spmd.models.mixture import CORRECTION, WHOLE
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -44,6 +46,9 @@ class Block(nn.Module):
 
     ``index`` counts within the stage, ``layer`` within the model.
     """
+
+    gate_up: Linear
+    down: Linear
 
     def __init__(
         self,
@@ -89,20 +94,22 @@ class Block(nn.Module):
         self.qkv = linear("qkv")
         self.q_norm = norm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = norm(spec.head_dim) if spec.qk_norm else None
+        self.sinks = linear("sinks") if spec.names.sinks else None
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size)
-        self.router = linear("router") if self.experts else None
-        self.gate_up = linear("gate_up")
-        self.down = linear("down")
+        for name in ("gate_up", "down") if self.experts is None else self.experts.matrices:
+            setattr(self, name, linear(name))
+            if name == CORRECTION:
+                getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         sizes = *heads, shards["down.weight"].shape[-1]
         options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
-        alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.router is None
-        alone = alone and not any(one.base for one in self.adapters)
+        alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
+        alone = alone and self.sinks is None and spec.partial_rotary_factor == 1 and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
@@ -115,7 +122,7 @@ class Block(nn.Module):
         qkv = self.run_entry(self._enter, x)
         partial = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
         mixed = self._leave(partial, self.out, self.attention_norm, "attention")
-        if self.router is None:
+        if self.experts is None:
             x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
             partial = self.run_part(self._activate, gate_up)
         else:
@@ -145,13 +152,14 @@ class Block(nn.Module):
         # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
         of_q, of_k = (None if norm is None else copy_to_tp(norm.weight, self.tp) for norm in norms)
         parts = qkv, (of_q, of_k), cos, sin, self.head_shape
+        rule = self.rule if self.sinks is None else replace(self.rule, sinks=self.sinks.weight)
         if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
             q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
-            return attention.attend_written(self.index, q[:num_tokens], self.rule)
+            return attention.attend_written(self.index, q[:num_tokens], rule)
         q, k, v = self.ops.heads(*parts)
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
-        return attention.attend(self.index, q, k, v, self.rule)
+        return attention.attend(self.index, q, k, v, rule)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
@@ -161,13 +169,15 @@ class Block(nn.Module):
 
     def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
-        assert self.router is not None and self.experts is not None
+        assert self.experts is not None
         x, normed = self.post_norm.add(x, mixed)
         rows = self._enter_tp(normed, self.tp)
-        # every rank weighs its own slices of the experts: the router's gradient is a sum over tp
-        router = copy_to_tp(self.router.weight, self.tp)
-        weights = (router, self.gate_up.weight, self.down.weight)
-        return x, mix_experts(self.ops, rows, *weights, self.experts, self.gelu, self.gate_up_blocks)
+        weights = {name: getattr(self, name).weight for name in self.experts.matrices}
+        # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
+        weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
+        if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
+            weights["down_bias"] = weights["down_bias"] * 0
+        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
@@ -219,7 +229,10 @@ class Decoder(nn.Module):
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
-        matrices = [shard.shape for name, shard in whole.items() if name.startswith("layers.") and len(shard.shape) == 2]
+        products = (
+            name for name in whole if name.startswith("layers.") and name.split(".")[2] not in (CORRECTION, "shared_gate")
+        )
+        matrices = [whole[name].shape for name in products if len(whole[name].shape) == 2]
         self.min_rows = max(self.ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
         # no buffers: they must survive construction on the meta device
         self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}

@@ -55,13 +55,14 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(spec: ModelSpec, local: bool = False) -> Tensor:
-    """Radians per position [D / 2], fp32 on CPU, after the spec's scaling (transformers' modeling_rope_utils).
+    """Radians per position of each pair of rotated dims, fp32 on CPU, after the spec's scaling (transformers' modeling_rope_utils).
 
     ``local``: of the layers that have ``local_rope_theta``, which are not scaled.
     """
     theta = spec.local_rope_theta if local else spec.rope_theta
     assert theta is not None, "no layer of this model has a rotary theta of its own"
-    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    dim = int(spec.head_dim * spec.partial_rotary_factor)
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequency = 1.0 / (theta**exponent)
     scaling = spec.rope_scaling
     if scaling is None or local:

@@ -10,7 +10,10 @@ smaller tp are among those of its multiples, so a training shard always lies ins
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
+from rlhf_spmd.models.mixture import CORRECTION, Experts
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.layout import stage_layers
@@ -44,6 +47,7 @@ def check_layout(spec: ModelSpec, pp: int, tp: int, where: str, vpp: int = 1) ->
     sizes = {key: getattr(spec, key) for key in ("num_attention_heads", "intermediate_size")}
     if spec.experts is not None:
         sizes["moe_intermediate_size"] = spec.experts.intermediate_size
+        sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
     for key, size in sizes.items():
         if size % tp:
             raise ValueError(f"{where}: tp={tp} does not divide {key}={size}; choose a tp that does")
@@ -145,6 +149,9 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     if spec.qk_norm:
         plan["q_norm.weight"] = _replicated(at(names.q_norm), dim)
         plan["k_norm.weight"] = _replicated(at(names.k_norm), dim)
+    if names.sinks:
+        rows = tp_rank * heads, heads, spec.num_attention_heads
+        plan["sinks.weight"] = _columns([(at(names.sinks), *rows)], None)
     plan["out.weight"] = _row_parallel([at(names.out) + ".weight"], hidden, *q_rows)
     if spec.attention_out_bias:
         plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
@@ -162,8 +169,31 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     gate_up = _interleave([(name, mlp_rows) for gate, up, _ in mlps for name in (gate, up)], gate_up_blocks)
     plan["gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
     plan["down.weight"] = _row_parallel([down + ".weight" for _, _, down in mlps], hidden, *mlp_rows)
+    if experts is not None and experts.biased:
+        plan["router_bias.weight"] = _replicated(at(names.router_bias), experts.count)
+        plan["gate_up_bias.weight"] = _columns([(name + ".bias", a, n, of) for name, a, n, of in gate_up], None)
+        whole = (0, hidden, hidden)
+        plan["down_bias.weight"] = replace(_columns([(down + ".bias", *whole) for _, _, down in mlps], None), whole_on_tp=True)
+    if experts is not None:
+        plan |= _plan_shared(spec, experts, layer, tp_rank, tp, gate_up_blocks)
     if names.mlp_norm:
         plan["mlp_norm.weight"] = _replicated(at(names.mlp_norm), hidden)
+    return plan
+
+
+def _plan_shared(spec: ModelSpec, experts: Experts, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:
+    """What a mixture has beside router and experts."""
+    names, hidden, width, plan = spec.names, spec.hidden_size, experts.shared_size, dict[str, ParamShard]()
+    if experts.corrected:
+        plan[f"{CORRECTION}.weight"] = _replicated(names.correction.format(layer=layer), experts.count, 3)
+    if width:
+        gate, up, down = (name.format(layer=layer) for name in (names.shared_gate, names.shared_up, names.shared_down))
+        rows = tp_rank * width // tp, width // tp, width
+        gate_up = _interleave([(gate, rows), (up, rows)], blocks)
+        plan["shared_gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
+        plan["shared_down.weight"] = _row_parallel([down + ".weight"], hidden, *rows)
+    if experts.shared_gate:
+        plan["shared_gate.weight"] = _replicated(names.shared_weight.format(layer=layer), 1, hidden)
     return plan
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_spmd.config import registry
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.mixture import Experts as Experts
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
@@ -38,29 +39,24 @@ class Names:
     k: str = "model.layers.{layer}.self_attn.k_proj"
     v: str = "model.layers.{layer}.self_attn.v_proj"
     out: str = "model.layers.{layer}.self_attn.o_proj"
+    sinks: str | None = None  # of the attention, one of each query head
     q_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
     k_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
     attention_norm: str | None = None  # of the attention's output, before it is added
     mlp_norm: str | None = None  # of the MLP's
     router: str = "model.layers.{layer}.mlp.gate.weight"
+    router_bias: str = "model.layers.{layer}.mlp.router.bias"
+    correction: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
     gate: str = "model.layers.{layer}.mlp.gate_proj"
     up: str = "model.layers.{layer}.mlp.up_proj"
     down: str = "model.layers.{layer}.mlp.down_proj"
     expert_gate: str = "model.layers.{layer}.mlp.experts.{expert}.gate_proj"
     expert_up: str = "model.layers.{layer}.mlp.experts.{expert}.up_proj"
     expert_down: str = "model.layers.{layer}.mlp.experts.{expert}.down_proj"
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture that replaces the MLP in every layer but ``dense_layers``: softmax over ``count`` experts, of which a token
-    takes the ``per_token`` likeliest, with their probabilities (made to sum to 1 with ``normalise``)."""
-
-    count: int
-    per_token: int
-    intermediate_size: int
-    normalise: bool
-    dense_layers: tuple[int, ...] = ()
+    shared_gate: str = "model.layers.{layer}.mlp.shared_expert.gate_proj"
+    shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj"
+    shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj"
+    shared_weight: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,8 @@ class ModelSpec:
     """A normalised decoder architecture. Sizes count elements; ``rope_scaling`` is None for plain rotary embeddings.
 
     ``attention_scale`` None is 1 / sqrt(head_dim); ``windows`` has one entry per layer, or none where no layer has a window;
-    ``local_rope_theta`` is that of the layers with a window, where it is another. ``embed_scale`` multiplies the embeddings,
+    ``local_rope_theta`` is that of the layers with a window, where it is another. ``partial_rotary_factor``: the part of a head, its
+    first dims, that is rotated. ``embed_scale`` multiplies the embeddings,
     rounded to their dtype. ``norm_plus_one``: norms multiply by 1 + weight. ``logit_softcap``: logits are c * tanh(logits / c).
     ``text_prefix``: part of the tensors' names in a directory that holds a vision tower as well.
     ``hf_config`` is the raw config.json, kept for export.
@@ -86,6 +83,7 @@ class ModelSpec:
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     local_rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
@@ -167,7 +165,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
     hidden = read_size(config, source, "hidden_size")
     if "head_dim" not in flags and config.get("head_dim") is None and hidden % heads:
         raise ValueError(f"{source}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; set 'head_dim'")
-    rope_theta, rope_scaling = _rope(config, source)
+    rope_theta, rope_scaling = _rope(config, source, "partial_rotary_factor" in flags)
     fields: dict[str, Any] = {
         "family": config["model_type"],
         "vocab_size": read_size(config, source, "vocab_size"),
@@ -258,6 +256,15 @@ def read_size(config: Mapping[str, Any], source: str, key: str, default: int | N
     return value
 
 
+def read_choice(config: Mapping[str, Any], source: str, key: str, count: int, per_token: int) -> tuple[int, int]:
+    """The number of experts, of which ``key`` is the name, and how many of them a token takes, with their defaults. Raises ValueError
+    naming the keys."""
+    count, per_token = read_size(config, source, key, count), read_size(config, source, "num_experts_per_tok", per_token)
+    if per_token > count:
+        raise ValueError(f"{source}: num_experts_per_tok={per_token} exceeds {key}={count}")
+    return count, per_token
+
+
 def read_positive(value: Any, source: str, key: str) -> float:
     """``value`` of ``key`` as a float. Raises ValueError naming both unless it is a positive number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -272,9 +279,25 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from transformers 5's ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``."""
-    reject_unless(config, source, "partial_rotary_factor", 1, 1.0)
+def read_rotary_factor(config: Mapping[str, Any], source: str, default: float) -> float:
+    """``ModelSpec.partial_rotary_factor``. Raises ValueError unless it is an even number of dims, at most all."""
+    inner = config.get("rope_parameters") or {}
+    key = "partial_rotary_factor"
+    factor = read_positive(inner.get(key, config.get(key, default)), source, key)
+    heads = read_size(config, source, "num_attention_heads")
+    head_dim = read_size(config, source, "head_dim", read_size(config, source, "hidden_size") // heads)
+    if factor > 1 or int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
+        raise ValueError(
+            f"{source}: '{key}' is {factor}; of head_dim={head_dim} it must rotate an even number of dims, at most all"
+        )
+    return factor
+
+
+def _rope(config: Mapping[str, Any], source: str, partly: bool = False) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling) from transformers 5's ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``. ``partly``:
+    heads may be rotated in part."""
+    if not partly:
+        reject_unless(config, source, "partial_rotary_factor", 1, 1.0)
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     scaling = config.get(key)
     if scaling is None:
@@ -285,6 +308,7 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _ROPE_KEYS:
         raise ValueError(f"{source}: '{key}.rope_type' is {kind!r}, which is not supported; allowed: {', '.join(_ROPE_KEYS)}")
-    reject_unless(scaling, source, "partial_rotary_factor", 1, 1.0)
+    if not partly:
+        reject_unless(scaling, source, "partial_rotary_factor", 1, 1.0)
     numbers = {name: read_positive(scaling.get(name), source, f"{key}.{name}") for name in _ROPE_KEYS[kind]}
     return read_positive(theta, source, "rope_theta"), {"rope_type": kind, **numbers} if kind != "default" else None

@@ -75,8 +75,8 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     columns = routers = 0.0
     for layer in range(spec.num_hidden_layers):
         experts = spec.experts_of(layer)
-        columns += spec.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
-        routers += 0 if experts is None else experts.count
+        columns += spec.intermediate_size if experts is None else experts.width
+        routers += 0 if experts is None else experts.routers
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
     active = spec.hidden_size * (2 * queries + 2 * keys + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0

@@ -42,7 +42,7 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
         experts, window = spec.experts_of(layer), spec.attention_rule(layer).window
         columns = 3 * spec.intermediate_size
         if experts is not None:
-            columns = experts.count + 3 * experts.per_token * experts.intermediate_size
+            columns = experts.routers + 3 * experts.width
         weights += spec.hidden_size * (2 * attention_width + 2 * kv_width + columns)
         seen = min(window or mean_length, mean_length)
         keys += seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # keys that a query sees, on average

@@ -1,0 +1,82 @@
+"""Which experts of a mixture a token takes, and with which weights.
+
+Shape legend: T tokens, E experts, K of which a token takes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """A token takes the ``per_token`` experts of the highest scores, which are their weights, times ``scale``.
+
+    ``scoring``: of the logits, "softmax" or "sigmoid" over all experts, or "chosen": a softmax over those that are taken.
+    ``normalise``: weights are divided by their sum. ``groups``: experts lie in as many equal groups, of which a token takes only from
+    those ``top_groups`` whose two highest scores have the highest sum (DeepSeek-V3, arXiv 2412.19437).
+    """
+
+    per_token: int
+    scoring: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Of x [T, n]. A gap after each row: a tensor's last elements have another rounding on CPUs, so all rows must end alike."""
+    return torch.sigmoid(F.pad(x, (0, 1))[:, :-1])
+
+
+TINY = 1e-20  # added to the sums of sigmoids, as transformers does
+
+
+def choose(logits: Tensor, correction: Tensor | None, rule: RoutingRule) -> Tensor:
+    """Numbers of the experts that tokens take, int64 [T, K], those of the highest scores first. ``logits`` [T, E], fp32 or fp64;
+    ``correction`` [E, 3], see :func:`as_parts`, is added to the scores by which experts are chosen."""
+    with torch.no_grad():
+        ranked = logits
+        if rule.groups > 1 or correction is not None:
+            ranked = sigmoid(logits) if rule.scoring == "sigmoid" else torch.softmax(logits, -1)
+        if correction is not None:
+            ranked = ranked + from_parts(correction)
+        if rule.top_groups < rule.groups:
+            grouped = ranked.view(len(ranked), rule.groups, -1)
+            sums = grouped.topk(min(2, grouped.shape[2]), -1).values.sum(-1)
+            left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, sums.topk(rule.top_groups, -1).indices, False)
+            ranked = grouped.masked_fill(left_out[:, :, None], -math.inf).flatten(1)
+        return ranked.topk(rule.per_token, -1).indices
+
+
+def weigh(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
+    """Weights of the ``chosen`` experts [T, K], in the logits' dtype."""
+    if rule.scoring == "chosen":
+        return torch.softmax(logits.gather(1, chosen), -1) * rule.scale
+    scores = torch.softmax(logits, -1) if rule.scoring == "softmax" else sigmoid(logits)
+    weights = scores.gather(1, chosen)
+    if rule.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + (TINY if rule.scoring == "sigmoid" else 0.0))
+    return weights if rule.scale == 1.0 else weights * rule.scale
+
+
+def as_parts(values: Tensor) -> Tensor:
+    """fp32 ``values`` [E] as sums of three numbers of bf16's precision [E, 3], in fp32. A model of any dtype holds these exactly, as
+    do transfers between dtypes. Values below 1e-30 lose digits."""
+    parts, rest = [], values.float()
+    for _ in range(3):
+        parts.append(rest.bfloat16().float())
+        rest = rest - parts[-1]
+    return torch.stack(parts, -1)
+
+
+def from_parts(parts: Tensor) -> Tensor:
+    """The fp32 values [E] of :func:`as_parts`."""
+    return parts.float().sum(-1)

@@ -1,0 +1,152 @@
+"""The router of a mixture of experts in Triton: :mod:`routing` in one launch, and its gradient in another.
+
+Shape legend: T tokens, E experts, K of which a token takes. A program computes a token, whose scores are a tile [groups, experts of
+a group].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_spmd.kernels.routing import TINY, RoutingRule
+
+SCORINGS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
+OPTIONS: dict[str, Any] = {"num_warps": 2, "num_stages": 1}
+
+
+@triton.jit
+def _scores(x: tl.tensor, SCORING: tl.constexpr) -> tl.tensor:
+    """Of logits [groups, experts], -inf where there is no expert."""
+    if SCORING == 0:
+        e = tl.exp(x - tl.max(tl.max(x, 1), 0))
+        x = e / tl.sum(tl.sum(e, 1), 0)
+    elif SCORING == 1:
+        x = 1.0 / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def _factors(scores: tl.tensor, real: tl.tensor, tiny: tl.tensor, SCORING: tl.constexpr, NORMALISE: tl.constexpr) -> tl.tensor:
+    """Of the scores [K] of the experts that are taken, without the rule's scale."""
+    if SCORING == 2:
+        x = tl.where(real, scores, float("-inf"))
+        scores = tl.exp(x - tl.max(x, 0))
+        scores = scores / tl.sum(scores, 0)
+    elif NORMALISE:
+        scores = scores / (tl.sum(tl.where(real, scores, 0.0), 0) + tiny)
+    return scores
+
+
+@triton.jit
+def _route(
+    logits: tl.tensor, correction: tl.tensor, weights: tl.tensor, chosen: tl.tensor, count: tl.tensor, scale: tl.tensor,
+    tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group, within = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
+    expert = group[:, None] * SIZE + within[None, :]
+    inside = (group < GROUPS)[:, None] & (within < SIZE)[None, :]
+    nothing = float("-inf")
+    scores = _scores(tl.load(logits + token * count + expert, mask=inside, other=nothing).to(tl.float32), SCORING)
+    ranked = scores
+    if CORRECTED:
+        parts = correction + expert * 3
+        added = tl.load(parts, mask=inside, other=0.0).to(tl.float32) + tl.load(parts + 1, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        ranked = scores + (added + tl.load(parts + 2, mask=inside, other=0.0).to(tl.float32))
+    ranked = tl.where(inside, ranked, nothing)
+    if TOP_GROUPS < GROUPS:
+        sums = tl.max(ranked, 1)
+        if SIZE > 1:
+            first = tl.min(tl.where(ranked == sums[:, None], within[None, :], BLOCK_S), 1)
+            sums += tl.max(tl.where(within[None, :] == first[:, None], nothing, ranked), 1)
+        sums = tl.where(group < GROUPS, sums, nothing)
+        taken = group < 0
+        for _ in range(TOP_GROUPS):
+            best = tl.min(tl.where(sums == tl.max(sums, 0), group, GROUPS - 1), 0)
+            taken = taken | (group == best)
+            sums = tl.where(group == best, nothing, sums)
+        ranked = tl.where(taken[:, None], ranked, nothing)
+    choice = tl.arange(0, BLOCK_K)
+    factors, experts = tl.full([BLOCK_K], 0.0, tl.float32), tl.full([BLOCK_K], 0, tl.int64)
+    for number in range(K):
+        best = tl.max(tl.max(ranked, 1), 0)
+        # the last one where logits are not numbers: what is stored must be an expert
+        at = tl.min(tl.min(tl.where(ranked == best, expert, count - 1), 1), 0)
+        here = choice == number
+        factors = tl.where(here, tl.sum(tl.sum(tl.where(expert == at, scores, 0.0), 1), 0), factors)
+        experts = tl.where(here, at.to(tl.int64), experts)
+        ranked = tl.where(expert == at, nothing, ranked)
+    real = choice < K
+    factors = _factors(factors, real, tiny, SCORING, NORMALISE) * scale
+    tl.store(weights + token * K + choice, factors.to(weights.dtype.element_ty), mask=real)
+    tl.store(chosen + token * K + choice, experts, mask=real)
+
+
+@triton.jit
+def _route_backward(
+    grad: tl.tensor, logits: tl.tensor, chosen: tl.tensor, grad_logits: tl.tensor, count: tl.tensor, scale: tl.tensor,
+    tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
+    inside, real = expert < count, choice < K
+    x = tl.load(logits + token * count + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.max(_scores(x[None, :], SCORING), 0)
+    at = tl.load(chosen + token * K + choice, mask=real, other=0)
+    given = tl.load(grad + token * K + choice, mask=real, other=0.0).to(tl.float32) * scale
+    met = (at[:, None] == expert[None, :]) & real[:, None]  # [K, E]
+    taken = tl.sum(tl.where(met, scores[None, :], 0.0), 1)
+    if SCORING == 2:
+        factors = tl.where(real, _factors(taken, real, tiny, SCORING, NORMALISE), 0.0)
+        given = factors * (given - tl.sum(given * factors, 0))
+    elif NORMALISE:
+        total = tl.sum(tl.where(real, taken, 0.0), 0) + tiny
+        given = (given - tl.sum(given * taken, 0) / total) / total
+    of_scores = tl.sum(tl.where(met, given[:, None], 0.0), 0)
+    if SCORING == 0:
+        of_scores = scores * (of_scores - tl.sum(of_scores * scores, 0))
+    elif SCORING == 1:
+        of_scores = of_scores * scores * (1.0 - scores)
+    tl.store(grad_logits + token * count + expert, of_scores.to(grad_logits.dtype.element_ty), mask=inside)
+
+
+def route(logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As ``Ops.route``."""
+    logits = logits.contiguous()
+    tokens, count = logits.shape
+    size = count // rule.groups
+    weights = torch.empty(tokens, rule.per_token, dtype=dtype, device=logits.device)
+    chosen = torch.empty(tokens, rule.per_token, dtype=torch.int64, device=logits.device)
+    if tokens:
+        told = logits if correction is None else correction.contiguous()
+        sizes = {"CORRECTED": correction is not None, "GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "SIZE": size}
+        blocks = {"BLOCK_G": triton.next_power_of_2(rule.groups), "BLOCK_S": triton.next_power_of_2(size)}
+        _route[(tokens,)](logits, told, weights, chosen, count, *_numbers(rule), **_kind(rule), **sizes, **blocks, **OPTIONS)
+    return weights, chosen
+
+
+def route_backward(rule: RoutingRule, grad: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
+    """The gradient of the logits [T, E] from that of the weights [T, K]."""
+    logits = logits.contiguous()
+    out = torch.empty_like(logits)
+    if len(logits):
+        given, width = (grad.contiguous(), logits, chosen, out, logits.shape[1]), triton.next_power_of_2(logits.shape[1])
+        _route_backward[(len(logits),)](*given, *_numbers(rule), **_kind(rule), BLOCK_S=width, **OPTIONS)
+    return out
+
+
+def _numbers(rule: RoutingRule) -> tuple[float, float]:
+    return rule.scale, TINY if rule.scoring == "sigmoid" else 0.0
+
+
+def _kind(rule: RoutingRule) -> dict[str, Any]:
+    block = triton.next_power_of_2(rule.per_token)
+    return {"K": rule.per_token, "SCORING": SCORINGS[rule.scoring], "NORMALISE": rule.normalise, "BLOCK_K": block}

@@ -1,0 +1,75 @@
+"""What a mixture of experts is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_spmd.kernels import RoutingRule
+
+CORRECTION = "correction"  # the parameter of a layer that no optimizer changes
+# every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
+WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
+
+
+def is_fixed(name: str) -> bool:
+    """Whether a parameter of the decoder is one that no optimizer changes."""
+    return name.endswith(f".{CORRECTION}.weight")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture that replaces the MLP in every layer but ``dense_layers``: ``count`` experts, of which a token takes ``per_token``.
+
+    ``normalise`` to ``top_groups``: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`. ``corrected``: the router
+    has a correction of the scores by which it chooses, which gradients do not change. ``shared_size``: columns of an MLP beside the
+    experts, which every token takes; ``shared_gate``: times the sigmoid of one more product. ``wide_router``: logits of half-precision
+    models are computed in fp32. ``biased``: router and experts have biases. ``clamp``: alpha and limit of the experts' gate,
+    see :meth:`~rlhf_spmd.kernels.Ops.clamped_gate`. ``fused``: files have the matrices of all experts in one, transposed.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalise: bool
+    dense_layers: tuple[int, ...] = ()
+    scoring: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    corrected: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    wide_router: bool = False
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
+    fused: bool = False
+
+    @property
+    def rule(self) -> RoutingRule:
+        return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, self.groups, self.top_groups)
+
+    @property
+    def width(self) -> int:
+        """Columns of the experts that a token takes, the shared one among them."""
+        return self.per_token * self.intermediate_size + self.shared_size
+
+    @property
+    def routers(self) -> int:
+        """Rows of its matrices that give one number each: of the router and of the shared expert's gate."""
+        return self.count + self.shared_gate
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The parameters of a layer's mixture."""
+        shared = ("shared_gate_up", "shared_down") if self.shared_size else ()
+        biases = ("router_bias", "gate_up_bias", "down_bias") if self.biased else ()
+        return (
+            "router",
+            "gate_up",
+            "down",
+            *biases,
+            *(CORRECTION,) * self.corrected,
+            *shared,
+            *("shared_gate",) * self.shared_gate,
+        )
