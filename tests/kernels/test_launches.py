@@ -15,7 +15,7 @@ from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.decoder import Block, Decoder
-from rlhf_spmd.models.layers import rope_tables
+from rlhf_spmd.models.rope import rope_tables
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo

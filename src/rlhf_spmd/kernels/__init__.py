@@ -14,7 +14,7 @@ from rlhf_spmd.kernels.cpp_ops import CppOps
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, Packing, PageTarget
+from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Context",
     "CppOps",
     "HeadShape",
+    "LayerOptions",
     "Ops",
     "Packing",
     "PageTarget",

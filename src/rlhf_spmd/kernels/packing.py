@@ -38,7 +38,8 @@ Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queri
 @dataclass(frozen=True)
 class HeadShape:
     """How a token's row of the qkv product is divided: ``queries``, ``keys`` and as many values' heads of ``dim`` elements, in
-    ``blocks`` equal parts that each have all three; with ``eps`` and ``plus_one`` of the norms of queries and keys."""
+    ``blocks`` equal parts that each have all three; with ``eps`` and ``plus_one`` of the norms of queries and keys. ``interleaved``:
+    neighbours are rotated together, not a dim of the first half and one of the second."""
 
     queries: int
     keys: int
@@ -46,6 +47,19 @@ class HeadShape:
     blocks: int = 1
     eps: float = 1e-6
     plus_one: bool = False
+    interleaved: bool = False
+
+
+class LayerOptions(NamedTuple):
+    """What layers differ in: ``eps`` and ``plus_one`` of their norms; gelu in place of silu; ``interleaved`` as in HeadShape;
+    ``whole_norms``: q and k are normed over all heads; ``residual`` multiplies what is added to the rows."""
+
+    eps: float
+    plus_one: bool
+    gelu: bool
+    interleaved: bool = False
+    whole_norms: bool = False
+    residual: float = 1.0
 
 
 class PageTarget(NamedTuple):
