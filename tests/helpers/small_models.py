@@ -104,7 +104,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "phi3",
         "architectures": ["Phi3ForCausalLM"],
         "partial_rotary_factor": 0.75,
-        "original_max_position_embeddings": 128,
+        "original_max_position_embeddings": 160,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.3, 2.1], "long_factor": [2.0, 5.0, 9.0]},
         "tie_word_embeddings": True,
         "pad_token_id": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of, logits
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe")
+DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "smollm3", "granite", "glm4", "ministral3")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", *DENSE)
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -104,7 +106,17 @@ def test_generation(models: dict[str, Path], name: str) -> None:
     assert num_unequal(generator.decoder, requests, sampled, 0.7) == 0
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gemma2", Layout(pp=2)), ("qwen3-moe", Layout(tp=2)), ("phi3", Layout(tp=2))])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gemma2", Layout(pp=2)),
+        ("qwen3-moe", Layout(tp=2)),
+        ("phi3", Layout(tp=2)),
+        ("olmo2", Layout(tp=2)),
+        ("smollm3", Layout(pp=2)),
+        ("glm4", Layout(tp=2)),
+    ],
+)
 def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layout) -> None:
     results = run_ranks(layout.size, generate_on_rank, str(models[name]), layout, SMALL, 0.8)
     reference = build_generator(str(models[name])).generate(ragged_requests(), SamplingConfig(temperature=0.8), 3, 5)
@@ -126,6 +138,14 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
         ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
         ("phi3", "lm", Layout(tp=4), "none"),
+        ("phi4-mini", "lm", Layout(pp=2, tp=2), "none"),
+        ("seed-oss", "lm", Layout(dp=2, zero=2), "none"),
+        ("olmo2", "lm", Layout(tp=4), "selective"),
+        ("olmo3", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("smollm3", "value", Layout(pp=2, dp=2, zero=1), "none"),
+        ("granite", "lm", Layout(dp=2, zero=3), "full"),
+        ("glm4", "lm", Layout(tp=2, dp=2, zero=3), "none"),
+        ("ministral3", "lm", Layout(tp=2, sequence_parallel=True), "selective"),
     ],
     ids=str,
 )
@@ -159,7 +179,7 @@ def test_ppo_with_two_families(tmp_path: Path) -> None:
         assert difference < 1e-8, where
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "olmo3"])
 def test_transitions_of_the_hybrid_engine(name: str) -> None:
     """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
     spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "test")
@@ -175,7 +195,8 @@ def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "model_type")}
+    own = deepcopy(CONFIGS[name])  # transformers writes into it
+    config = {key: value for key, value in own.items() if key not in ("architectures", "model_type")}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(CONFIGS[name]["model_type"], **config)).eval()
     model.save_pretrained(tmp_path / "source")
     path = checkpoint_of(load_file(tmp_path / "source" / "model.safetensors"), tmp_path / "source", tmp_path / "run", "lm")
@@ -217,7 +238,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "glm4"])
 def test_value_models_equal_transformers_classifiers(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -312,8 +333,17 @@ def test_flops_count_active_experts_and_windows(models: dict[str, Path]) -> None
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("phi3", {"partial_rotary_factor": 0.75}, "'partial_rotary_factor' is 0.75"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "rope_type' is 'longrope'"),
+        ("llama", {"partial_rotary_factor": 0.75}, "'partial_rotary_factor' is 0.75"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "'partial_rotary_factor' is 0.4; of head_dim=8 .* even number of dims"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "'rope_scaling.long_factor' is None"),
+        ("phi4-mini", {"partial_rotary_factor": 1.0}, "'short_factor' .* has 3 numbers; a head rotates 4 pairs"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": -1.0}}, "'rope_parameters.factor' is -1.0"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'rope_type' is 'yarn'"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "'no_rope_layers' is .* 0 or 1 for each of 4 layers"),
+        ("granite", {"mlp_bias": True}, "'mlp_bias' is True"),
+        ("granite", {"logits_scaling": 0}, "'logits_scaling' is 0"),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn"}}, "llama_4_scaling_beta' is None"),
+        ("llama", {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "mistral or ministral3"),
         ("mistral", {"sliding_window": 0}, "'sliding_window' is 0"),
         ("gemma2", {"layer_types": ["full_attention"]}, "'layer_types' is .* num_hidden_layers=4"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "'layer_types' is "),

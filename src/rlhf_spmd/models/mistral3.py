@@ -17,8 +17,6 @@ def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     text = config.get("text_config")
     kind = text.get("model_type", "mistral") if isinstance(text, Mapping) else None
     if not isinstance(text, Mapping) or kind not in FAMILIES:
-        raise ValueError(
-            f"{source}: 'text_config' is {text!r}; model_type 'mistral3' must have one of {' or '.join(FAMILIES)}"
-        )
+        raise ValueError(f"{source}: 'text_config' is {text!r}; model_type 'mistral3' must have one of {' or '.join(FAMILIES)}")
     spec = FAMILIES[str(kind)].build_spec({**text, "model_type": kind}, source)
     return replace(spec, text_prefix="language_model.")
