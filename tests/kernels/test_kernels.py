@@ -201,6 +201,9 @@ def test_small_operations_against_torch_and_row_by_row(found: kernels.CppOps, dt
         "norm of rows": (lambda a: ops_of(a).rms_norm(a, weight, 1e-5), x[:, 0]),
         "norm plus one": (lambda a: ops_of(a).rms_norm(a, weight, 1e-5, True), x),
         "rotate": (lambda a: ops_of(a).rotate(a, cos[: len(a)], sin[: len(a)]), x[:, 1:]),
+        "rotate in part": (lambda a: ops_of(a).rotate(a, cos[: len(a), :, :9], sin[: len(a), :, :9]), x[:, 1:]),
+        "rotate neighbours": (lambda a: ops_of(a).rotate(a, cos[: len(a)], sin[: len(a)], True), x[:, 1:]),
+        "rotate some neighbours": (lambda a: ops_of(a).rotate(a, cos[: len(a), :, :19], sin[: len(a), :, :19], True), x),
         "silu": (lambda a: ops_of(a).gated(a, False), gates),
         "gelu": (lambda a: ops_of(a).gated(a, True), gates),
     }

@@ -208,16 +208,18 @@ def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     assert torch.equal(logits(loaded.eval()), logits(model))
 
 
-def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
-    """transformers writes a Gemma 3 with a vision tower; two ranks read its language model, and the export is one for text."""
-    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+@pytest.mark.parametrize(("kind", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral"), ("mistral3", "ministral3")])
+def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: str) -> None:
+    """transformers writes a model with a vision tower; two ranks read its language model, and the export is one for text."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    text = {key: value for key, value in CONFIGS["gemma3"].items() if key not in ("architectures", "model_type")}
+    text = {key: value for key, value in deepcopy(CONFIGS[name]).items() if key != "architectures"}
     eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     ids = dict.fromkeys(("image_token_index", "boi_token_index", "eoi_token_index"), text["vocab_size"] - 1)
-    config = Gemma3Config(text_config=text, vision_config={**eyes, "patch_size": 14}, mm_tokens_per_image=4, **ids)
-    model = Gemma3ForConditionalGeneration(config).eval()
+    seeing = {"vision_config": {**eyes, "patch_size": 14}, "mm_tokens_per_image": 4, **ids}
+    config = AutoConfig.for_model(kind, text_config=text, tie_word_embeddings=kind == "gemma3", **seeing)
+    model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path / "source")
     stored = load_file(tmp_path / "source" / "model.safetensors")
     assert any(name.startswith("vision_tower.") for name in stored)
@@ -225,7 +227,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     path = checkpoint_of(named, tmp_path / "source", tmp_path / "run", "lm")
     out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert type(loaded).__name__ == "Gemma3ForCausalLM"
+    assert type(loaded).__name__ == CONFIGS[name]["architectures"][0]
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(logits(loaded.eval()), logits(model))
     spec = read_spec(tmp_path / "source")
