@@ -38,6 +38,7 @@ from rlhf_spmd.models.experts import MixtureWeights, mix_experts, route
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import Experts, read_spec, spec_from_config
+from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
@@ -228,6 +229,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: st
     out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert type(loaded).__name__ == CONFIGS[name]["architectures"][0]
+    assert read_json(out / "config.json")["architectures"] == CONFIGS[name]["architectures"]
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(logits(loaded.eval()), logits(model))
     spec = read_spec(tmp_path / "source")
@@ -355,6 +357,8 @@ def test_flops_count_active_experts_and_windows(models: dict[str, Path]) -> None
         ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
+        ("gemma3", {"model_type": "gemma4_text"}, "'gemma4_text' is not supported: .* two sizes, .* 'gemma3'"),
+        ("llama", {"model_type": "llama4"}, "'llama4' is not supported: .* chunks, .* 'llama'"),
         ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
         ("qwen3-moe", {"use_sliding_window": True}, "'use_sliding_window' is True"),
     ],

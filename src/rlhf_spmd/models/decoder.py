@@ -25,7 +25,7 @@ from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.layers import Linear, RMSNorm, whole_norms
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.mixture import CORRECTION, WHOLE
-from rlhf_spmd.models.rope import query_growth, rope_frequencies, rope_tables
+from rlhf_spmd.models.rope import Rope, rope_frequencies, rope_tables
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -112,17 +112,15 @@ class Block(nn.Module):
         alone = alone and spec.query_growth is None and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int, growth: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
-        this rank's R / t of them. ``cos`` and ``sin`` are of all R rows, as is ``growth`` [R, 1, 1], which multiplies queries."""
+        this rank's R / t of them. ``rope`` is of all R rows."""
         if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
-            whole = self._whole(x, cos, sin, attention, num_tokens)
+            whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
             if whole is not None:
                 return whole
         qkv = self.run_entry(self._enter, x)
-        partial = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens, growth)
+        partial = self.run_part(self._mix, qkv, rope, attention, num_tokens)
         mixed = self._leave(partial, self.out, self.attention_norm, "attention")
         if self.experts is None:
             x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
@@ -150,23 +148,12 @@ class Block(nn.Module):
     def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
-    def _mix(
-        self,
-        recomputed: bool,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attention: Attention,
-        num_tokens: int,
-        growth: Tensor | None,
-    ) -> Tensor:
+    def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
-        mixed = self._attend(qkv, cos, sin, attention, num_tokens, growth)
+        mixed = self._attend(qkv, rope, attention, num_tokens)
         return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
 
-    def _attend(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int, growth: Tensor | None
-    ) -> Tensor:
+    def _attend(self, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
         """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
         norms: tuple[Tensor | None, ...] = None, None
         if self.q_norm is not None and self.k_norm is not None:
@@ -174,13 +161,13 @@ class Block(nn.Module):
                 qkv = whole_norms(self.ops, qkv, self.q_norm, self.k_norm, self.head_shape, self.kv_copies, self.tp)
             else:  # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
                 norms = copy_to_tp(self.q_norm.weight, self.tp), copy_to_tp(self.k_norm.weight, self.tp)
-        parts = qkv, (norms[0], norms[1]), cos, sin, self.head_shape
+        parts = qkv, (norms[0], norms[1]), rope.cos, rope.sin, self.head_shape
         if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
             q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
-            q = q if growth is None else q * growth
+            q = q if rope.growth is None else q * rope.growth
             return attention.attend_written(self.index, q[:num_tokens], self.rule)
         q, k, v = self.ops.heads(*parts)
-        q = q if growth is None else q * growth
+        q = q if rope.growth is None else q * rope.growth
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
         return attention.attend(self.index, q, k, v, self.rule)
@@ -368,16 +355,12 @@ class Decoder(nn.Module):
             x = pad_rows(inputs, rows // self.slices)
         self._frequencies = {local: frequency.to(x.device) for local, frequency in self._frequencies.items()}
         positions = pad_rows(attention.positions, rows)
-        factor = (self.spec.rope_scaling or {}).get("attention_factor", 1.0)
-        tables = {
-            local: rope_tables(frequency, positions, x.dtype, 1.0 if local else factor)
-            for local, frequency in self._frequencies.items()
-        }
-        growth = None if self.spec.query_growth is None else query_growth(*self.spec.query_growth, positions).to(x.dtype)
+        dtype, frequencies = x.dtype, self._frequencies.items()
+        tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
             rope = tables[self.spec.local_rope(layer)]
-            with self._saving(block, *rope):
-                x = self._run_layer(block, x, *rope, attention, num_tokens, growth)
+            with self._saving(block, rope.cos, rope.sin):
+                x = self._run_layer(block, x, rope, attention, num_tokens)
         if self.norm is not None:
             x = self.norm(x)
             x = gather_whole(x, self.tp) if self.slices > 1 else x

@@ -16,15 +16,20 @@ from typing import Any
 from rlhf_spmd.config import registry
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.keys import check_factors, longest_row, read_rope
 from rlhf_spmd.models.keys import read_positive as read_positive
+from rlhf_spmd.models.keys import read_rotary_factor as read_rotary_factor
 from rlhf_spmd.models.keys import read_size as read_size
 from rlhf_spmd.models.keys import reject_unless as reject_unless
 from rlhf_spmd.models.mixture import Experts as Experts
-from rlhf_spmd.models.rope import check_factors, longest_row, read_rope
-from rlhf_spmd.models.rope import read_rotary_factor as read_rotary_factor
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
+# families that the decoder cannot be, why, and the nearest that it can
+UNFIT = {
+    "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
+    "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
+}
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,8 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
     family = config.get("model_type")
     if not isinstance(family, str):
         raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
+    if unfit := UNFIT.get(family.removesuffix("_text")):
+        raise ValueError(f"{source}: model_type {family!r} is not supported: {unfit[0]}; the nearest that is: {unfit[1]!r}")
     try:
         module = registry.find_builtin("model family", __package__, family, exports="build_spec")
     except ValueError as error:
@@ -207,7 +214,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         )
     if spec.head_dim % 2:
         raise ValueError(f"{source}: head_dim={spec.head_dim} must be even for rotary embeddings")
-    check_factors(spec, source)
+    check_factors(spec.rope_scaling, int(spec.head_dim * spec.partial_rotary_factor) // 2, source)
     if "hidden_act" not in flags:
         reject_unless(config, source, "hidden_act", "silu")
     return spec
