@@ -45,7 +45,7 @@ def as_on_a_rank() -> None:
     """The numerics of a CPU rank in the test process too, whatever the test before has left: results are compared bit by bit."""
     import torch
 
-    from rlhf_spmd.parallel.world import choose_cpu_matmul
+    from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 
     torch.set_num_threads(1)
     choose_cpu_matmul()

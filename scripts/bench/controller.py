@@ -22,9 +22,10 @@ from peers import torch_alone, verl
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
+from rlhf_spmd.parallel.launch import Launch, connect_store, read_launch
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import Launch, World, connect_store, init_world, read_launch
+from rlhf_spmd.parallel.world import World, init_world
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.reshard import choose_method
 

@@ -55,7 +55,7 @@ from measure import (
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, read_spec
-from rlhf_spmd.parallel.world import choose_cpu_matmul
+from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 from shapes import is_large, write_model
 
 ENGINES = ("ours", "ours_2_ranks", "transformers", "transformers_cb", "vllm", "openvino")

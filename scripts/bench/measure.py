@@ -295,7 +295,8 @@ def join_world(device: str = "cpu") -> World:
     """All ranks of this torchrun, or this process alone."""
     import torch
 
-    from rlhf_spmd.parallel.world import connect_store, init_world, read_launch
+    from rlhf_spmd.parallel.launch import connect_store, read_launch
+    from rlhf_spmd.parallel.world import init_world
 
     launch = read_launch()
     return init_world(launch, connect_store(launch), device=torch.device("cpu") if device == "cpu" else None)

@@ -76,8 +76,8 @@ def move_between(world: World, number: int, source: Place, target: Place, repeat
     sources = {name: torch.randn(shard.shape) for name, shard in held.items()}
     targets = {name: torch.empty(shard.shape) for name, shard in wanted.items()}
     plan = plan_transfer(before, after, lambda rank: 0, world.rank)
-    sends = {to: torch.zeros(n) for (giver, to), n in plan.traffic.items() if giver == world.rank}
-    receives = {giver: torch.zeros(n) for (giver, to), n in plan.traffic.items() if to == world.rank}
+    sends = {to: torch.zeros(n) for (sender, to), n in plan.traffic.items() if sender == world.rank}
+    receives = {sender: torch.zeros(n) for (sender, to), n in plan.traffic.items() if to == world.rank}
     start, buffers = RECORDER.received["weight_sync"], [0]
     steps = transfer_steps(plan, world.rank, sources, targets, ranks, torch.float32)
 
@@ -127,10 +127,10 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
     parts = [timed(partial(plan_transfer, there, here, host_of, rank)) for rank in some]
     whole, traffic = timed(lambda: plan_transfer(there, here, host_of).traffic)
     sent: Counter[int] = Counter()
-    for (giver, _), elements in traffic.items():
-        sent[giver] += elements
+    for (sender, _), elements in traffic.items():
+        sent[sender] += elements
     total = sum(sent.values())
-    abroad = sum(n for (giver, taker), n in traffic.items() if host_of(giver) != host_of(taker))
+    abroad = sum(n for (sender, receiver), n in traffic.items() if host_of(sender) != host_of(receiver))
     row: dict[str, Any] = {
         "ranks": source.size,
         "source": str(source),

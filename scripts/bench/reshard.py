@@ -34,7 +34,7 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import METHODS, HybridWeights, choose_method, missing_elements
-from rlhf_spmd.reshard.plan import held_by
+from rlhf_spmd.reshard.holdings import held_by
 from rlhf_spmd.reshard.reshard_methods import Method, TransitionPlan
 
 Shards = Mapping[str, ParamShard]
@@ -161,7 +161,7 @@ class Model:
             return []
         mesh = DeviceMesh.from_group(self.group.process_group, "cpu", mesh_dim_names=("gather",))
         plan, parameters = self.hybrid.plan, []
-        whole = plan.cuts or not plan.buckets
+        whole = plan.from_whole or not plan.buckets
         for name, shard in (plan_params(MODEL, "lm", 0, 1, 0, 1) if whole else self.wanted).items():
             if len(shard.shape) == 2:
                 dim = 1 if name.endswith(("out.weight", "down.weight")) else 0
@@ -198,7 +198,7 @@ def transition(world: World, name: str, train: Layout, pp: int, tp: int, repeats
     assert all(torch.equal(parameter, before[key]) for key, parameter in model.parameters.items()), "not the same bits"
     costs, whole = costs_of(choose_method(name, layout), layout), 4 * all_elements(MODEL, norms=False)
     norms = elements(model.wanted, True) + (elements(model.shards, True) if costs.twice else 0)
-    norms += (all_elements(MODEL, norms=True) - elements(model.wanted, True)) if hybrid.plan.cuts else 0
+    norms += (all_elements(MODEL, norms=True) - elements(model.wanted, True)) if hybrid.plan.from_whole else 0
     done, replicated = hybrid.transition, 4.0 * norms_received(hybrid.plan, world.rank)
     assert done is not None
     lacks = 4.0 * missing_elements(model.shards, model.wanted)
@@ -292,7 +292,7 @@ def group_mean(plan: TransitionPlan, rank: int, members: int) -> tuple[float, fl
     """Elements received, and of these norms, by a mean member of the gather group: what one has itself differs, by its stage."""
     if not plan.buckets:
         return plan.transfer.received(rank), norms_received(plan, rank)
-    pieces = [piece for piece in (*plan.transfer.moves(), *plan.transfer.copies()) if piece.taker == rank]
+    pieces = [piece for piece in (*plan.transfer.moves(), *plan.transfer.copies()) if piece.receiver == rank]
     norms = [piece for piece in pieces if "norm" in piece.source.parameter]
     each, of_norms = (sum(p.source.numel * (members - p.holders) / members for p in some) for some in (pieces, norms))
     return each, of_norms
@@ -301,15 +301,15 @@ def group_mean(plan: TransitionPlan, rank: int, members: int) -> tuple[float, fl
 def norms_received(plan: TransitionPlan, rank: int) -> int:
     """Elements of norms that come to a rank from others."""
     norms = [name for name in plan.transfer.order if "norm" in name]
-    return sum(piece.source.numel for piece in plan.transfer.moves(norms) if piece.taker == rank)
+    return sum(piece.source.numel for piece in plan.transfer.moves(norms) if piece.receiver == rank)
 
 
 def planned_peak(plan: TransitionPlan, held: Shards) -> int:
     """Elements of parameters while bucket after bucket comes: what the buckets up to the one under way make, and the training shards
     whose values it and later ones need. (Execution starts further ones as far as all stay within one bucket, see docs.)"""
-    sizes = {name: math.prod(shard.shape) for name, shard in plan.made.items()}
+    sizes = {name: math.prod(shard.shape) for name, shard in plan.gathered.items()}
     left = sum(math.prod(shard.shape) for shard in held.values())
-    if not plan.places:
+    if not plan.locations:
         return left + sum(sizes.values())
     most = 0
     made = accumulate(sum(sizes[target] for target in bucket) for bucket in plan.buckets)

@@ -205,7 +205,7 @@ def iteration(
     critic, reference and reward model. Seconds are medians over the iterations after the first two; memory is resident, of the
     largest rank, libraries included.
     """
-    from rlhf_spmd.parallel.world import choose_cpu_matmul
+    from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 
     matmul, report = choose_cpu_matmul(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:

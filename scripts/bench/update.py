@@ -54,8 +54,8 @@ from measure import (
     save,
     table,
 )
+from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.world import choose_cpu_matmul
 from shapes import is_large, write_model
 from variants import measure_case, write_adapter
 

@@ -91,7 +91,7 @@ def peer_batches(case: dict[str, Any], rows: list[list[int]]) -> Iterator[dict[s
 
 
 def build_peer(case: dict[str, Any], rows: list[list[int]]) -> Step:
-    from rlhf_spmd.parallel.world import choose_cpu_matmul, keep_freed_memory
+    from rlhf_spmd.parallel.device_setup import choose_cpu_matmul, keep_freed_memory
 
     torch.set_num_threads(1)
     device, attention = case["device"], case["variant"].rpartition("packed_")[2]

@@ -140,7 +140,7 @@ def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
 
     Ends the process if srun has started the command several times.
     """
-    from rlhf_spmd.parallel.world import num_tasks
+    from rlhf_spmd.parallel.launch import num_tasks
     from rlhf_spmd.process.command_line import launched
     from rlhf_spmd.process.launcher import default_num_ranks
 

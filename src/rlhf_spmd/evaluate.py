@@ -43,7 +43,8 @@ from rlhf_spmd.inference.loaded_model import (
 )
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.eval_metrics import final_answer, interval, measure
 from rlhf_spmd.telemetry.run_dir import atomic_write_json

@@ -38,7 +38,8 @@ from rlhf_spmd.inference.engine import check_cache
 from rlhf_spmd.inference.loaded_model import Journal, check_out, inference_program, read_config, read_weights, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 
 KEEP = ("all", "best", "pairs")
 

@@ -19,7 +19,8 @@ from rlhf_spmd.config.registry import forget_files
 from rlhf_spmd.config.schema import ConfigError, first_line
 from rlhf_spmd.config.written import MOST_DEPTH
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
-from rlhf_spmd.parallel.world import Launch, choose_matmul, read_launch
+from rlhf_spmd.parallel.device_setup import choose_matmul
+from rlhf_spmd.parallel.launch import Launch, read_launch
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir, json_value
 from rlhf_spmd.training.job import TrainJob

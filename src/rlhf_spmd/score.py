@@ -48,8 +48,9 @@ from rlhf_spmd.inference.loaded_model import (
 )
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
 

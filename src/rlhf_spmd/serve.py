@@ -24,7 +24,8 @@ from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.loaded_model import LoadedModel, inference_program, read_config
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
 
 

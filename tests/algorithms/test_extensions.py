@@ -15,7 +15,8 @@ from outside import reinforce
 from outside.rewards import share_of_even_digits
 from ranks import run_ranks
 from rlhf_spmd.data.balance import partition_by_tokens
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.train import prepare
 
 EVEN, N = "outside.rewards:share_of_even_digits", 4

@@ -11,7 +11,7 @@ import pytest
 from controllers import build, prompts
 from ranks import run_ranks
 from rlhf_spmd.controller import PartitionSpec, Reference
-from rlhf_spmd.controller.rows import KEPT_PARTITIONS, RowIndex
+from rlhf_spmd.controller.rows import MAX_PARTITIONS, RowIndex
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 
@@ -173,6 +173,6 @@ def test_a_branch_that_takes_other_rows_than_the_trace(easy: int) -> None:
 
 def test_a_row_set_that_outlives_many_steps_keeps_few_placements() -> None:
     rows = RowIndex(np.arange(8), np.arange(8))
-    for serial in range(10 * KEPT_PARTITIONS):
+    for serial in range(10 * MAX_PARTITIONS):
         rows.partition(PartitionSpec(2), serial, lambda: np.ones((2, 8), dtype=np.int64))
-    assert len(rows._partitions) == KEPT_PARTITIONS
+    assert len(rows._partitions) == MAX_PARTITIONS

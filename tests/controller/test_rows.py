@@ -49,9 +49,9 @@ def rows(num_groups: int = 4, n: int = 2, first: int = 0, **fields: Any) -> Refe
 
 def data(reference: Reference, name: str) -> list[Any]:
     """What a call with one member would get, by row."""
-    its = intake_of(reference, name)
+    call_input = intake_of(reference, name)
     result: list[Any] = [None] * len(reference)
-    for piece, names in its.shares:
+    for piece, names in call_input.shares:
         batch = piece.producer.data.select([names[name]]).reorder(torch.from_numpy(piece.ids))
         field = batch[names[name]]
         values = field.tolist() if isinstance(field, torch.Tensor) else [row.tolist() for row in field.rows()]
@@ -113,9 +113,9 @@ def test_take_by_mask_ids_and_reference() -> None:
     mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 0]).bool()
     for taken in (base.take(mask), base.take(mask.numpy()), base.take([5, 3, 2, 3]), base.take(torch.tensor([2, 5, 3]))):
         assert ids(taken) == [2, 3, 5] and groups(taken) == [1, 1, 2] and data(taken, "label") == [20, 30, 50]
-        assert taken.rows.decided, "which rows these are only those know who computed the mask"
-    assert ids(base.take(taken)) == ids(taken) and base.take(taken).rows.decided
-    assert not base.take(base.firsts()).rows.decided
+        assert taken.rows.data_dependent, "which rows these are only those know who computed the mask"
+    assert ids(base.take(taken)) == ids(taken) and base.take(taken).rows.data_dependent
+    assert not base.take(base.firsts()).rows.data_dependent
     assert len(base.take(np.zeros(8, bool))) == 0
     assert data(base.take([2, 3, 5]).take([5]), "tokens") == [[5] * 6]
 
@@ -166,7 +166,7 @@ def test_concat_has_the_fields_that_all_have_in_the_order_of_ids() -> None:
     both = greedy.concat(base.select("label"), base.take([3]).copy(2))
     assert ids(both) == [*range(8), *(COPY_STRIDE + i for i in (0, 2, 4, 6)), 2 * COPY_STRIDE + 3]
     assert list(both.fields) == ["label"] and data(both, "label") == [*range(0, 80, 10), 0, 20, 40, 60, 30]
-    assert groups(both) == [0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3, 1] and both.rows.decided
+    assert groups(both) == [0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3, 1] and both.rows.data_dependent
     assert data(both.take(greedy), "label") == [0, 20, 40, 60]
     assert ids(both.take(base)) == ids(base)
     with pytest.raises(ValueError, match=r"a row is in two of the references; copy\(\)"):
@@ -232,31 +232,31 @@ def apart(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 40])
-@pytest.mark.parametrize("num_chunks", [1, 3, 5])
-def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_chunks: int) -> None:
+@pytest.mark.parametrize("num_mini_batches", [1, 3, 5])
+def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_mini_batches: int) -> None:
     groups = np.repeat(np.arange(30), 4)
-    cut = PartitionSpec(num_parts, keep_groups=True, num_chunks=num_chunks, epochs=2, seed=7)
-    parts, chunks = assign_rows(cut, groups, apart(tokens_of(120)))
-    assert parts.shape == chunks.shape == (2 if num_chunks > 1 else 1, 120)
+    spec = PartitionSpec(num_parts, keep_groups=True, num_mini_batches=num_mini_batches, epochs=2, seed=7)
+    parts, mini_batches = assign_rows(spec, groups, apart(tokens_of(120)))
+    assert parts.shape == mini_batches.shape == (2 if num_mini_batches > 1 else 1, 120)
     for epoch in range(len(parts)):
-        for of_row in (parts[epoch], chunks[epoch]):
+        for of_row in (parts[epoch], mini_batches[epoch]):
             assert (of_row.reshape(30, 4) == of_row.reshape(30, 4)[:, :1]).all(), "a group is whole"
-        sizes = np.bincount(chunks[epoch], minlength=num_chunks)
+        sizes = np.bincount(mini_batches[epoch], minlength=num_mini_batches)
         assert sizes.max() - sizes.min() <= 4, "mini-batches have as many groups each, or one more"
-        for chunk in range(num_chunks):
-            held = np.bincount(parts[epoch, chunks[epoch] == chunk], minlength=num_parts)
+        for mini_batch in range(num_mini_batches):
+            held = np.bincount(parts[epoch, mini_batches[epoch] == mini_batch], minlength=num_parts)
             assert len(held) == num_parts and held.max() - held.min() <= 4
 
 
 def test_mini_batches_are_the_same_for_any_number_of_parts_and_any_tokens() -> None:
     groups = np.repeat(np.arange(13) * 5, 3)
-    chunks = [
+    mini_batches = [
         assign_rows(PartitionSpec(parts, keep, 4, 3, seed=1), groups, apart(tokens_of(39, seed=parts)))[1]
         for parts in (1, 2, 5, 8)
         for keep in (True, False)
     ]
-    assert all(np.array_equal(chunks[0], other) for other in chunks)
-    first, second, third = (tuple(epoch) for epoch in chunks[0])
+    assert all(np.array_equal(mini_batches[0], other) for other in mini_batches)
+    first, second, third = (tuple(epoch) for epoch in mini_batches[0])
     assert len({first, second, third}) == 3, "each epoch deals anew"
     assert tuple(assign_rows(PartitionSpec(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, (
         "the seed decides"
@@ -267,8 +267,8 @@ def test_rows_whose_responses_are_unknown_are_dealt_one_by_one() -> None:
     """Prompts are then all that counts, and of a whole group they would count once: half of the parts would get no row."""
     index = torch.arange(2)
     prompts = source(Batch(index, index, {"prompt_ids": ragged([[5] * 90, [5] * 91], torch.int32)})).repeat(16)
-    its = CallInput(prompts.rows, {}, prompts.fields["prompt_ids"], PartitionSpec(8, keep_groups=False))
-    assert np.bincount(its.partition.parts[0], minlength=8).tolist() == [4] * 8
+    call_input = CallInput(prompts.rows, {}, prompts.fields["prompt_ids"], PartitionSpec(8, keep_groups=False))
+    assert np.bincount(call_input.partition.parts[0], minlength=8).tolist() == [4] * 8
 
 
 def test_single_rows_balance_better_than_groups() -> None:
@@ -313,7 +313,7 @@ def test_rows_keep_the_part_that_was_given_to_them() -> None:
 def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> None:
     """PPO with 8,192 rows: generation and reward by groups, models and arithmetic by rows, updates in mini-batches."""
     tokens, groups = tokens_of(8192), np.arange(8192) // 8
-    cuts = [
+    specs = [
         PartitionSpec(256),
         PartitionSpec(256, False),
         PartitionSpec(128, False),
@@ -324,8 +324,8 @@ def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> N
     def seconds() -> float:
         of_step = RowIndex(np.arange(8192), groups)
         start = time.process_time()
-        for cut in cuts:
-            of_step.partition(cut, "tokens", lambda: apart(tokens)).part(3)
+        for spec in specs:
+            of_step.partition(spec, "tokens", lambda: apart(tokens)).part(3)
         return time.process_time() - start
 
     taken = min(seconds() for _ in range(5))
@@ -350,17 +350,17 @@ def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
 
 def test_rows_go_to_parts_in_proportion_to_their_speeds() -> None:
     tokens, groups = tokens_of(240), np.arange(240) // 4
-    cut = PartitionSpec(3, True, 4, 2, 1, (1.0, 0.25, 0.5))
-    parts, chunks = assign_rows(cut, groups, apart(tokens))
-    assert (chunks == assign_rows(PartitionSpec(1, True, 4, 2, 1), groups, apart(tokens))[1]).all(), (
+    spec = PartitionSpec(3, True, 4, 2, 1, (1.0, 0.25, 0.5))
+    parts, mini_batches = assign_rows(spec, groups, apart(tokens))
+    assert (mini_batches == assign_rows(PartitionSpec(1, True, 4, 2, 1), groups, apart(tokens))[1]).all(), (
         "a mini-batch has the same rows everywhere"
     )
     most = np.bincount(groups, tokens).max()
     for epoch in range(2):
-        for chunk in range(4):
-            rows = chunks[epoch] == chunk
+        for mini_batch in range(4):
+            rows = mini_batches[epoch] == mini_batch
             held = np.bincount(parts[epoch, rows], tokens[rows], minlength=3)
-            assert (np.abs(held - held.sum() * np.array(cut.speeds) / 1.75) <= most + 1).all()
+            assert (np.abs(held - held.sum() * np.array(spec.speeds) / 1.75) <= most + 1).all()
             assert all(len(set(parts[epoch, groups == group])) == 1 for group in set(groups[rows]))
 
 
@@ -410,7 +410,7 @@ def test_rows_of_other_groups_are_other_rows() -> None:
         few.select("prompt_ids").union(whole.select("row"))
 
 
-def test_a_cut_knows_which_rows_its_token_counts_are_of() -> None:
+def test_a_partition_knows_which_rows_its_token_counts_are_of() -> None:
     """The same rows, balanced by the prompts of other rows: pieces of one source, as long."""
     rows = RowIndex(np.arange(4), np.zeros(4, dtype=np.int64))
     made = ReplicatedBatch(prompts(8, 1))
@@ -419,12 +419,12 @@ def test_a_cut_knows_which_rows_its_token_counts_are_of() -> None:
         CallInput(rows, {}, (FieldShard(made, "prompt_ids", rows.all_positions, one),), PartitionSpec(2, keep_groups=False))
         for one in ids
     ]
-    assert len({its.counts_key for its in inputs}) == 3 and inputs[0].counts_key == inputs[0].counts_key
-    assert len({id(its.partition) for its in inputs}) == 3
+    assert len({call_input.counts_key for call_input in inputs}) == 3 and inputs[0].counts_key == inputs[0].counts_key
+    assert len({id(call_input.partition) for call_input in inputs}) == 3
 
 
 def test_taking_none_of_the_rows_by_a_decision_is_a_decision() -> None:
     rows = source(prompts(4, 1))
     none = rows.take(np.zeros(4, dtype=bool))
     taken = rows.take(none)
-    assert none.rows.decided and taken.rows.decided and len(taken) == 0
+    assert none.rows.data_dependent and taken.rows.data_dependent and len(taken) == 0

@@ -23,12 +23,12 @@ from rlhf_spmd.workers.objective import Objective, sequence_lengths
 from role_workers import batch_of, build
 
 
-def mini_batches(rows: RowIndex, cut: PartitionSpec, tokens: np.ndarray) -> list[set[int]]:
+def mini_batches(rows: RowIndex, spec: PartitionSpec, tokens: np.ndarray) -> list[set[int]]:
     """Row ids of each mini-batch of each epoch, from what all parts have of it."""
-    placement = rows.partition(cut, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
-    parts = [placement.part(index) for index in range(cut.num_parts)]
+    placement = rows.partition(spec, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
+    parts = [placement.part(index) for index in range(spec.num_parts)]
     found = []
-    for number in range(cut.num_chunks * cut.epochs):
+    for number in range(spec.num_mini_batches * spec.epochs):
         mine = [part.row_ids[part.updates[number]].tolist() for part in parts]
         assert sum(map(len, mine)) == len(set().union(*mine)), "a row is on two parts"
         found.append(set().union(*mine))
@@ -45,8 +45,8 @@ def test_mini_batches_have_the_same_rows_in_every_layout(
     row_ids = np.arange(groups * samples) + 7
     group_ids = 100 * (np.arange(groups * samples) // samples)
     tokens = np.random.default_rng(seed).integers(1, 100, len(row_ids))
-    cuts = [PartitionSpec(parts, keep_groups, chunks, epochs, seed) for parts in (1, 2, 3, 8)]
-    one, *others = (mini_batches(RowIndex(row_ids, group_ids), cut, tokens) for cut in cuts)
+    specs = [PartitionSpec(parts, keep_groups, chunks, epochs, seed) for parts in (1, 2, 3, 8)]
+    one, *others = (mini_batches(RowIndex(row_ids, group_ids), spec, tokens) for spec in specs)
     assert all(other == one for other in others)
     for epoch in range(epochs):
         its = one[epoch * chunks : (epoch + 1) * chunks]

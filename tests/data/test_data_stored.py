@@ -26,7 +26,8 @@ from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}{{ m.role[0] }}{{ m.content }}"

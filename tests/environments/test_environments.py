@@ -26,9 +26,10 @@ from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.train import prepare
 
 

@@ -26,7 +26,7 @@ from rlhf_spmd.environments.tools import Tools, find_calls, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.models.weights import write_random_model
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare
 
 # -- a model that writes calls as single tokens, so that one with random weights makes some

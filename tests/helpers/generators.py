@@ -19,9 +19,10 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_eos_ids, read_spec
 from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 
 COMMON = {
     "vocab_size": 301,

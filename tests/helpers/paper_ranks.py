@@ -19,7 +19,7 @@ from torch import Tensor
 from legality_events import MAIN, Communicator, Event, Follow, Launch, Part, Wait
 from recording import SIDE, on_host
 from rlhf_spmd.parallel.collectives import Group
-from rlhf_spmd.parallel.world import Launch as Start
+from rlhf_spmd.parallel.launch import Launch as Start
 from rlhf_spmd.reshard import Transfer
 
 PATIENCE_S = 60.0

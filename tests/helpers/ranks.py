@@ -100,7 +100,8 @@ def _serve(pipe: int, rank: int, size: int, port: int, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlhf_spmd.parallel.world import Launch, World, init_world
+    from rlhf_spmd.parallel.launch import Launch
+    from rlhf_spmd.parallel.world import World, init_world
 
     faulthandler.register(signal.SIGUSR2, os.open(stacks, os.O_CREAT | os.O_WRONLY), all_threads=True)
     torch.set_num_threads(1)

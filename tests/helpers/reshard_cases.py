@@ -13,7 +13,8 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, choose_method
-from rlhf_spmd.reshard.plan import SliceCopy, held_by
+from rlhf_spmd.reshard.holdings import held_by
+from rlhf_spmd.reshard.plan import SliceCopy
 
 Shards = dict[str, ParamShard]
 
@@ -134,22 +135,22 @@ class Simulated:
     def generation(self, index: int) -> dict[str, Tensor]:
         """What the plan makes of the ranks' values; asserts that nothing is written twice, and that both ends agree."""
         plan, got = self.plans[index], {n: torch.full(s.shape, torch.nan) for n, s in self.wanted[index].items()}
-        made = {name: torch.full(shard.shape, torch.nan) for name, shard in plan.made.items()} if plan.cuts else got
+        made = {name: torch.full(shard.shape, torch.nan) for name, shard in plan.gathered.items()} if plan.from_whole else got
         taken: dict[int, list[SliceCopy]] = {}
         for piece in [*plan.transfer.moves(), *plan.transfer.copies()]:
-            if piece.taker == index:
-                values = self.values[piece.giver][piece.source.parameter][piece.source.slices]
+            if piece.receiver == index:
+                values = self.values[piece.sender][piece.source.parameter][piece.source.slices]
                 put(made[piece.target.parameter][piece.target.slices], values)
-                taken.setdefault(piece.giver, []).append(piece)
-        for giver in taken.keys() - {index}:
-            assert [piece for piece in self.given(giver) if piece.taker == index] == taken[giver]
-        for piece in plan.cuts:
+                taken.setdefault(piece.sender, []).append(piece)
+        for sender in taken.keys() - {index}:
+            assert [piece for piece in self.given(sender) if piece.receiver == index] == taken[sender]
+        for piece in plan.from_whole:
             put(got[piece.target.parameter][piece.target.slices], made[piece.source.parameter][piece.source.slices])
         return got
 
     @cache  # noqa: B019
-    def given(self, giver: int) -> list[SliceCopy]:
-        return [piece for piece in self.plans[giver].transfer.moves() if piece.giver == giver]
+    def given(self, sender: int) -> list[SliceCopy]:
+        return [piece for piece in self.plans[sender].transfer.moves() if piece.sender == sender]
 
 
 def put(place: Tensor, values: Tensor) -> None:

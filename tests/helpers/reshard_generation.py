@@ -84,7 +84,7 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
     hybrid = model.hybrid
     for _ in range(2):
         hybrid.to_generation(wait)
-        assert wait or hybrid.pending_bytes or not hybrid.plan.places
+        assert wait or hybrid.pending_bytes or not hybrid.plan.locations
         if wait or world.rank != 1 or layout.pp * layout.tp > 1:  # a replica without rows computes nothing
             with torch.no_grad():
                 a, b = model.generation(tokens, attention), whole(tokens, attention)
@@ -93,7 +93,7 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
         else:
             distance = 0.0
         hybrid.to_training()
-        held = 8 * sum(map(math.prod, hybrid.made.values()))
-        held += 0 if hybrid.plan.places else model.held()
+        held = 8 * sum(map(math.prod, hybrid.gathered.values()))
+        held += 0 if hybrid.plan.locations else model.held()
         assert hybrid.transition.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
     return distance

@@ -6,7 +6,7 @@ import torch
 
 from reshard_cases import Simulated, filled
 from rlhf_spmd.reshard import missing_elements
-from rlhf_spmd.reshard.plan import single_slice
+from rlhf_spmd.reshard.reshard_methods import single_slice
 
 
 def check_plans(run: Simulated) -> None:
@@ -14,9 +14,9 @@ def check_plans(run: Simulated) -> None:
     for index, plan in enumerate(run.plans):
         got = run.generation(index)
         assert all(torch.equal(got[name], expected) for name, expected in filled(run.wanted[index]).items())
-        if not plan.cuts:
+        if not plan.from_whole:
             assert plan.transfer.received(index) == missing_elements(run.train[index], run.wanted[index])
-        for name, place in plan.places.items():
+        for name, place in plan.locations.items():
             rebuilt = torch.full_like(run.values[index][name], torch.nan)
             for piece in place:
                 rebuilt[piece.source.slices] = got[piece.target.parameter][piece.target.slices]

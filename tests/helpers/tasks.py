@@ -225,7 +225,8 @@ def train_alone(run_dir: Path, steps: int, *more: str, config: Path | None = Non
     """In the test process itself, which is the single rank."""
     import torch
 
-    from rlhf_spmd.parallel.world import Launch, World
+    from rlhf_spmd.parallel.launch import Launch
+    from rlhf_spmd.parallel.world import World
 
     torch.set_num_threads(1)
     world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)

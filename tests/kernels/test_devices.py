@@ -14,7 +14,8 @@ from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 
 KINDS = re.compile(r"device\.type|\.is_cuda|cuda\.is_available")
 ALLOWED = {
-    "parallel/world.py",  # sets the device of a rank up
+    "parallel/device_setup.py",  # sets the device of a rank up
+    "parallel/world.py",  # chooses the backend for it
     "parallel/mesh.py",  # names it to torch
     "checkpoint/files.py",  # asserts where bytes lie
     "training/banner.py",  # prints it

@@ -21,7 +21,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b
 from rlhf_spmd.reshard import Holding, holdings, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.plan import held_by
+from rlhf_spmd.reshard.holdings import held_by
 
 RANKS = 64
 SPEC = ModelSpec("qwen3", 1024, 256, 512, 8, 16, 8, 16, qk_norm=True)

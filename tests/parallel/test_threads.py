@@ -113,7 +113,8 @@ def test_generate_has_the_same_bits_with_two_threads(tmp_path: Path) -> None:
 def test_hosts_with_unlike_processors_agree_on_what_is_exact(tmp_path: Path) -> None:
     """Rank 1's products are not exact, as on a processor with AVX2 alone: then old log-probs are computed on both."""
     limits = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    probe = "import torch; from rlhf_spmd import kernels; from rlhf_spmd.parallel.world import choose_cpu_matmul as choose; choose(); "
+    probe = "import torch; from rlhf_spmd import kernels; from rlhf_spmd.parallel import device_setup; "
+    probe += "device_setup.choose_cpu_matmul(); "
     probe += "print(kernels.choose_ops(torch.float32, torch.device('cpu'), 'torch').is_batch_invariant(torch.float32))"
     limited = subprocess.run([sys.executable, "-c", probe], env=tasks.environment() | limits, capture_output=True, text=True)
     if limited.stdout.strip() != "False":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlhf_spmd.checkpoint.files import hash_tensor
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.collectives import RECORDER, solo
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process.board import JUDGES, Board, announce
 from rlhf_spmd.process.failure_detector import Heartbeat, Watch, WatchLimits, group_places
 

@@ -159,7 +159,8 @@ def test_a_script_that_python_ends_is_not_aborted_by_gloo(tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch\n"
-        "from rlhf_spmd.parallel.world import connect_store, init_world, read_launch\n"
+        "from rlhf_spmd.parallel.launch import connect_store, read_launch\n"
+        "from rlhf_spmd.parallel.world import init_world\n"
         "launch = read_launch()\n"
         "world = init_world(launch, connect_store(launch), device=torch.device('cpu'))\n"
         "sys.setswitchinterval(1000)\n"

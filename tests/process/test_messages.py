@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rlhf_spmd.parallel.world import JOB_KEY, Launch, connect_store
+from rlhf_spmd.parallel.launch import JOB_KEY, Launch, connect_store
 from rlhf_spmd.process import exit, launcher, messages, startup_checks
 from rlhf_spmd.process.board import Board, Failure
 from rlhf_spmd.process.messages import ALL_ENDED, FAILURE, ForgedMessage, Messages, agree_on_key

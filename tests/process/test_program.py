@@ -19,8 +19,9 @@ import torch.distributed as dist
 import tasks
 from places import ROOT
 from ranks import Program, run_command
-from rlhf_spmd.parallel import world
-from rlhf_spmd.parallel.world import Launch, choose_cpu_matmul
+from rlhf_spmd.parallel import device_setup
+from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process import startup_checks
 from rlhf_spmd.process.exit import Preempted, classify, lost_connection
 from rlhf_spmd.process.messages import Messages
@@ -403,7 +404,7 @@ def test_ranks_that_come_late_to_the_agreement_are_named(capsys, monkeypatch, tm
 def test_products_of_gpus_keep_their_precision(device: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lets oneDNN in on CPUs would let TF32 in there."""
     found: list[str] = []
-    monkeypatch.setattr(world, "model_device", lambda: torch.device(device))
+    monkeypatch.setattr(device_setup, "model_device", lambda: torch.device(device))
     torch.set_float32_matmul_precision("highest")
     with pytest.raises(SystemExit):
         run_program(lambda: found.append(torch.get_float32_matmul_precision()), lambda _: None, dry_run=lambda _: "good")

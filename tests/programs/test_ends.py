@@ -17,7 +17,7 @@ from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, prepare_model
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import write_random_model
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare
 from tasks import leave_world, other_task, settings
 

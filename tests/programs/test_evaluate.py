@@ -20,7 +20,8 @@ from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.inference import loaded_model as jobs
 from rlhf_spmd.inference.loaded_model import Journal
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.telemetry.summary import summarize
 from tasks import train_alone as train

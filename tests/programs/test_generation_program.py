@@ -30,7 +30,8 @@ from rlhf_spmd.inference.loaded_model import Journal
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 

@@ -17,7 +17,7 @@ import tasks
 from places import ROOT
 from rlhf_spmd import evaluate, generate, score, serve, sft, train
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 
 PROGRAMS = {"train": train, "sft": sft, "generate": generate, "evaluate": evaluate, "score": score, "serve": serve}
 

@@ -21,7 +21,7 @@ from rlhf_spmd import train
 from rlhf_spmd.config.registry import resolve_function
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.notebook import write_objects
-from rlhf_spmd.parallel.world import choose_cpu_matmul
+from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 from rlhf_spmd.process.program import ProgramSettings
 from rlhf_spmd.rewards.runner import RewardError
 

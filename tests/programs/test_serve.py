@@ -35,7 +35,7 @@ from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.openai_forms import refused
 from rlhf_spmd.inference.requests import RequestProcessor
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 
 KEY = "a secret of this test"
 TALK = [{"role": "user", "content": "abd"}]

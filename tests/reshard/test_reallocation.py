@@ -24,7 +24,7 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Delta, Holding, Storages, Transfer, plan_transfer, start_transfer, transfer_steps
-from rlhf_spmd.reshard.bucketing import TransferContext, TransferStep, cut_messages, plan_steps
+from rlhf_spmd.reshard.bucketing import TransferContext, TransferStep, plan_steps, split_messages
 from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
@@ -102,10 +102,10 @@ def simulate(plans: dict[int, Plan], before: dict[int, Arrays], after: dict[int,
     for rank, plan in plans.items():
         for piece in [*plan.copies(), *plan.moves()]:
             source, target = piece.source, piece.target
-            if piece.taker == rank:
+            if piece.receiver == rank:
                 assert (after[rank][target.parameter][target.slices] == -1).all(), "written twice"
-                after[rank][target.parameter][target.slices] = before[piece.giver][source.parameter][source.slices]
-                received[rank][piece.giver] += 0 if piece.giver == rank else target.numel
+                after[rank][target.parameter][target.slices] = before[piece.sender][source.parameter][source.slices]
+                received[rank][piece.sender] += 0 if piece.sender == rank else target.numel
         for pair in plan.traffic:
             assert rank in pair and moved(plans[pair[0]], pair) == moved(plans[pair[1]], pair), (
                 "both ends go through the same pieces"
@@ -114,7 +114,7 @@ def simulate(plans: dict[int, Plan], before: dict[int, Arrays], after: dict[int,
 
 
 def moved(plan: Plan, pair: tuple[int, int]) -> list[SliceCopy]:
-    return [piece for piece in plan.moves() if (piece.giver, piece.taker) == pair]
+    return [piece for piece in plan.moves() if (piece.sender, piece.receiver) == pair]
 
 
 def random_layout(rng: random.Random, spec: ModelSpec, world: int) -> tuple[Layout, list[int]]:
@@ -217,15 +217,15 @@ def plain_plan(a: list[Holding], b: list[Holding], host_of: Callable[[int], int]
             pairs = [(rank, rank) for rank in sources.keys() & targets.keys()]
             hosts = {host_of(rank) for rank in sources}
             for host in (*hosts, None):
-                givers = sorted(rank for rank in sources if host in (host_of(rank), None))
-                takers = sorted(targets.keys() - sources.keys())
-                takers = [t for t in takers if (host_of(t) if host_of(t) in hosts else None) == host]
-                first = (turns[name] * len(of_region) + of_region.index(cell)) * (len(takers) % len(givers))
-                pairs += [(givers[(first + k) % len(givers)], taker) for k, taker in enumerate(takers)]
-            for giver, taker in pairs:
-                parameter, box = targets[taker]
+                senders = sorted(rank for rank in sources if host in (host_of(rank), None))
+                receivers = sorted(targets.keys() - sources.keys())
+                receivers = [t for t in receivers if (host_of(t) if host_of(t) in hosts else None) == host]
+                first = (turns[name] * len(of_region) + of_region.index(cell)) * (len(receivers) % len(senders))
+                pairs += [(senders[(first + k) % len(senders)], receiver) for k, receiver in enumerate(receivers)]
+            for sender, receiver in pairs:
+                parameter, box = targets[receiver]
                 start = tuple(low - s + at for (low, _), s, at in zip(cell, box.start, box.local, strict=True))
-                plan.setdefault((giver, taker), []).append((parameter, start, tuple(high - low for low, high in cell)))
+                plan.setdefault((sender, receiver), []).append((parameter, start, tuple(high - low for low, high in cell)))
     return plan
 
 
@@ -248,8 +248,8 @@ def test_the_plan_is_the_plain_one() -> None:
         for rank in range(world):
             plan, got = plan_transfer(a, b, lambda rank, n=per_host: rank // n, rank), dict[tuple[int, int], list[ParamSlice]]()
             for piece in [*plan.moves(), *plan.copies()]:
-                if piece.taker == rank:
-                    got.setdefault((piece.giver, rank), []).append(piece.target)
+                if piece.receiver == rank:
+                    got.setdefault((piece.sender, rank), []).append(piece.target)
             assert got == {pair: parts for pair, parts in plain.items() if pair[1] == rank}
 
 
@@ -267,8 +267,8 @@ def test_equal_sources_share_the_work() -> None:
         b = holdings(spec, head, target, list(range(source.size, source.size + target.size)))
         plan = plan_transfer(a, b, lambda rank: 0)
         sent = Counter(dict.fromkeys(range(source.size), 0))
-        for (giver, _), elements in plan.traffic.items():
-            sent[giver] += elements
+        for (sender, _), elements in plan.traffic.items():
+            sent[sender] += elements
         pieces: dict[str, int] = {}  # the largest of each kind: the same parameter of all layers
         for part in (piece.source for piece in plan.moves()):
             kind = part.parameter.rpartition("layers.")[2].partition(".")[2] or part.parameter
@@ -337,7 +337,7 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
     for limit in (1, 5, 7, 8, 20, 200, 10_000):
         buckets = [
             [piece.source for piece in cut]
-            for cut in cut_messages((SliceCopy(0, 1, part, part) for part in parts), limit, limit // 64)
+            for cut in split_messages((SliceCopy(0, 1, part, part) for part in parts), limit, limit // 64)
         ]
         assert all(sum(part.numel for part in bucket) <= max(limit, 7) for bucket in buckets)  # a row of c has 7
         assert sorted(row for bucket in buckets for part in bucket for row in rows(part)) == sorted(
@@ -435,7 +435,7 @@ def move_for_real(world: World, bucket_bytes: int, in_flight_bytes: int) -> dict
             assert all(torch.equal(tensor, after[name]) for name, tensor in target.items()), f"{name}: other values"
             sent, received = RECORDER.sent["weight_sync"] - counted[0], RECORDER.received["weight_sync"] - counted[1]
             assert received == plan.received(world.rank) * 8
-            assert sent == sum(n for (giver, _), n in plan.traffic.items() if giver == world.rank) * 8
+            assert sent == sum(n for (sender, _), n in plan.traffic.items() if sender == world.rank) * 8
             found[name] = sent, received
     return found
 

@@ -35,7 +35,8 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, zero_rows
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, Holding, choose_method, missing_elements, plan_transfer
 from rlhf_spmd.reshard.bucketing import Message, TransferContext, TransferStep, plan_bucket
-from rlhf_spmd.reshard.plan import ParamSlice, single_slice
+from rlhf_spmd.reshard.plan import ParamSlice
+from rlhf_spmd.reshard.reshard_methods import single_slice
 from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
 
 CASES = list(cases())
@@ -126,7 +127,7 @@ def test_who_gives_what_is_told_apart(part: int) -> None:
         plan, group = run.plans[index], run.groups[index]
         share = train.dp if name == "full_gather" and not train.zero else 1
         held = [held_elements(run.train[rank], train.coordinate(rank).dp % share, share) for rank in group]
-        made = plan.made.items()
+        made = plan.gathered.items()
         for tensor in plan.transfer.order:
             boxes = {(target, box) for target, shard in made for box in shard.boxes if box.name == tensor}
             if not boxes:
@@ -134,13 +135,13 @@ def test_who_gives_what_is_told_apart(part: int) -> None:
             shape = next(box.shape for _, box in boxes)
             holds = torch.stack([elements.get(tensor, torch.zeros(shape, dtype=torch.bool)) for elements in held])
             for piece in [*plan.transfer.moves([tensor]), *plan.transfer.copies([tensor])]:
-                if piece.taker != index:
+                if piece.receiver != index:
                     continue
                 start, size = piece.target.start, piece.target.size
                 inside = [box for target, box in boxes if target == piece.target.parameter and within(start, size, box)]
                 (box,) = inside
                 at = [slice(s - at + a, s - at + a + n) for s, at, a, n in zip(box.start, box.local, start, size, strict=True)]
-                assert holds[group.index(piece.giver)][tuple(at)].all() and (holds.sum(0)[tuple(at)] == piece.holders).all()
+                assert holds[group.index(piece.sender)][tuple(at)].all() and (holds.sum(0)[tuple(at)] == piece.holders).all()
 
 
 def within(start: tuple[int, ...], size: tuple[int, ...], box: Box) -> bool:
@@ -166,7 +167,7 @@ def test_views_for_all_but_replicated_kv_heads(zero: int) -> None:
     for spec, head in SPECS.values():
         run = Simulated("zero_redundancy", layout_of("zero_redundancy", Layout(1, 4, 2, zero), 1, 2), spec, head)
         for plan in run.plans:
-            for name, place in plan.places.items():
+            for name, place in plan.locations.items():
                 if not zero and single_slice(place, run.train[0][name].shape) is None:
                     assert "qkv" in name and spec.num_key_value_heads < 4
 
@@ -216,9 +217,9 @@ def test_buckets(name: str) -> None:
         for bucket in range(len(plan.buckets)):
             given = Counter(dict.fromkeys(group, 0))
             for piece in plan.transfer.moves(plan.tensors(bucket)):
-                if piece.taker == index:
-                    given[piece.giver] += piece.source.numel
-                elif piece.taker == next(member for member in group if member != index):
+                if piece.receiver == index:
+                    given[piece.sender] += piece.source.numel
+                elif piece.receiver == next(member for member in group if member != index):
                     given[index] += piece.source.numel
             assert len(set(given.values())) == 1
 
@@ -258,9 +259,9 @@ SHARED_HEADS = ModelSpec("llama", 61, 256, 512, 4, 8, 2, 32, tie_word_embeddings
 
 def messages_of(run: Simulated, index: int, bucket: int, on_gpu: bool) -> TransferStep:
     plan = run.plans[index]
-    sizes = [sum(math.prod(plan.made[target].shape) for target in targets) for targets in plan.buckets]
+    sizes = [sum(math.prod(plan.gathered[target].shape) for target in targets) for targets in plan.buckets]
     shapes = {name: shard.shape for name, shard in run.train[index].items()}
-    made = {name: shard.shape for name, shard in plan.made.items()}
+    made = {name: shard.shape for name, shard in plan.gathered.items()}
     ends = TransferContext(index, run.method.gather_ranks(run.layout, index), shapes, made, False, max(sizes))
     tensors = plan.tensors(bucket)
     return plan_bucket(list(plan.transfer.moves(tensors)), list(plan.transfer.copies(tensors)), ends, on_gpu)

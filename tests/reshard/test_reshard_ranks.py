@@ -51,7 +51,7 @@ def check_weights(decoder: Decoder, whole: dict[str, Tensor]) -> None:
 def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, buffers: str, bucket_bytes: int) -> dict:
     model = Model(world, spec, name, layout, buffers, bucket_bytes)
     reference, expected = whole_tensors(spec)
-    hybrid, twice = model.hybrid, bool(not model.hybrid.plan.places)
+    hybrid, twice = model.hybrid, bool(not model.hybrid.plan.locations)
     objects = {key: id(parameter) for key, parameter in model.parameters().items()}
     result: dict = {"address": set(), "shared": hybrid.shared is not None}
     training = model.held()  # storages: FSDP pads uneven shards
@@ -65,7 +65,7 @@ def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayo
         assert model.held() == generation + beside, "parameters that are held while generating"
         assert hybrid.transition is not None and hybrid.in_generation
         result["bytes"] = hybrid.transition.bytes_received, hybrid.transition.bytes_sent
-        whole = 4 * sum(map(math.prod, hybrid.made.values())) if hybrid.plan.cuts else 0
+        whole = 4 * sum(map(math.prod, hybrid.gathered.values())) if hybrid.plan.from_whole else 0
         held = whole + (generation if buffers == "keep" else 0) if whole else generation
         together = twice or (buffers == "keep" and hybrid.shared is None)
         result["address"].add(model.generation.layers[0].down.weight.data_ptr())

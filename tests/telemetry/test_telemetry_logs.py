@@ -23,7 +23,7 @@ from rlhf_spmd.checkpoint.files import write_safetensors
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.parallel.collectives import solo
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process.board import Board, announce
 from rlhf_spmd.process.program import _fail, classify
 from rlhf_spmd.telemetry import run_lock
@@ -245,7 +245,7 @@ from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.process.program import _fail, classify
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.training.recorder import Recorder
 from rlhf_spmd.telemetry import run_lock
 print("ready", flush=True), sys.stdin.readline()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tasks
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import TrainJob, prepare
 from rlhf_spmd.training.banner import describe, describe_roles

@@ -7,7 +7,7 @@ import pytest
 
 import tasks
 from rlhf_spmd.config.load import load
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import TrainConfig, prepare
 
 

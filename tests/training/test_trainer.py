@@ -25,7 +25,8 @@ from ranks import run_ranks
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.exit import classify
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.train import main, prepare
@@ -453,7 +454,7 @@ def test_mini_batches_are_shuffled_by_the_seed_of_the_run(tmp_path: Path, monkey
     settle, seeds = Controller.settle, list[int]()
 
     def noting(self: Controller, spare: int = 0) -> None:
-        seeds.extend(its.cut.seed for call in self.graph.nodes if call.spec.kind == "train" for its in call.inputs)
+        seeds.extend(its.partition_spec.seed for call in self.graph.nodes if call.spec.kind == "train" for its in call.inputs)
         settle(self, spare)
 
     monkeypatch.setattr(Controller, "settle", noting)

@@ -15,7 +15,8 @@ from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import clipped_value
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.parallel.world import Launch, World, connect_store
+from rlhf_spmd.parallel.launch import Launch, connect_store
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.objective import MASK, joint, learnt_rows
 from role_workers import batch_of, build
 

@@ -15,9 +15,10 @@ from engine_runs import CONFIGS, OPTIM, STEPS, go, together, worst_update, write
 from ranks import run_ranks
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.muon import Muon, assign_matrices
 from rlhf_spmd.workers.optim_config import OptimConfig, learning_rate

@@ -65,9 +65,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def run(directory: Path, name: str, portions: int) -> Path:
-    run_dir = directory / f"{sorted(CASES).index(name)}_{portions}"
-    more = (*CASES[name][0], *FP64, WAVES, f"placement.rollout_chunks={portions}")
+def run(directory: Path, name: str, chunks: int) -> Path:
+    run_dir = directory / f"{sorted(CASES).index(name)}_{chunks}"
+    more = (*CASES[name][0], *FP64, WAVES, f"placement.rollout_chunks={chunks}")
     run_ranks(4, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, STEPS, *more))
     return run_dir
 
@@ -77,22 +77,22 @@ def spans(run_dir: Path) -> list[dict[str, Any]]:
     return sorted((event for event in events if event.get("cat") == "compute"), key=lambda event: event["ts"])
 
 
-# more portions than two once, where the generator is split
-@pytest.mark.parametrize(("name", "portions"), [*((name, 2) for name in CASES), (list(CASES)[1], 4)])
-def test_the_same_run_in_portions(directory: Path, name: str, portions: int) -> None:
-    whole, streamed = (run(directory, name, number) for number in (1, portions))
+# more chunks than two once, where the generator is split
+@pytest.mark.parametrize(("name", "chunks"), [*((name, 2) for name in CASES), (list(CASES)[1], 4)])
+def test_the_same_run_in_chunks(directory: Path, name: str, chunks: int) -> None:
+    whole, streamed = (run(directory, name, number) for number in (1, chunks))
     one, other = tasks.read_run(whole), tasks.read_run(streamed)
     assert other.responses == one.responses
     difference, where = tasks.worst_metric(one, other, floor=1e-2)
     weights, tensor = tasks.worst_tensor(one, other)
-    print(f"{name}, {portions} portions: metrics {difference:.1e} ({where}), weights {weights:.1e} ({tensor})")
+    print(f"{name}, {chunks} chunks: metrics {difference:.1e} ({where}), weights {weights:.1e} ({tensor})")
     assert difference < 1e-10, where
     assert weights < 1e-9, tensor
     assert max(one.log_prob_difference(), other.log_prob_difference()) < 1e-12  # of rows that came with their log-probs too
-    assert not any("portion" in event["args"] for event in spans(whole))
+    assert not any("chunk" in event["args"] for event in spans(whole))
     found: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for event in spans(streamed):
-        if "portion" in event["args"]:
+        if "chunk" in event["args"]:
             found[event["pid"]][event["name"]] += 1
-    expected = {rank: dict.fromkeys(calls, STEPS * portions) for rank, calls in CASES[name][1].items()}
+    expected = {rank: dict.fromkeys(calls, STEPS * chunks) for rank, calls in CASES[name][1].items()}
     assert found == expected

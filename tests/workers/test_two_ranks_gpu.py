@@ -22,7 +22,7 @@ import torch
 import tasks
 from overrides import STEADY, layout, micro_batches
 from places import ROOT
-from rlhf_spmd.parallel.world import SHARED_GPU
+from rlhf_spmd.parallel.launch import SHARED_GPU
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,10 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
-from rlhf_spmd.parallel.world import Launch, World, backend_of
+from rlhf_spmd.parallel.world import World, backend_of
 from rlhf_spmd.parallel.zero import local_part
 from rlhf_spmd.workers import engine as engine_module
 from rlhf_spmd.workers.engine import Packed, TrainEngine

@@ -1,8 +1,8 @@
 """Records of calls: what each takes, what it made, where the data lie; and the dataflow graph that they form.
 
-Records are bookkeeping, the same on every rank. The data stay with the :class:`CallRecord` on the ranks that made them, as long as
-something refers to it: a variable of the script until the step ends, or longer if the script keeps one (``data.kept``). A record
-also keeps alive the calls whose token counts placed its rows.
+Records are the same on every rank. The data are in the :class:`CallRecord` of the ranks that made them, and live as long as something
+refers to it: a variable of the script until the step ends, or longer if the script keeps one (``data.kept``). A record also refers to
+the calls whose token counts decided where its rows go.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _serial = count()
 class Role:
     """What the controller knows about a role: its pool, its shape, and hooks around its calls. Every rank has the same object.
 
+    - ``members(protocol)``: which of its ranks compute which part of a call's rows, and which hold them after it.
     - ``unused``: optional input fields that this role does not take. ``absent``: optional output fields that it does not make.
     - ``weight_sources``: ranks that send it weights before each call.
-    - ``prefetches``: whether :meth:`prefetch` does anything.
-    - ``streams_rollouts``: whether its generate calls hand over rows as they end (``controller.rollout_streamer``).
+    - ``prefetches``: True if :meth:`prefetch` does anything.
+    - ``streams_rollouts``: True if its generate calls send rows before all have ended (``controller.rollout_streamer``).
     """
 
     unused: frozenset[str] = frozenset()
@@ -51,31 +52,31 @@ class Role:
         """Runs after each call of this role: on every rank of the world, in program order."""
 
     def prefetch(self) -> None:
-        """Runs on members before the call that precedes this role's next one on this rank, if both were traced."""
+        """Start to bring the model back to the device. Runs on members, one call before this role's next one on this rank."""
 
     def starts_early(self, method: str) -> bool:
-        """True if calls of ``method`` may start on whole groups while a generate call on the same rank goes on. They need no model.
+        """True if calls of ``method``, which need no model, may start on whole groups during a generate call on the same rank.
 
-        The same on every rank.
+        The answer is the same on every rank.
         """
         return False
 
     def start_early(self, rows: Batch, ranks: int) -> None:
-        """Start the next call of a method that :meth:`starts_early` on these whole groups. ``ranks`` ranks share the rows.
+        """Start, on these whole groups, the next call of a method that :meth:`starts_early`. ``ranks`` ranks share the rows.
 
-        Runs between steps of generation, so it must return at once, as must :meth:`continue_early`, which follows each step.
+        It runs between generation steps, so it must return at once. So must :meth:`continue_early`, which runs after each step.
         """
 
     def continue_early(self) -> None:
-        """Go on with what was started."""
+        """Go on with the call that was started."""
 
     def drop_early(self) -> None:
-        """Forget what was started: its call will not come."""
+        """Forget the call that was started, because the script does not make it."""
 
 
 @dataclass(eq=False)
 class ReplicatedBatch:
-    """Data that every rank holds in full, before all calls."""
+    """Rows that every rank holds in full, such as the loader's prompts."""
 
     data: Batch
     seq: int = -1
@@ -83,15 +84,16 @@ class ReplicatedBatch:
     serial: int = field(default_factory=_serial.__next__)
 
     def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Tokens in field ``name`` of the rows ``ids``."""
+        """Returns the number of tokens in field ``name`` for each of the rows ``ids``."""
         return _values_at(self.data.row_ids.numpy(), self.data[name].lengths.numpy(), ids)
 
 
 @dataclass(eq=False, slots=True)
 class FieldShard:
-    """Rows of a field that one producer made.
+    """The rows of a field that one producer made.
 
-    ``at`` int64: their positions in the reference; ``ids`` int64: their row ids at the producer.
+    ``name``: the field's name at the producer. ``at`` int64: the rows' positions in the reference. ``ids`` int64: their ids at the
+    producer.
     """
 
     producer: ReplicatedBatch | CallRecord
@@ -108,18 +110,18 @@ class FieldShard:
 
 @dataclass(eq=False)
 class CallInput:
-    """What a call takes from one reference: ``fields`` (name here -> shards) of ``rows``, partitioned by ``cut``.
+    """What a call takes from one reference: ``fields`` (name -> shards) of ``rows``, partitioned by ``partition_spec``.
 
-    ``tokens``: the token fields whose lengths balance the parts. ``shares``: what comes from each producer for the same rows, in
-    program order, as a shard and its names (name here -> name there). ``counts_key``: identifies the token counts.
-    ``length_makers``: the calls whose token counts the partition needs. All are plain attributes, because a script makes one for
-    each call and reads it several times.
+    - ``tokens``: the token fields whose lengths balance the parts.
+    - ``shares``: what comes from each producer for the same rows, in program order: a shard, and the names of its fields (name here ->
+      name at the producer).
+    - ``counts_key``: identifies the token counts. ``length_producers``: the calls whose token counts the partition needs.
     """
 
     rows: RowIndex
     fields: Mapping[str, tuple[FieldShard, ...]]
     tokens: tuple[FieldShard, ...]
-    cut: PartitionSpec
+    partition_spec: PartitionSpec
     shares: list[tuple[FieldShard, dict[str, str]]] = field(default_factory=list)
     _partition: Partition | None = None
 
@@ -129,21 +131,21 @@ class CallInput:
         self.counts_key: Hashable = tuple(
             [(shard.producer.serial, shard.name, _rows_key(shard, self.rows)) for shard in self.tokens]
         )
-        self.length_makers: list[CallRecord] = []
-        if self.cut.num_parts > 1 and self.cut not in self.rows.fixed_parts:
-            self.length_makers = [shard.producer for shard in self.tokens if isinstance(shard.producer, CallRecord)]
+        self.length_producers: list[CallRecord] = []
+        if self.partition_spec.num_parts > 1 and self.partition_spec not in self.rows.fixed_parts:
+            self.length_producers = [shard.producer for shard in self.tokens if isinstance(shard.producer, CallRecord)]
 
     @property
     def partition(self) -> Partition:
-        """May wait for token counts that other ranks make."""
+        """The partition of the rows. May wait for token counts that other ranks send."""
         if self._partition is None:
-            self._partition = self.rows.partition(self.cut, self.counts_key, self._count)
+            self._partition = self.rows.partition(self.partition_spec, self.counts_key, self._count)
         return self._partition
 
     def _count(self) -> np.ndarray:
-        """int64 [2, rows]: all tokens, and those of the prompt, which a group shares.
+        """Returns int64 [2, rows]: the tokens of each row, and how many of them are its prompt's, which a group shares.
 
-        The second row is 0 where only prompts count: those rows are still to grow.
+        If only prompts count, because responses are still to come, the second number is 0.
         """
         found = np.zeros((2, len(self.rows)), dtype=np.int64)
         for shard in self.tokens:
@@ -158,17 +160,17 @@ class CallInput:
     def part(self, index: int) -> RowPart:
         return self.partition.part(index)
 
-    def made_calls(self) -> list[tuple[CallRecord, np.ndarray]]:
-        """For each share that a call makes: the call, and the ids of its rows there."""
+    def producing_calls(self) -> list[tuple[CallRecord, np.ndarray]]:
+        """Returns the calls that make the shares, each with the ids of the rows at that call."""
         return [(shard.producer, shard.ids) for shard, _ in self.shares if isinstance(shard.producer, CallRecord)]
 
     def forget(self) -> None:
-        """Release what came in, once the call has ended."""
+        """Release the inputs, once the call has ended."""
         self.fields, self.shares = {}, []
 
 
 def _rows_key(shard: FieldShard, rows: RowIndex) -> int:
-    """Identifies which rows of its producer a shard has at which of ``rows``; 0: exactly these rows."""
+    """Returns a number that identifies a shard's row ids at the producer and positions here; 0 if it has exactly ``rows``."""
     if shard.ids is rows.row_ids or (len(shard.at) == len(rows) and np.array_equal(shard.ids, rows.row_ids)):
         return 0
     return hash((shard.at.tobytes(), shard.ids.tobytes()))
@@ -178,8 +180,8 @@ def _shares(fields: Mapping[str, tuple[FieldShard, ...]]) -> list[tuple[FieldSha
     found: dict[tuple[int, int, int], tuple[FieldShard, dict[str, str]]] = {}
     for name, shards in fields.items():
         for shard in shards:
-            its_rows = id(shard.producer), id(shard.at), id(shard.ids)
-            found.setdefault(its_rows, (shard, {}))[1][name] = shard.name
+            rows_key = id(shard.producer), id(shard.at), id(shard.ids)
+            found.setdefault(rows_key, (shard, {}))[1][name] = shard.name
     return sorted(found.values(), key=lambda share: share[0].producer.seq)
 
 
@@ -188,10 +190,10 @@ class CallRecord:
     """One call: its inputs and results, and on the ranks that hold them, the data.
 
     - ``seq``: the call's number in the run, the same on every rank; -1 in a trace. ``node``: its place in the graph of its script.
-    - ``version``: of the role's weights, counted in calls that trained it.
+    - ``version``: of the role's weights: the number of calls that have trained it.
     - ``read_lengths``: returns the token counts that the call made, possibly after waiting for other ranks.
     - ``lengths_sent_to``: the ranks to which its token counts were sent. ``row_lengths``: the counts, once this rank knows them.
-    - ``site``: in a trace, the line of the script. ``in_portions``: it can take its rows while they are generated.
+    - ``site``: in a trace, the line of the script (``ppo.py:31``). ``in_chunks``: it can take its rows while they are generated.
     """
 
     seq: int
@@ -210,7 +212,7 @@ class CallRecord:
     row_lengths: np.ndarray | None = None
     serial: int = field(default_factory=_serial.__next__)
     site: str = ""
-    in_portions: bool = False
+    in_chunks: bool = False
 
     def __post_init__(self) -> None:
         self.members: ProtocolRanks = self.role.members(self.spec.protocol)
@@ -221,17 +223,17 @@ class CallRecord:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all references together."""
-        return sum(len(its.rows) for its in self.inputs)
+        """The number of rows of all references together."""
+        return sum(len(call_input.rows) for call_input in self.inputs)
 
     @property
-    def num_chunks(self) -> int:
-        """Mini-batches, that is optimizer steps, in each epoch of a train call."""
-        return self.inputs[0].cut.num_chunks if self.inputs else 1
+    def num_mini_batches(self) -> int:
+        """The number of mini-batches, and so of optimizer steps, in each epoch of a train call."""
+        return self.inputs[0].partition_spec.num_mini_batches if self.inputs else 1
 
     @property
     def epochs(self) -> int:
-        return self.inputs[0].cut.epochs if self.inputs else 1
+        return self.inputs[0].partition_spec.epochs if self.inputs else 1
 
     def keep(self, result: Any, index: int, rank: int) -> None:
         """Store what the body returned on ``rank`` for part ``index``."""
@@ -249,20 +251,20 @@ class CallRecord:
             self.values = data
 
     def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Tokens in field ``name`` of the rows ``ids``; may wait for the ranks that made them."""
+        """Returns the number of tokens in field ``name`` for each of the rows ``ids``. May wait for the ranks that made them."""
         assert name == self.spec.lengths_of, (
             f"{self.name} makes token field {name!r}, but declares lengths_of={self.spec.lengths_of!r}"
         )
         return _values_at(self.inputs[0].rows.row_ids, self.read_lengths(self), ids)
 
     def parts_of(self, ids: np.ndarray) -> np.ndarray:
-        """The part of this call that made each of the rows ``ids``, int64."""
+        """Returns the part of this call that made each of the rows ``ids``, int64."""
         own = self.inputs[0]
         return _values_at(own.rows.row_ids, own.partition.parts[0], ids)
 
 
 def _values_at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """``values`` of the rows ``ids``; ``row_ids`` ascend."""
+    """Returns the ``values`` of the rows ``ids``. ``values`` belong to ``row_ids``, which ascend."""
     if row_ids is ids:
         return values
     found = np.searchsorted(row_ids, ids)
@@ -271,7 +273,7 @@ def _values_at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.n
 
 
 class CallStats(NamedTuple):
-    """A call that a script has made, without its data. ``num_rows``: of all its references together."""
+    """The size of a call that a script has made. ``num_rows``: of all its references together."""
 
     role: str
     kind: str
@@ -290,17 +292,17 @@ class Graph:
     returned: list[CallRecord] = field(default_factory=list)
 
     def edges(self) -> list[tuple[int, int, tuple[str, ...]]]:
-        """(producer node, consumer node, fields), in program order. Sources and calls of earlier scripts are no producers."""
+        """Returns (producer node, consumer node, fields) in program order. Only calls of this script are producers."""
         found: dict[tuple[int, int], dict[str, None]] = {}
         for call in self.nodes:
-            for name, shards in (item for its in call.inputs for item in its.fields.items()):
-                for maker in (shard.producer for shard in shards):
-                    if 0 <= maker.node < len(self.nodes) and self.nodes[maker.node] is maker:
-                        found.setdefault((maker.node, call.node), {})[name] = None
+            for name, shards in (item for call_input in call.inputs for item in call_input.fields.items()):
+                for producer in (shard.producer for shard in shards):
+                    if 0 <= producer.node < len(self.nodes) and self.nodes[producer.node] is producer:
+                        found.setdefault((producer.node, call.node), {})[name] = None
         return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]
 
     def consumers(self) -> dict[int, list[CallRecord]]:
-        """Node -> the calls that read what it makes, in program order."""
+        """Returns node -> the calls that read what it makes, in program order."""
         found: dict[int, list[CallRecord]] = {}
         for producer, consumer, _ in self.edges():
             found.setdefault(producer, []).append(self.nodes[consumer])
@@ -309,7 +311,12 @@ class Graph:
     def to_json(self) -> dict[str, object]:
         nodes = [
             {"call": call.name, "kind": call.spec.kind, "site": call.site, "outputs": call.outputs}
-            | {"ranks": call.role.pool.ranks, "rows": call.num_rows, "mini_batches": call.num_chunks, "epochs": call.epochs}
+            | {
+                "ranks": call.role.pool.ranks,
+                "rows": call.num_rows,
+                "mini_batches": call.num_mini_batches,
+                "epochs": call.epochs,
+            }
             for call in self.nodes
         ]
         return {"nodes": nodes, "edges": [{"from": a, "to": b, "fields": list(fields)} for a, b, fields in self.edges()]}

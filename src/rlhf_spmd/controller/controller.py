@@ -1,20 +1,20 @@
 """Single-controller semantics without a controller process: every rank derives who sends what to whom from the same script.
 
-The rules that hold, on which the code below rests:
+These rules hold in all of this package:
 
-1. Every rank walks the same script and makes the same calls in the same order. A call has a number, ``seq``, for the whole run.
-   On a rank outside the call's role no body runs; it may send inputs of the call.
-2. A script is traced before it runs: the same function, whose calls only record nodes. ``node`` is a call's place in that graph.
-   Calls that the trace did not contain (a loop's second round, calls outside :meth:`Controller.run`) have the node UNTRACED.
-3. Rows are found by id. No two references need the same rows in the same order. A row lies where the call that made a field put it.
-4. Data are pushed when they are made, to the consumers that the graph names, if the trace knew their rows. Otherwise they are
-   pulled, that is sent when the consumer is called: filtered rows, untraced calls, results of earlier scripts. What was pushed but
-   not consumed as traced is received and dropped, on all ranks alike.
-5. Token counts that a call makes go in a small message to the ranks that need them to place rows: the members of a consumer, and
-   the ranks that send to it. ``CallRecord.lengths_sent_to`` is the same on every rank.
-6. Data live as long as a reference to them. The end of a script only settles messages.
-7. A call that takes its rows in portions waits. It runs when a call comes that must follow it (``streaming.py``). Which call that is
-   follows from the script, so every rank runs the same calls in the same order.
+1. Every rank runs the same script and makes the same calls in the same order. A call has a number, ``seq``, for the whole run. Its
+   body runs on members of its role. Other ranks may send inputs of the call.
+2. A script is traced before it runs: the same function is called, and its calls only record nodes. ``node`` is a call's place in that
+   graph. Calls that the trace did not contain (a loop's second round, calls outside :meth:`Controller.run`) have the node UNTRACED.
+3. Rows are found by id. No two references need the same rows in the same order. Each field of a row is on the ranks whose call made it.
+4. A producer pushes data as soon as they exist to the consumers in the graph, if the trace knew their rows. Otherwise consumers pull:
+   the data are sent when the consumer is called. That happens with filtered rows, untraced calls and results of earlier scripts. If a
+   call does not take what was pushed to it, its ranks receive and drop that, all of them alike.
+5. Token counts that a call makes go in a small message to the ranks that partition rows by them: the members of a consumer, and the
+   ranks that send to it. ``CallRecord.lengths_sent_to`` is the same on every rank.
+6. Data live as long as a reference to them. The end of a script waits for messages and frees nothing.
+7. A call that takes its rows in chunks waits until the script makes a call that must follow it (``streaming.py``). That depends on the
+   script only, so every rank runs the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.controller.call import CallRecord, CallStats, Graph, ReplicatedBatch, Role
-from rlhf_spmd.controller.data_router import DataRouter, pick_rows, sent_first
+from rlhf_spmd.controller.data_router import DataRouter, pick_rows, rows_sent_by
 from rlhf_spmd.controller.reference import Reference, call_inputs, made_by, source
 from rlhf_spmd.controller.signature import MethodSpec, Signature
 from rlhf_spmd.controller.streaming import RolloutStreamer, Streaming, WaitingCall, one_result, stay_or_stream
@@ -47,8 +47,8 @@ class Controller:
     """Runs an algorithm's script on this rank.
 
     - ``seed``: shuffles mini-batches. ``ahead``: see :class:`Versions`.
-    - ``speeds``: of each rank of the world. Calls deal their rows in this proportion; empty: all alike.
-    - ``num_portions``: messages in which a replica's rows leave a generate call that streams them; 1: all at once.
+    - ``speeds``: of each rank of the world. Ranks get tokens in this proportion; empty: all are equal.
+    - ``num_chunks``: messages in which a replica's rows leave a generate call that streams them; 1: all at once.
     - ``limits``: tokens and rows of a micro-batch, which balancing respects; 0: no limit.
     """
 
@@ -60,40 +60,40 @@ class Controller:
         seed: int = 0,
         ahead: int = 0,
         speeds: Sequence[float] = (),
-        num_portions: int = 1,
+        num_chunks: int = 1,
         limits: tuple[int, int] = (0, 0),
     ) -> None:
         self.world = world
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
-        self.seed, self.speeds, self.num_portions, self.limits = seed, speeds, num_portions, limits
-        self.span: dict[str, Argument] = {}  # arguments of the last call's span; a worker may add to them
+        self.seed, self.speeds, self.num_chunks, self.limits = seed, speeds, num_chunks, limits
+        self.span: dict[str, Argument] = {}  # what the timeline says of the last call; a worker may add to it
         self.graph = Graph()  # of the last script
-        self.call_stats: list[CallStats] = []  # the calls of the last script and since, traced or not
-        self.rollout_streamer: RolloutStreamer | None = None  # of the current generate call, if its rows leave as they end
-        self.router = DataRouter(world, num_portions)
+        self.call_stats: list[CallStats] = []  # the calls since the last script began
+        self.rollout_streamer: RolloutStreamer | None = None  # of the current generate call, if it streams rows
+        self.router = DataRouter(world, num_chunks)
         self.versions = Versions(ahead)
         self._streaming = Streaming(self.router)
         self._own_reports: deque[bytes] = deque()
-        self._seq = 1  # for the board, 0 is before the first call
+        self._seq = 1  # on the error board, 0 is the time before the first call
         self._last_site = ""  # of the last call
         self._tracing = False
-        # (name, site) -> the traced calls that have not come yet in this script
+        # (name, site) -> the traced calls that this script has not made yet
         self._nodes: dict[tuple[str, str], deque[CallRecord]] = defaultdict(deque)
-        self._next: dict[int, Role] = {}  # node -> the role whose call comes next on this rank and wants to prefetch
+        self._next: dict[int, Role] = {}  # node -> the role to prefetch, whose call is the next one on this rank
 
-    # The script's side
+    # For scripts
 
     source = staticmethod(source)
 
     def run(self, script: Callable[..., Any], *args: Any) -> Any:
-        """Trace the script, run it, and settle every message. Collective over the world: every rank of it must call."""
+        """Trace the script, run it, and settle. Collective over the world: every rank of it must call, in program order."""
         self._streaming.drop_early()
         self.graph = self.trace(script, *args)
         self.call_stats = []
         self.router.begin(self.graph)
-        own: list[CallRecord] = []  # calls that this rank has a part in
+        own: list[CallRecord] = []  # calls that this rank computes
         for node in self.graph.nodes:
             self._nodes[node.name, node.site].append(node)
             if self.rank in node.members.part_of:
@@ -108,10 +108,9 @@ class Controller:
         return result
 
     def run_step(self, number: int, script: Callable[[], Any]) -> Any:
-        """:meth:`run` of training step ``number``, in which generation may be ahead of training.
+        """:meth:`run` the script of training step ``number``, in which generation may be ahead of training.
 
-        So it does not wait until other ranks have received what earlier steps sent them. Collective over the world: every rank of
-        it must call.
+        Collective over the world: every rank of it must call, in program order.
         """
         self.versions.begin_step(number)
         try:
@@ -120,7 +119,7 @@ class Controller:
             self.versions.end_step()
 
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
-        """The script's dataflow graph. Nothing is computed and nothing moves."""
+        """Returns the script's dataflow graph. Nothing is computed or sent."""
         outer, versions = self.graph, self.versions
         self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
         try:
@@ -132,10 +131,11 @@ class Controller:
             self.graph, self.versions, self._tracing = outer, versions, False
 
     def settle(self, spare: int = 0) -> None:
-        """End a script: receive what was sent here and not used, and wait for this rank's sends.
+        """End a script: receive what was sent to this rank and not used, and wait for its own sends.
 
-        It does not wait for sends of the last ``spare`` scripts, and only for ranks with which it exchanged data. Collective over
-        the world: every rank of it must call, in program order.
+        It does not wait for the sends of the last ``spare`` scripts, and only for ranks with which it exchanged data.
+
+        Collective over the world: every rank of it must call, in program order.
         """
         self._run_waiting()
         self.router.settle(spare)
@@ -143,7 +143,7 @@ class Controller:
         self._next.clear()
 
     def get(self, *references: Reference) -> list[Any]:
-        """For each call the list of its collected values, the same on every rank (empty while tracing).
+        """Returns for each reference the list of its call's collected values, the same on every rank; empty lists while tracing.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -153,7 +153,7 @@ class Controller:
         return ordered_values(self._from_all("controller.get", self.values(*references)), len(references))
 
     def get_field(self, reference: Reference, name: str) -> Tensor:
-        """A field with one number per row, float64 [rows], the same on every rank, to decide by. Ones while tracing.
+        """Returns a field of one number per row, float64 [rows], the same on every rank, for a script to branch on; ones while tracing.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -163,7 +163,7 @@ class Controller:
         self._run_waiting()
         mine = []
         for shard in reference.select(name).fields[name]:
-            data, at = sent_first(shard, self.rank)
+            data, at = rows_sent_by(shard, self.rank)
             if data is None or not len(at):
                 continue
             values = pick_rows(data, torch.from_numpy(shard.ids[at]))[shard.name].double()
@@ -204,12 +204,12 @@ class Controller:
         return answer
 
     def tell(self, line: str) -> None:
-        """Print a line for people, on the first rank. Does nothing while tracing."""
+        """Print a line on the first rank. Does nothing while tracing."""
         if self.world.rank == 0 and not self._tracing:
             say(line)
 
     def send_report(self, report: Any) -> None:
-        """Send JSON to the first rank of the world; returns while it is in flight."""
+        """Send JSON to the first rank of the world; returns while the message is in flight."""
         data = json.dumps(report).encode()
         if self.world.rank == 0:
             self._own_reports.append(data)
@@ -218,12 +218,12 @@ class Controller:
             self.router.transport.send(payload, self.world.ranks[:1], 0, REPORTS, "report")
 
     def receive_reports(self) -> list[Any]:
-        """On the first rank: the next report of each rank, in rank order. Waits for those that were not sent yet."""
+        """Returns the next report of each rank, in rank order; waits for them. Only for the first rank of the world."""
         others = self.router.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
         return [json.loads(report) for report in (self._own_reports.popleft(), *(bytes(one.numpy()) for one in others))]
 
     def values(self, *references: Reference) -> list[list[Any]]:
-        """This rank's share of what :meth:`get` collects, as JSON: [index of the reference, position in its list, value] each."""
+        """Returns what this rank contributes to :meth:`get`: a list of [index of the reference, position in its list, value]."""
         mine = []
         for i, call in enumerate(reference.call for reference in references):
             if call is None:  # nothing was computed for it
@@ -234,16 +234,19 @@ class Controller:
         return mine
 
     def _from_all(self, name: str, mine: Any) -> list[Any]:
-        """The JSON of every rank, on every rank."""
+        """Returns the JSON of every rank, on every rank.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
         self._enter(name, _site(sys._getframe(2)))
         result: list[Any] = self.world.broadcast_json(self.world.gather_json(mine, "control"), "control")
         self._leave()
         return result
 
-    # The calls' side
+    # For calls
 
     def _enter(self, name: str, site: str) -> int:
-        """Number a call and note it on the board, which compares the ranks' call logs."""
+        """Give a call its number, and post it on the error board, which compares the calls of all ranks."""
         seq, self._seq = self._seq, self._seq + 1
         self._last_site = site
         if self.board is not None:
@@ -255,7 +258,7 @@ class Controller:
             self.board.leave_call()
 
     def tick(self) -> None:
-        """Show that this rank is alive: for bodies of long calls that have no collectives."""
+        """Report that this rank is alive. Bodies of long calls without collectives call it."""
         if self.board is not None:
             self.board.tick()
         self._streaming.continue_early()
@@ -263,7 +266,7 @@ class Controller:
     def call(
         self, role: Role, spec: MethodSpec, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType
     ) -> Reference:
-        """One call of a registered method; see :func:`rlhf_spmd.controller.worker.register`."""
+        """Make one call of a registered method; see :func:`rlhf_spmd.controller.worker.register`."""
         signature = spec.describe(role, *args, **kwargs)
         call = self._plan(role, spec, signature, batch, (*args, *kwargs.values()))
         if spec.kind == "train":
@@ -278,11 +281,11 @@ class Controller:
         self.call_stats.append(CallStats(role.name, spec.kind, call.num_rows, call.epochs))
         if traced := self._nodes.get((call.name, site)):
             call.node = traced.popleft().node
-        in_portions = self.router.sends_portions(call)
-        if self._streaming.must_run_waiting(call, in_portions):
+        in_chunks = self.router.arrives_in_chunks(call)
+        if self._streaming.must_run_waiting(call, in_chunks):
             self._run_waiting()
         self.router.send_inputs(call)
-        if in_portions:
+        if in_chunks:
             self._streaming.waiting.append(WaitingCall(call, args, kwargs))
         else:
             self._run(call, batch, args, kwargs)
@@ -291,7 +294,7 @@ class Controller:
 
     def _run(self, call: CallRecord, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call.role.enter(call)
-        self._streaming.expect(call)
+        self._streaming.drop_stale(call)
         self.rollout_streamer = self._streaming.streamer(call)
         index = call.members.part_of.get(self.rank)
         if index is not None:
@@ -307,7 +310,7 @@ class Controller:
         self._end(call)
 
     def _run_waiting(self) -> None:
-        """Run the calls that wait: each portion through all of them.
+        """Run the calls that wait for chunks. Each chunk goes through all of them before the next one.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -315,10 +318,10 @@ class Controller:
         mine = [(call, call.record.members.part_of[self.rank]) for call in waiting if self.rank in call.record.members.part_of]
         for call in waiting:
             call.record.role.enter(call.record)
-            self._streaming.expect(call.record)
-        for number in range(self.num_portions if mine else 0):
+            self._streaming.drop_stale(call.record)
+        for number in range(self.num_chunks if mine else 0):
             for call, index in mine:
-                self._run_portion(call, index, number)
+                self._run_chunk(call, index, number)
         for call, index in mine:
             with self.timeline.span(call.record.name, category="compute", call=call.record.seq) as self.span:
                 result = one_result(call.record, call.batches, call.results)
@@ -326,9 +329,9 @@ class Controller:
         for call in waiting:
             self._end(call.record)
 
-    def _run_portion(self, call: WaitingCall, index: int, number: int) -> None:
+    def _run_chunk(self, call: WaitingCall, index: int, number: int) -> None:
         record = call.record
-        noted: dict[str, Argument] = {"call": record.seq, "portion": number}
+        noted: dict[str, Argument] = {"call": record.seq, "chunk": number}
         with self.timeline.span(f"{record.name}: inputs", category="wait", **noted):
             batch = self._streaming.receive(record, index)
         with self.timeline.span(record.name, category="compute", rows=len(batch), **noted) as self.span:
@@ -336,11 +339,11 @@ class Controller:
         call.batches.append(batch)
 
     def _end(self, call: CallRecord) -> None:
-        """After the body, on every rank: its results go to their consumers."""
+        """Send a call's results to their consumers. Runs after the body, on every rank."""
         call.role.leave(call)
         self.router.push(call)
-        for its in call.inputs:
-            its.forget()
+        for call_input in call.inputs:
+            call_input.forget()
 
     def _plan(self, role: Role, spec: MethodSpec, signature: Signature, batch: Any, args: tuple[Any, ...]) -> CallRecord:
         name = f"{role.name}.{signature.name}"
@@ -351,26 +354,26 @@ class Controller:
         version = (self.versions.generating if spec.kind == "generate" else self.versions.newest)(role.name)
         call = CallRecord(-1, UNTRACED, role, spec, name, signature.outputs, [], args, version, self.router.read_lengths)
         call.inputs = call_inputs(call, references, signature, self.seed, self.limits, self._tracing)
-        stay_or_stream(call, self.num_portions)
+        stay_or_stream(call, self.num_chunks)
         return call
 
     def _inputs(self, call: CallRecord, batch: Any, index: int) -> list[Any]:
-        """The body's first argument: the rows of part ``index``, in row order. Empty if the call takes no rows."""
+        """Returns the body's arguments before those of the call: the rows of part ``index``, in row order; none if it takes no rows."""
         if batch is None:
             return []
         if not call.inputs:
             return [batch[call.role.pool.ranks.index(self.rank)] if call.spec.protocol.per_member else batch]
         with self.timeline.span(f"{call.name}: inputs", category="wait", call=call.seq):
-            batches = [self.router.gather(call, its, index, its.part(index)) for its in call.inputs]
+            batches = [self.router.gather(call, call_input, index, call_input.part(index)) for call_input in call.inputs]
         if call.spec.kind != "train":
             return batches
-        updates = [its.part(index).updates for its in call.inputs]
-        steps = zip(*([part.take(at) for at in its] for part, its in zip(batches, updates, strict=True)), strict=True)
+        updates = [call_input.part(index).updates for call_input in call.inputs]
+        steps = zip(*([part.take(at) for at in rows] for part, rows in zip(batches, updates, strict=True)), strict=True)
         return [[list(step) for step in steps]]
 
 
 def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]:
-    """For each reference the list of values in the order of its protocol, from all ranks' shares (:meth:`Controller.values`)."""
+    """Returns for each reference its values in the order of its protocol. ``parts``: :meth:`Controller.values` of every rank."""
     found = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
     return [[value for which, _, value in found if which == i] for i in range(num_references)]
 

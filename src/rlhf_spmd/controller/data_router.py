@@ -1,7 +1,6 @@
-"""How data get from call to call: who sends which rows to whom, when, and which token counts decide it.
+"""How data get from call to call: who sends which rows to whom, when, and which token counts decide that.
 
-Every rank does the same bookkeeping in the same order, and its own part of the sending. The rules are at the head of
-``controller.py`` (3 to 6).
+Every rank keeps the same records in the same order, and sends what it holds. ``controller.py`` opens with the rules (3 to 6).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 class Share(NamedTuple):
-    """What one call makes for an input of another: a shard, and its fields as name at the consumer -> name at the producer."""
+    """What a producer makes for one input of a consumer: a shard, and its fields, name at the consumer -> name at the producer."""
 
     input: CallInput
     shard: FieldShard
@@ -30,18 +29,31 @@ class Share(NamedTuple):
 
 
 class DataRouter:
-    """This rank's part of moving rows between the calls of a script. ``num_portions``: messages per streamed rollout."""
+    """Moves rows between the calls of a script, as far as this rank takes part. ``num_chunks``: messages per streamed rollout.
 
-    def __init__(self, world: Group, num_portions: int = 1) -> None:
-        self.num_portions = num_portions
+    Each call of a script exists twice: the trace records it, then the run makes the actual call in its place. Say a script makes ::
+
+        made = actor.generate_sequences(prompts)                                        # node 0
+        scores = reward.compute_reward(made)                                            # node 1
+        actor.update(made.take(models.controller.get_field(scores, "scores") > 0))      # node 2
+
+    ``_traced`` has all three. The trace cannot know the third call's rows, because they depend on scores. When the run makes a call on
+    the rows that its trace has, it is also in ``_actual``: here nodes 0 and 1. So the actor's ranks push responses to node 1 as soon as
+    they exist, and the reward's ranks expect them. The third call has other rows than its trace, so it is not in ``_actual``. Its
+    inputs are sent when it is made, and its own results when another call asks for them.
+    """
+
+    def __init__(self, world: Group, num_chunks: int = 1) -> None:
+        self.num_chunks = num_chunks
         self.rank = world.ranks[world.rank]
         self.transport = Transport(world)
-        self._consumers: dict[int, list[CallRecord]] = {}  # node -> the calls that read what it makes
+        self._consumers: dict[int, list[CallRecord]] = {}  # node -> the traced calls that read what it makes
         self._length_readers: dict[int, frozenset[int]] = {}  # node -> the ranks that need its token counts
-        self._traced: dict[int, CallRecord] = {}  # node -> the call as it was traced
-        self._actual: dict[int, CallRecord] = {}  # node -> the call that took its place, on the rows it was traced with
+        self._traced: dict[int, CallRecord] = {}  # node -> the call in the trace
+        self._actual: dict[int, CallRecord] = {}  # node -> the call that the run made there, if it has the traced rows
         self._counted: list[CallRecord] = []  # calls whose token counts were sent in this script
-        self._pushed: dict[tuple[int, int], tuple[CallRecord, list[Share]]] = {}  # (call, node): sent ahead, not yet consumed
+        # (seq, consumer's node) -> the traced consumer, and what was pushed to it that the actual call has not taken yet
+        self._pushed: dict[tuple[int, int], tuple[CallRecord, list[Share]]] = {}
 
     def begin(self, graph: Graph) -> None:
         """Start a script that was traced as ``graph``."""
@@ -49,42 +61,44 @@ class DataRouter:
         self._traced = {call.node: call for call in graph.nodes}
         readers: dict[CallRecord, frozenset[int]] = {}
         for call in graph.nodes:
-            for maker, ranks in length_readers(call).items() if call.inputs else ():
-                readers[maker] = readers.get(maker, frozenset()) | ranks
-        for maker, ranks in readers.items():
-            if maker.seq < 0:
-                self._length_readers[maker.node] = ranks
+            for producer, ranks in length_readers(call).items() if call.inputs else ():
+                readers[producer] = readers.get(producer, frozenset()) | ranks
+        for producer, ranks in readers.items():
+            if producer.seq < 0:
+                self._length_readers[producer.node] = ranks
             else:  # a call of an earlier script: results made from its rows may be pushed at once
-                self._send_lengths(maker, ranks)
+                self._send_lengths(producer, ranks)
 
     def settle(self, spare: int = 0) -> None:
-        """Receive what was sent here and not used. Wait for this rank's sends, except those of the last ``spare`` scripts."""
-        for maker in self._counted:
-            if self.rank in maker.lengths_sent_to:
-                self.read_lengths(maker)
+        """Receive what was sent to this rank and not used. Wait for its sends, except those of the last ``spare`` scripts."""
+        for producer in self._counted:
+            if self.rank in producer.lengths_sent_to:
+                self.read_lengths(producer)
         for key in list(self._pushed):
             self._drop(*key)
         self.transport.finish(spare)
-        for kept in (self._consumers, self._length_readers, self._traced, self._actual, self._counted):
-            kept.clear()
+        for records in (self._consumers, self._length_readers, self._traced, self._actual, self._counted):
+            records.clear()
 
-    # What comes in
+    # Receiving
 
-    def gather(self, consumer: CallRecord, its: CallInput, index: int, part: RowPart, arrived: Batch | None = None) -> Batch:
-        """The fields of ``part``, from this rank's memory and from other ranks.
+    def gather(
+        self, consumer: CallRecord, call_input: CallInput, index: int, part: RowPart, arrived: Batch | None = None
+    ) -> Batch:
+        """Returns the fields of ``part``, from this rank's memory and from other ranks.
 
-        ``part``: all or some rows of part ``index``. ``arrived``: what a call made for these rows, if it has come already.
+        ``part``: all or some rows of part ``index``. ``arrived``: what the producer made for these rows, if this rank has received it.
         """
         if not len(part.positions):  # a member without rows gets a batch without fields
             return Batch(part.row_ids, part.group_ids, {})
         fields: dict[str, Field] = {}
         found: dict[str, list[tuple[np.ndarray, Batch]]] = defaultdict(list)
-        for shard, names in its.shares:
-            own = self._own_part(shard.producer, index) if _cut_alike(shard, its) else None
+        for shard, names in call_input.shares:
+            own = self._own_part(shard.producer, index) if _same_parts(shard, call_input) else None
             if own is not None:
                 fields |= {here: own[there] for here, there in names.items()}
                 continue
-            inside, ids = _within(shard, part.positions, len(its.rows))
+            inside, ids = _within(shard, part.positions, len(call_input.rows))
             if len(ids):
                 if arrived is not None and isinstance(shard.producer, CallRecord):
                     data = pick_rows(arrived, torch.from_numpy(ids))
@@ -96,13 +110,13 @@ class DataRouter:
         return Batch(part.row_ids, part.group_ids, fields)
 
     def _own_part(self, producer: ReplicatedBatch | CallRecord, index: int) -> Batch | None:
-        """The rows of part ``index`` of a call, if all of them lie on this rank."""
+        """Returns the rows of part ``index`` of a call, or None if this rank does not hold all of them."""
         if isinstance(producer, ReplicatedBatch) or self.rank not in producer.members.holders(index) or producer.data is None:
             return None
         return producer.data if len(producer.data) == len(producer.inputs[0].part(index).positions) else None
 
     def _fetch(self, producer: ReplicatedBatch | CallRecord, consumer: CallRecord, ids: np.ndarray, names: list[str]) -> Batch:
-        """These rows of a producer: from this rank's memory, and the rest from their holders."""
+        """Returns these rows of a producer: from this rank's memory, and the rest from their holders."""
         row_ids = torch.from_numpy(ids)
         if isinstance(producer, ReplicatedBatch):
             return pick_rows(producer.data.select(names), row_ids)
@@ -114,29 +128,29 @@ class DataRouter:
         return pick_rows(pieces[0] if len(pieces) == 1 else concat(pieces), row_ids)
 
     def receive(self, producer: CallRecord, consumer: CallRecord, parts: Iterable[int]) -> list[Batch]:
-        """One batch from the first holder of each of these parts, except parts that lie on this rank."""
+        """Returns one batch from the first holder of each of these parts, except parts that this rank holds."""
         holders = [producer.members.holders(index) for index in parts]
         sources = [ranks[0] for ranks in holders if self.rank not in ranks]
         return [unpack(payload) for payload in self.transport.receive(sources, producer.seq, consumer.node, consumer.name)]
 
-    # What goes out
+    # Sending
 
     def send_inputs(self, consumer: CallRecord) -> None:
-        """Send the inputs of a call that were not already pushed for exactly these rows."""
+        """Send the inputs of a call, except what was already pushed for exactly these rows."""
         traced = self._traced.get(consumer.node)
         if traced is not None and _same_rows(traced, consumer):
             self._actual[consumer.node] = consumer
-        for maker, ranks in length_readers(consumer).items():
-            self._send_lengths(maker, ranks)
+        for producer, ranks in length_readers(consumer).items():
+            self._send_lengths(producer, ranks)
         by_producer: dict[int, tuple[CallRecord, list[Share]]] = {}
-        for its in consumer.inputs:
-            for shard, names in its.shares:
+        for call_input in consumer.inputs:
+            for shard, names in call_input.shares:
                 if isinstance(shard.producer, CallRecord):
-                    by_producer.setdefault(shard.producer.seq, (shard.producer, []))[1].append(Share(its, shard, names))
+                    by_producer.setdefault(shard.producer.seq, (shard.producer, []))[1].append(Share(call_input, shard, names))
         for seq, (producer, shares) in sorted(by_producer.items()):
             key = seq, consumer.node
             if key in self._pushed:
-                if _alike(self._pushed[key][1], shares):
+                if _same_shares(self._pushed[key][1], shares):
                     del self._pushed[key]
                     continue
                 self._drop(*key)
@@ -144,26 +158,26 @@ class DataRouter:
                 self._send(producer, consumer, share)
 
     def push(self, producer: CallRecord) -> None:
-        """Send the results of a call to its consumers in the graph, where the trace knew their rows."""
+        """Send the results of a call to those of its consumers in the graph whose rows the trace knew."""
         if producer.rows is None:
             return
         if producer.spec.lengths_of is not None:
             self._send_lengths(producer, self._length_readers.get(producer.node, frozenset()))
         for traced in self.traced_consumers(producer):
-            if traced.in_portions:
-                continue  # the streamer has sent them
-            inputs = [known for its in traced.inputs if (known := self._resolved(its)) is not None]
+            if traced.in_chunks:
+                continue  # the streamer has sent these rows
+            inputs = [known for call_input in traced.inputs if (known := self._resolved(call_input)) is not None]
             if len(inputs) < len(traced.inputs):
-                continue  # its rows are decided later, or placed by token counts that a later call makes
+                continue  # a later call decides which rows it takes, or makes the token counts that balance them
             for share in self._announce(producer, traced, inputs):
                 self._send(producer, traced, share)
 
     def _announce(self, producer: CallRecord, traced: CallRecord, inputs: Sequence[CallInput]) -> list[Share]:
-        """Note that ``producer`` pushes to a traced call. Returns the shares to send; none if all rows stay where they are."""
+        """Note that ``producer`` pushes to a traced call. Returns the shares to send; none if every consumer rank holds its rows."""
         shares = [
-            Share(its, FieldShard(producer, shard.name, shard.at, shard.ids), names)
-            for its in inputs
-            for shard, names in its.shares
+            Share(call_input, FieldShard(producer, shard.name, shard.at, shard.ids), names)
+            for call_input in inputs
+            for shard, names in call_input.shares
             if isinstance(shard.producer, CallRecord) and shard.producer.seq < 0 and shard.producer.node == producer.node
         ]
         if self._all_stay(producer, traced, shares):
@@ -172,45 +186,49 @@ class DataRouter:
         return shares
 
     def _all_stay(self, producer: CallRecord, consumer: CallRecord, shares: list[Share]) -> bool:
-        """True if every consumer rank already holds its rows. False on ranks that send nothing: they may not know yet."""
+        """True if every consumer rank already holds its rows. False on ranks that send nothing, because they may not know yet."""
         is_known = producer.members.part_sent_by(self.rank) is not None and consumer.members.are_holders(producer.members)
-        return is_known and all(_cut_alike(share.shard, share.input) for share in shares)
+        return is_known and all(_same_parts(share.shard, share.input) for share in shares)
 
     def traced_consumers(self, producer: CallRecord) -> Sequence[CallRecord]:
-        """The traced consumers of a call; none if the call itself differs from its trace. Then its consumers pull."""
+        """Returns the traced consumers of a call; none if the call differs from its trace, because then its consumers pull."""
         return self._consumers.get(producer.node, ()) if self._actual.get(producer.node) is producer else ()
 
-    def announce_portions(self, producer: CallRecord) -> list[tuple[CallRecord, Share]]:
-        """Before a generate call: note that it streams rows to the traced calls that take them in portions; returns what it sends."""
-        calls = [call for call in self.traced_consumers(producer) if call.in_portions]
+    def announce_chunks(self, producer: CallRecord) -> list[tuple[CallRecord, Share]]:
+        """Note, before a generate call, to which traced calls it sends rows in chunks. Returns these calls with what it sends."""
+        calls = [call for call in self.traced_consumers(producer) if call.in_chunks]
         return [(call, share) for call in calls for share in self._announce(producer, call, call.inputs)]
 
-    def sends_portions(self, consumer: CallRecord) -> bool:
-        """True if ``consumer`` gets all its rows, and no others, in portions."""
-        if not consumer.in_portions:
+    def arrives_in_chunks(self, consumer: CallRecord) -> bool:
+        """True if ``consumer`` gets all its rows, and no others, in chunks."""
+        if not consumer.in_chunks:
             return False
-        (its,) = consumer.inputs
-        (share,) = [Share(its, *share) for share in its.shares if isinstance(share[0].producer, CallRecord)]
+        (call_input,) = consumer.inputs
+        (share,) = [Share(call_input, *share) for share in call_input.shares if isinstance(share[0].producer, CallRecord)]
         traced, pushed = self._pushed.get((share.shard.producer.seq, consumer.node), (consumer, []))
-        return traced.in_portions and _alike(pushed, [share])
+        return traced.in_chunks and _same_shares(pushed, [share])
 
-    def _resolved(self, its: CallInput) -> CallInput | None:
-        """A traced call's input, with actual calls in place of the traced makers of token counts; None if one is not known yet."""
-        if its.rows.decided:
+    def _resolved(self, call_input: CallInput) -> CallInput | None:
+        """Returns a traced call's input with actual calls as producers of token counts; None if one of them was not made yet."""
+        if call_input.rows.data_dependent:
             return None
         tokens = []
-        for shard in its.tokens:
-            maker = shard.producer
-            if isinstance(maker, CallRecord) and maker.seq < 0:
-                if maker.node not in self._actual:
+        for shard in call_input.tokens:
+            producer = shard.producer
+            if isinstance(producer, CallRecord) and producer.seq < 0:
+                if producer.node not in self._actual:
                     return None
-                shard = FieldShard(self._actual[maker.node], shard.name, shard.at, shard.ids)
+                shard = FieldShard(self._actual[producer.node], shard.name, shard.at, shard.ids)
             tokens.append(shard)
-        same = tokens == [*its.tokens]  # none was made in this script
-        return its if same else CallInput(its.rows, its.fields, tuple(tokens), its.cut, its.shares)
+        same = tokens == [*call_input.tokens]  # no call of this script made token counts
+        return (
+            call_input
+            if same
+            else CallInput(call_input.rows, call_input.fields, tuple(tokens), call_input.partition_spec, call_input.shares)
+        )
 
     def _send(self, producer: CallRecord, consumer: CallRecord, share: Share) -> None:
-        """This rank's part of moving rows to a consumer."""
+        """Send the rows of a share that this rank has to send."""
         for ranks, row_ids in self.outgoing(producer, consumer, share):
             assert producer.data is not None, f"{producer.name} has made no data here"
             names = dict.fromkeys(share.names.values())
@@ -218,18 +236,18 @@ class DataRouter:
             self.transport.send(payload, ranks, producer.seq, consumer.node, consumer.name)
 
     def outgoing(self, producer: CallRecord, consumer: CallRecord, share: Share) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Ranks, and the rows that this rank sends to each of them: rows it is the first holder of, to members that lack them."""
-        its, shard, _ = share
+        """Yields ranks, and the ids of the rows that this rank sends to them. It sends rows of which it is the first holder."""
+        call_input, shard, _ = share
         index = producer.members.part_sent_by(self.rank)
         if index is None:
             return
         holders = producer.members.holders(index)
         if all(rank in holders for rank in consumer.members.part_of):
             return
-        alike = _cut_alike(shard, its)
+        alike = _same_parts(shard, call_input)
         if alike and consumer.members.are_holders(producer.members):
             return
-        parts = its.partition.parts[:, shard.at]
+        parts = call_input.partition.parts[:, shard.at]
         mine = parts[0] == index if alike else producer.parts_of(shard.ids) == index
         for wanted in [index] if alike else distinct(parts[:, mine]):
             ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
@@ -237,90 +255,94 @@ class DataRouter:
                 yield ranks, row_ids
 
     def _drop(self, seq: int, node: int) -> None:
-        """Receive what was pushed for a call that differs from its trace or does not come."""
+        """Receive, and drop, what was pushed for a call that differs from its trace or was not made."""
         consumer, shares = self._pushed.pop((seq, node))
         index = consumer.members.part_of.get(self.rank)
         if index is None:
             return
-        for its, shard, _ in shares:
-            _, ids = _within(shard, its.part(index).positions, len(its.rows))
+        for call_input, shard, _ in shares:
+            _, ids = _within(shard, call_input.part(index).positions, len(call_input.rows))
             assert isinstance(shard.producer, CallRecord)
-            for _ in range(self.num_portions if consumer.in_portions else 1):
+            for _ in range(self.num_chunks if consumer.in_chunks else 1):
                 self.receive(shard.producer, consumer, distinct(shard.producer.parts_of(ids)))
 
     # Token counts
 
-    def _send_lengths(self, maker: CallRecord, ranks: Iterable[int]) -> None:
+    def _send_lengths(self, producer: CallRecord, ranks: Iterable[int]) -> None:
         """Send the token counts of the rows that this rank made to those of ``ranks`` that do not have them yet."""
-        new = set(ranks) - maker.lengths_sent_to
+        new = set(ranks) - producer.lengths_sent_to
         if not new:
             return
-        maker.lengths_sent_to |= new
-        self._counted.append(maker)
-        index = maker.members.part_sent_by(self.rank)
-        if index is not None and len(maker.inputs[0].part(index).positions):
-            counts = torch.from_numpy(self._own_lengths(maker, index))
-            self.transport.send(counts.view(torch.uint8), sorted(new - {self.rank}), maker.seq, LENGTHS, "lengths")
+        producer.lengths_sent_to |= new
+        self._counted.append(producer)
+        index = producer.members.part_sent_by(self.rank)
+        if index is not None and len(producer.inputs[0].part(index).positions):
+            counts = torch.from_numpy(self._own_lengths(producer, index))
+            self.transport.send(counts.view(torch.uint8), sorted(new - {self.rank}), producer.seq, LENGTHS, "lengths")
 
-    def _own_lengths(self, maker: CallRecord, index: int) -> np.ndarray:
-        """Token count of each row of the part; 0 for rows that the call did not return."""
-        assert maker.data is not None, f"{maker.name} has made no data here"
-        part = maker.inputs[0].part(index)
+    def _own_lengths(self, producer: CallRecord, index: int) -> np.ndarray:
+        """Returns the token count of each row of the part; 0 for rows that the call did not return."""
+        assert producer.data is not None, f"{producer.name} has made no data here"
+        part = producer.inputs[0].part(index)
         counts = torch.zeros(len(part.positions), dtype=torch.int64)
-        if len(maker.data):  # without rows it may be without fields
-            counts[torch.searchsorted(part.row_ids, maker.data.row_ids)] = maker.data[maker.spec.lengths_of or ""].lengths
+        if len(producer.data):  # without rows it may be without fields
+            counts[torch.searchsorted(part.row_ids, producer.data.row_ids)] = producer.data[
+                producer.spec.lengths_of or ""
+            ].lengths
         return counts.numpy()
 
-    def read_lengths(self, maker: CallRecord) -> np.ndarray:
-        """Token counts int64 [rows] that a call made; waits for other ranks. Only for ranks to which they were sent."""
-        if maker.row_lengths is None:
-            assert self.rank in maker.lengths_sent_to, f"rank {self.rank} does not get the token counts of {maker.name}"
-            counts = np.zeros(len(maker.inputs[0].rows), dtype=np.int64)
+    def read_lengths(self, producer: CallRecord) -> np.ndarray:
+        """Returns the token counts that a call made, int64 [rows]; waits for other ranks. Only ranks that get them may ask."""
+        if producer.row_lengths is None:
+            assert self.rank in producer.lengths_sent_to, f"rank {self.rank} does not get the token counts of {producer.name}"
+            counts = np.zeros(len(producer.inputs[0].rows), dtype=np.int64)
             elsewhere: dict[int, np.ndarray] = {}  # first holder -> positions
-            for index, positions in maker.inputs[0].partition.positions():
-                first = maker.members.holders(index)[0]
+            for index, positions in producer.inputs[0].partition.positions():
+                first = producer.members.holders(index)[0]
                 if first == self.rank:
-                    counts[positions] = self._own_lengths(maker, index)
+                    counts[positions] = self._own_lengths(producer, index)
                 else:
                     elsewhere[first] = positions
-            payloads = self.transport.receive(list(elsewhere), maker.seq, LENGTHS, "lengths")
+            payloads = self.transport.receive(list(elsewhere), producer.seq, LENGTHS, "lengths")
             for positions, payload in zip(elsewhere.values(), payloads, strict=True):
                 counts[positions] = payload.view(torch.int64).numpy()
-            maker.row_lengths = counts
-        return maker.row_lengths
+            producer.row_lengths = counts
+        return producer.row_lengths
 
 
 def length_readers(consumer: CallRecord) -> dict[CallRecord, frozenset[int]]:
-    """The calls whose token counts place a consumer's rows, and the ranks that need them: its members, and those that send to them.
+    """Returns the calls whose token counts partition a consumer's rows, and the ranks that need the counts.
 
-    Members also need the counts that placed the senders' own rows. A rank that needs a call's counts also needs the counts that
-    placed that call's rows.
+    These are the consumer's members and the ranks that send to them. Members also need the counts that partitioned the senders' own
+    rows. A rank that needs a call's counts also needs the counts that partitioned that call's rows.
     """
     found: dict[CallRecord, frozenset[int]] = {}
-    senders = dict.fromkeys(maker for its in consumer.inputs for maker, _ in its.made_calls())  # in program order
-    if not any(its.length_makers for call in (consumer, *senders) for its in call.inputs):
+    senders = dict.fromkeys(
+        producer for call_input in consumer.inputs for producer, _ in call_input.producing_calls()
+    )  # in program order
+    if not any(call_input.length_producers for call in (consumer, *senders) for call_input in call.inputs):
         return found
 
-    def note(its: CallInput, ranks: frozenset[int]) -> None:
-        for maker in its.length_makers:
-            if not ranks <= found.get(maker, frozenset()):
-                found[maker] = found.get(maker, frozenset()) | ranks
-                note(maker.inputs[0], ranks)
+    def note(call_input: CallInput, ranks: frozenset[int]) -> None:
+        for producer in call_input.length_producers:
+            if not ranks <= found.get(producer, frozenset()):
+                found[producer] = found.get(producer, frozenset()) | ranks
+                note(producer.inputs[0], ranks)
 
     members = frozenset(consumer.role.pool.ranks)
     everyone = members.union(*(sender.role.pool.ranks for sender in senders))
-    for its in consumer.inputs:
-        note(its, everyone)
+    for call_input in consumer.inputs:
+        note(call_input, everyone)
     for sender in senders:
         note(sender.inputs[0], members)
     return found
 
 
-def _alike(pushed: list[Share], shares: list[Share]) -> bool:
-    """True if what was pushed is what the call takes: the same rows and fields, cut alike."""
+def _same_shares(pushed: list[Share], shares: list[Share]) -> bool:
+    """True if what was pushed is what the call takes: the same rows and fields in the same parts."""
     return len(pushed) == len(shares) and all(
         a.rows.same(b.rows)
-        and (a.cut, a.counts_key, [*mine.values()]) == (b.cut, b.counts_key, [*theirs.values()])
+        and (a.partition_spec, a.counts_key, [*mine.values()]) == (b.partition_spec, b.counts_key, [*theirs.values()])
         and one.same(other)
         for (a, one, mine), (b, other, theirs) in zip(pushed, shares, strict=True)
     )
@@ -331,15 +353,15 @@ def _same_rows(one: CallRecord, other: CallRecord) -> bool:
     return len(one.inputs) == len(other.inputs) and all(a.rows.same(b.rows) for a, b in pairs)
 
 
-def _cut_alike(shard: FieldShard, its: CallInput) -> bool:
-    """True if the call that made the shard had exactly these rows in exactly these parts."""
-    if isinstance(shard.producer, ReplicatedBatch) or shard.ids is not its.rows.row_ids:
+def _same_parts(shard: FieldShard, call_input: CallInput) -> bool:
+    """True if the producer of the shard had exactly these rows in exactly these parts."""
+    if isinstance(shard.producer, ReplicatedBatch) or shard.ids is not call_input.rows.row_ids:
         return False
-    return shard.producer.inputs[0].partition is its.partition
+    return shard.producer.inputs[0].partition is call_input.partition
 
 
 def _within(shard: FieldShard, positions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of the rows at these ascending positions (out of ``num_rows``) a shard has, and their ids at its producer; int64 both."""
+    """Returns which of the rows at these ascending positions (out of ``num_rows``) a shard has, and their ids at its producer."""
     if len(shard.at) == num_rows:  # it has all
         return np.arange(len(positions)), shard.ids[positions] if len(positions) < num_rows else shard.ids
     inside = np.flatnonzero(np.isin(positions, shard.at, assume_unique=True))
@@ -347,7 +369,7 @@ def _within(shard: FieldShard, positions: np.ndarray, num_rows: int) -> tuple[np
 
 
 def _joined(name: str, pieces: list[tuple[np.ndarray, Batch]], num_rows: int) -> Field:
-    """One field of all rows, from what several calls made for some rows each."""
+    """Returns one field of all rows, from what several producers made for some rows each."""
     (order, whole), *_ = pieces
     if len(pieces) > 1:
         order = np.concatenate([at for at, _ in pieces])
@@ -359,12 +381,12 @@ def _joined(name: str, pieces: list[tuple[np.ndarray, Batch]], num_rows: int) ->
 
 
 def pick_rows(batch: Batch, row_ids: Tensor) -> Batch:
-    """The rows with these ids, in that order, from a batch that holds at least these."""
+    """Returns the rows with these ids, in that order, from a batch that has them."""
     return batch if batch.row_ids is row_ids or torch.equal(batch.row_ids, row_ids) else batch.reorder(row_ids)
 
 
-def sent_first(shard: FieldShard, rank: int) -> tuple[Batch | None, np.ndarray]:
-    """The rows of a shard that others fetch from ``rank``: the data, and which of the shard's rows these are (int64)."""
+def rows_sent_by(shard: FieldShard, rank: int) -> tuple[Batch | None, np.ndarray]:
+    """Returns the data that other ranks fetch from ``rank`` for a shard, and which of the shard's rows these are (int64)."""
     producer = shard.producer
     if isinstance(producer, ReplicatedBatch):
         return producer.data, np.arange(len(shard.ids))  # every rank has them all

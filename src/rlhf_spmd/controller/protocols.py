@@ -1,9 +1,9 @@
 """Where roles live, and how a call's rows reach their ranks (transfer protocols: HybridFlow, table 3).
 
-A role lives on a :class:`ResourcePool` and splits it by its :class:`GroupShape`. A protocol is three small functions of that
-shape. Their indices count ranks inside the pool, and a call's rows are cut into ``parts(shape)`` parts:
+A role lives on a :class:`ResourcePool`, whose ranks are its members, and splits it by its :class:`GroupShape`. A protocol splits a
+call's rows into ``parts(shape)`` parts by three small functions of that shape. Their indices count ranks inside the pool:
 
-- ``distribute(shape, index)``: the part that a member works on; None if it does not run.
+- ``distribute(shape, index)``: the part that a member computes; None if it does not run.
 - ``collect(shape)``: the members whose results count. For calls that return rows: one member per part, in the order of the parts.
 - ``replicas(shape, part)``: all members that hold the part's result. A consumer that is one of them fetches nothing.
 
@@ -43,7 +43,7 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class GroupShape:
-    """All that a protocol knows about a role: its layout, and its generation layout if it has one."""
+    """What a protocol knows about a role: its layout, and its generation layout if it has one."""
 
     layout: Layout
     generation: GenerationLayout | None = None
@@ -54,13 +54,16 @@ class GroupShape:
 
     @cached_property
     def generating(self) -> GenerationLayout:
-        """The generation layout. By default the replicas of the training layout generate as they are."""
+        """The generation layout; without one, the replicas of the training layout generate."""
         return self.generation or GenerationLayout(self.layout, self.layout.pp, self.layout.tp)
 
 
 @dataclass(frozen=True, eq=False)
 class Protocol:
-    """``per_member``: an argument that is not a reference holds one entry per member. Otherwise all members get the same argument."""
+    """The functions are described above.
+
+    ``per_member``: an argument that is not a reference has one entry for each member. Otherwise all members get the same argument.
+    """
 
     name: str
     parts: Callable[[GroupShape], int]
@@ -70,21 +73,21 @@ class Protocol:
     per_member: bool = False
 
     def holders(self, shape: GroupShape, part: int) -> list[int]:
-        """The members that hold the rows of ``part`` after the call. Others fetch from the first one."""
+        """The members that hold the rows of ``part`` after the call. Other ranks fetch them from the first one."""
         return self.replicas(shape, part) if self.replicas else [self.collect(shape)[part]]
 
 
 class ProtocolRanks:
-    """A protocol on a role's pool, in global ranks. Answers are cached, because a script asks the same questions in every step.
+    """A protocol on a role's pool, in global ranks. Answers are cached, because every step asks the same questions.
 
-    - ``part_of``: rank -> the part it works on, for every rank that runs.
-    - ``workers(part)``: the ranks that work on its rows.
-    - ``holders(part)``: the ranks that hold its rows after the call. Others fetch from the first one.
-    - ``are_holders(makers)``: True if every rank that works on a part already holds that part of what ``makers`` made.
-    - ``speeds``: the pace of each part; empty if all parts are equally fast.
+    - ``part_of``: rank -> the part it computes, for every rank that runs.
+    - ``workers(part)``: the ranks that compute its rows.
+    - ``holders(part)``: the ranks that hold its rows after the call. Other ranks fetch them from the first one.
+    - ``are_holders(producers)``: True if every rank that computes a part already holds that part of what ``producers`` made.
+    - ``speeds``: the speed of each part; empty if all are equal.
 
-    ``rank_speeds`` gives the speed of each rank of the world; empty means that all are alike. A part runs at the speed of its slowest
-    rank: tensor slices wait for each other in every layer, stages in every micro-batch.
+    ``rank_speeds``: the speed of each rank of the world; empty: all are equal. A part runs at the speed of its slowest rank, because
+    tensor slices wait for each other in every layer, and stages in every micro-batch.
     """
 
     def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool, rank_speeds: Sequence[float] = ()) -> None:
@@ -95,7 +98,7 @@ class ProtocolRanks:
         for rank, part in self.part_of.items() if rank_speeds else ():
             slowest[part] = min(slowest[part], rank_speeds[rank])
         self.speeds = tuple(slowest) if len(set(slowest)) > 1 else ()
-        self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, its in parts.items() if its == part])
+        self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, own in parts.items() if own == part])
         self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
         self.are_holders: Callable[[ProtocolRanks], bool] = cache(self._are_holders)
 
@@ -104,8 +107,10 @@ class ProtocolRanks:
         part = self.part_of.get(rank)
         return part if part is not None and self.holders(part)[0] == rank else None
 
-    def _are_holders(self, makers: ProtocolRanks) -> bool:
-        return self.num_parts == makers.num_parts and all(rank in makers.holders(part) for rank, part in self.part_of.items())
+    def _are_holders(self, producers: ProtocolRanks) -> bool:
+        return self.num_parts == producers.num_parts and all(
+            rank in producers.holders(part) for rank, part in self.part_of.items()
+        )
 
 
 def _everyone(shape: GroupShape) -> list[int]:
@@ -150,9 +155,8 @@ RANK_ZERO = Protocol(  # only the first member runs
 )
 DP = replace(ALL_TO_ALL, name="DP", per_member=False)  # every rank is a data-parallel rank
 THREE_D = _by_replica("THREE_D", lambda shape: shape.layout)  # one part per training replica
-MICRO_DP = _by_replica(
-    "MICRO_DP", lambda shape: shape.generating
-)  # one part per generation replica: d_g * d of p_g * t_g ranks
+# one part per generation replica: d_g * d of p_g * t_g ranks
+MICRO_DP = _by_replica("MICRO_DP", lambda shape: shape.generating)
 PP_ONLY = Protocol(  # same input for all, one result per pipeline stage (dp 0, tp 0): inspecting weight names
     "PP_ONLY",
     parts=lambda shape: 1,

@@ -22,7 +22,7 @@ COPY_STRIDE = 1 << 48  # between the id of a row and the id of its copy
 
 @dataclass(eq=False, slots=True)
 class Reference:
-    """A future: rows by id with fields. Operations cost nothing, and each returns a new reference."""
+    """Row ids with fields whose data may not exist yet. Operations touch no data, and each returns a new reference."""
 
     rows: RowIndex | None
     fields: Mapping[str, tuple[FieldShard, ...]] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Reference:
         return 0 if self.rows is None else len(self.rows)
 
     def union(self, *others: Reference) -> Reference:
-        """The fields of all references. Raises ValueError if rows differ, or if one name stands for different data."""
+        """Returns the fields of all references. Raises ValueError if rows differ, or if one name has different data in two of them."""
         rows, fields, call = self.rows, dict(self.fields), self.call
         for other in others:
             if rows is None or other.rows is None or not rows.same(other.rows):
@@ -50,12 +50,12 @@ class Reference:
         return Reference(rows, fields, call)
 
     def select(self, *names: str) -> Reference:
-        """Only these fields. Raises ValueError for a name that the reference does not have."""
+        """Returns only these fields. Raises ValueError for a name that the reference does not have."""
         self._check(names)
         return Reference(self.rows, {name: self.fields[name] for name in names}, self.call)
 
     def rename(self, **names: str) -> Reference:
-        """``rename(scores="costs")``: the same data under another name. Raises ValueError for an unknown name or one in use."""
+        """``rename(scores="costs")`` returns the same data under another name. Raises ValueError for an unknown name or one in use."""
         self._check(names)
         renamed = [names.get(name, name) for name in self.fields]
         taken = next((new for new in names.values() if renamed.count(new) > 1), None)
@@ -64,7 +64,7 @@ class Reference:
         return Reference(self.rows, dict(zip(renamed, self.fields.values(), strict=True)), self.call)
 
     def take(self, which: Reference | np.ndarray | Tensor | Sequence[int]) -> Reference:
-        """Some of the rows: those of another reference, those where a mask is true (bool [rows]), or those with given ids (int64).
+        """Returns some of the rows: those of another reference, those where a mask (bool [rows]) is true, or those with given ids.
 
         Masks and ids must be the same on every rank (:meth:`Controller.get_field`). Raises ValueError for unknown ids.
         """
@@ -72,54 +72,54 @@ class Reference:
         mine = self.rows
         if isinstance(which, Reference):
             theirs = RowIndex(mine.row_ids[:0], mine.group_ids[:0]) if which.rows is None else which.rows
-            ids, groups, decided = theirs.row_ids, theirs.group_ids, theirs.decided
+            ids, groups, data_dependent = theirs.row_ids, theirs.group_ids, theirs.data_dependent
         else:
             given = np.asarray(which)
             assert given.dtype.kind in "bi" or not given.size, (
                 f"take() of {given.dtype}: it takes a mask or ids, such as get_field(...) > 0"
             )
             ids = mine.row_ids[given] if given.dtype == bool else np.unique(given).astype(np.int64)
-            groups, decided = None, True
+            groups, data_dependent = None, True
         at = np.searchsorted(mine.row_ids, ids)
         if len(ids) and not (len(mine) and np.array_equal(mine.row_ids[np.minimum(at, len(mine) - 1)], ids)):
             raise ValueError(f"take: of {len(ids)} rows some are not among the {len(mine)} of the reference")
         if groups is not None and not np.array_equal(mine.group_ids[at], groups):
             raise ValueError("take: the rows have other groups than those of the other reference, so they are other rows")
-        return self._moved(at, ids, mine.decided or decided)
+        return self._moved(at, ids, mine.data_dependent or data_dependent)
 
     def firsts(self) -> Reference:
-        """The first row of each group."""
+        """Returns the first row of each group."""
         assert self.rows is not None
         _, at = np.unique(self.rows.group_ids, return_index=True)
-        return self._moved(np.sort(at), self.rows.row_ids[np.sort(at)], self.rows.decided)
+        return self._moved(np.sort(at), self.rows.row_ids[np.sort(at)], self.rows.data_dependent)
 
     def repeat(self, n: int) -> Reference:
-        """``n`` rows for each row, in its group, with ids ``id * n + j``. Raises ValueError if n < 1 or an id needs over 63 bits."""
+        """Returns ``n`` rows for each row, in its group, with ids ``id * n + j``. Raises ValueError if n < 1 or ids exceed 63 bits."""
         assert self.rows is not None
         n = operator.index(n)  # products of numpy's 64-bit integers would overflow
         self._check_ids("repeat", n, int(self.rows.row_ids[-1]) * n + n - 1 if len(self) else 0)
         ids = np.repeat(self.rows.row_ids, n) * n + np.tile(np.arange(n), len(self))
-        return self._moved(np.repeat(np.arange(len(self)), n), ids, self.rows.decided)
+        return self._moved(np.repeat(np.arange(len(self)), n), ids, self.rows.data_dependent)
 
     def copy(self, number: int = 1) -> Reference:
-        """The same rows under other ids, in the same groups, to stand beside the originals: greedy answers beside sampled ones.
+        """Returns the same rows under other ids, in the same groups: for greedy answers beside sampled ones, say.
 
         Raises ValueError if ``number`` < 1 or an id needs over 63 bits.
         """
         assert self.rows is not None
         number = operator.index(number)
         self._check_ids("copy", number, int(self.rows.row_ids[-1]) + number * COPY_STRIDE if len(self) else 0)
-        return self._moved(np.arange(len(self)), self.rows.row_ids + number * COPY_STRIDE, self.rows.decided)
+        return self._moved(np.arange(len(self)), self.rows.row_ids + number * COPY_STRIDE, self.rows.data_dependent)
 
     def concat(self, *others: Reference) -> Reference:
-        """The rows of all references, with the fields that all of them have. Raises ValueError if a row is in two of them."""
+        """Returns the rows of all references, with the fields that all have. Raises ValueError if a row is in two of them."""
         parts = [self, *others]
         sets = [part.rows for part in parts if part.rows is not None]
         ids, groups = (np.concatenate([getattr(rows, name) for rows in sets]) for name in ("row_ids", "group_ids"))
         order = np.argsort(ids, kind="stable")
         if (np.diff(ids[order]) == 0).any():
             raise ValueError("concat: a row is in two of the references; copy() gives rows other ids, copy(2) yet others")
-        rows = RowIndex(ids[order], groups[order], any(part.decided for part in sets))
+        rows = RowIndex(ids[order], groups[order], any(part.data_dependent for part in sets))
         starts = np.cumsum([0, *(len(part) for part in parts)])
         where = np.empty_like(order)
         where[order] = np.arange(len(order))
@@ -137,14 +137,14 @@ class Reference:
         if number < 1 or largest >= 1 << 63:
             raise ValueError(f"{name}({number}): the largest row id would be {largest}; at least 1, and ids stay below 2**63")
 
-    def _moved(self, index: np.ndarray, ids: np.ndarray, decided: bool) -> Reference:
-        """The rows at positions ``index``, which may repeat, under the ids ``ids``."""
+    def _moved(self, index: np.ndarray, ids: np.ndarray, data_dependent: bool) -> Reference:
+        """Returns the rows at positions ``index``, which may repeat, under the ids ``ids``."""
         assert self.rows is not None
         if len(index) == len(self) and np.array_equal(ids, self.rows.row_ids):
             rows = (
                 self.rows
-                if decided == self.rows.decided
-                else RowIndex(ids, self.rows.group_ids, decided, self.rows.fixed_parts)
+                if data_dependent == self.rows.data_dependent
+                else RowIndex(ids, self.rows.group_ids, data_dependent, self.rows.fixed_parts)
             )
             return Reference(rows, self.fields, self.call)
         moved: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -160,7 +160,7 @@ class Reference:
             return FieldShard(shard.producer, shard.name, *moved[key])
 
         fields = {name: tuple(shard for shard in map(move, shards) if len(shard.at)) for name, shards in self.fields.items()}
-        return Reference(RowIndex(ids, self.rows.group_ids[index], decided), fields, self.call)
+        return Reference(RowIndex(ids, self.rows.group_ids[index], data_dependent), fields, self.call)
 
     def _check(self, names: Iterable[str]) -> None:
         missing = [name for name in names if name not in self.fields]
@@ -175,14 +175,14 @@ def _same(one: tuple[FieldShard, ...], other: tuple[FieldShard, ...]) -> bool:
 def made_by(
     producer: ReplicatedBatch | CallRecord, rows: RowIndex, names: Iterable[str], call: CallRecord | None = None
 ) -> Reference:
-    """A reference to fields that one producer made for all of ``rows``."""
+    """Returns a reference to fields that one producer made for all of ``rows``."""
     return Reference(rows, {name: (FieldShard(producer, name, rows.all_positions, rows.row_ids),) for name in names}, call)
 
 
 def source(batch: Batch, fixed_parts: Mapping[PartitionSpec, np.ndarray] | None = None) -> Reference:
-    """A reference to a batch that every rank holds in full, such as the loader's. Row ids ascend.
+    """Returns a reference to a batch that every rank holds in full, such as the loader's. Row ids ascend.
 
-    ``fixed_parts``: cut -> the part of each row. Calls with other cuts balance the rows by tokens.
+    ``fixed_parts``: the part of each row in calls that partition by such a spec. Other calls balance the rows by tokens.
     """
     rows = RowIndex(batch.row_ids.numpy(), batch.group_ids.numpy(), fixed_parts=dict(fixed_parts or {}))
     return made_by(ReplicatedBatch(batch), rows, batch.fields)
@@ -196,24 +196,28 @@ def call_inputs(
     limits: tuple[int, int],
     tracing: bool,
 ) -> list[CallInput]:
-    """What a call takes from its references, and how it cuts their rows. ``limits``: see :class:`PartitionSpec`.
+    """Returns what a call takes from its references, and how it partitions their rows. ``limits``: see :class:`PartitionSpec`.
 
     Raises ValueError for missing fields, and for a train call without rows or with more mini-batches than groups.
     """
-    found, num_chunks = list[CallInput](), 0
+    found, num_mini_batches = list[CallInput](), 0
     for reference, spec in zip(references, signature.inputs, strict=False):
         rows = reference.rows
         assert rows is not None, f"{call.name}: a reference without rows"
         wanted = spec.wanted(reference.fields, call.name, call.role.unused)
         tokens = tuple([shard for token in call.spec.tokens for shard in reference.fields.get(token, ())])
         own_limits = (0, 0) if spec.keep_groups else limits  # with whole groups the limits change nothing
-        cut = PartitionSpec(call.members.num_parts, spec.keep_groups, speeds=call.members.speeds, limits=own_limits)
+        partition_spec = PartitionSpec(call.members.num_parts, spec.keep_groups, speeds=call.members.speeds, limits=own_limits)
         if call.spec.kind == "train":
             if not (len(rows) or tracing):
                 raise ValueError(f"{call.name}: no rows to train on; a script that filters its rows may branch on len(rows)")
-            num_chunks = num_chunks or max(1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1))))
-            if num_chunks > max(rows.num_groups, 1):
-                raise ValueError(f"{call.name}: {rows.num_groups} groups of rows cannot be cut into {num_chunks} mini-batches")
-            cut = cut._replace(num_chunks=num_chunks, epochs=signature.epochs, seed=seed)
-        found.append(CallInput(rows, {field: reference.fields[field] for field in wanted}, tokens, cut))
+            num_mini_batches = num_mini_batches or max(
+                1, -(-rows.num_groups // (signature.mini_batch_size or max(rows.num_groups, 1)))
+            )
+            if num_mini_batches > max(rows.num_groups, 1):
+                raise ValueError(
+                    f"{call.name}: {rows.num_groups} groups of rows cannot be cut into {num_mini_batches} mini-batches"
+                )
+            partition_spec = partition_spec._replace(num_mini_batches=num_mini_batches, epochs=signature.epochs, seed=seed)
+        found.append(CallInput(rows, {field: reference.fields[field] for field in wanted}, tokens, partition_spec))
     return found

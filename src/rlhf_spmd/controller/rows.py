@@ -1,7 +1,7 @@
-"""Which rows there are, and how a call partitions them over the members of its role. Pure, the same on every rank.
+"""Which rows there are, and how a call partitions them into the parts that its members compute. Pure, the same on every rank.
 
-Rows are found by id. A partition deals whole groups or single rows to parts of about equally many tokens. For a train call it
-first forms mini-batches from whole groups, shuffled by the seed, so a mini-batch has the same rows in every layout.
+Rows are found by id. A partition assigns whole groups or single rows to parts with about equally many tokens. For a train call it
+first forms mini-batches of whole groups, shuffled by the seed, so a mini-batch has the same rows in every layout.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 
 from rlhf_spmd.data.balance import partition_with_prefixes
 
-KEPT_PARTITIONS = 32  # per row set: more than a script needs; rows that outlive their step get new ones in each
+MAX_PARTITIONS = 32  # of one RowIndex: more than a script needs; rows that outlive their step get new ones in each step
 
 
 class PartitionSpec(NamedTuple):
-    """How to cut rows into ``num_parts``.
+    """How to partition rows into ``num_parts`` parts.
 
     - ``keep_groups``: the rows of a group go to one part.
-    - ``num_chunks``: mini-batches of about equally many groups (train calls). Each of ``epochs`` deals them anew, in an order that
-      depends on (``seed``, epoch, group id).
-    - ``speeds``: each part gets tokens in proportion to its speed; empty: all alike.
-    - ``follows``: set if rows stay where an earlier call made them. It holds that call's partition, its token counts, and for each
-      of its parts the part here. Such rows are not dealt again.
+    - ``num_mini_batches``: mini-batches of about equally many groups (train calls). Each of ``epochs`` forms them anew, in an order
+      that depends on (``seed``, epoch, group id).
+    - ``speeds``: each part gets tokens in proportion to its speed; empty: all equal.
+    - ``follows``: set if rows stay where an earlier call made them: that call's partition, its token counts, and for each of its parts
+      the part here.
     - ``limits``: tokens and rows of a micro-batch; 0: no limit.
     """
 
     num_parts: int
     keep_groups: bool = True
-    num_chunks: int = 1
+    num_mini_batches: int = 1
     epochs: int = 1
     seed: int = 0
     speeds: tuple[float, ...] = ()
@@ -44,7 +44,7 @@ class PartitionSpec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
-    """The rows of one part: ascending ``positions`` in the row set, int64, and their ids.
+    """The rows of one part: their ascending ``positions`` in the :class:`RowIndex`, int64, and their ids.
 
     ``updates``: for each epoch and mini-batch, which of these rows it has.
     """
@@ -57,16 +57,19 @@ class RowPart:
 
 @dataclass(eq=False)
 class Partition:
-    """The part and mini-batch of each row: ``parts`` and ``chunks``, int64 [epochs, rows]. One epoch stands for several equal ones."""
+    """The part and mini-batch of each row: ``parts`` and ``mini_batches``, int64 [epochs, rows].
+
+    If all epochs are equal, both have one.
+    """
 
     rows: RowIndex
-    cut: PartitionSpec
+    spec: PartitionSpec
     parts: np.ndarray
-    chunks: np.ndarray
+    mini_batches: np.ndarray
     _parts: dict[int, RowPart] = field(default_factory=dict)
 
     def positions(self) -> list[tuple[int, np.ndarray]]:
-        """Each part that has rows, with their ascending positions. Only for cuts with one pass over the rows."""
+        """Returns each part that has rows, with their ascending positions. Only for partitions of one epoch."""
         order = np.argsort(self.parts[0], kind="stable")
         found, starts = np.unique(self.parts[0][order], return_index=True)
         return list(zip(found.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else []
@@ -76,26 +79,26 @@ class Partition:
             mine = self.parts == index
             positions = np.flatnonzero(mine.any(0))
             updates = [
-                np.flatnonzero((mine[epoch] & (self.chunks[epoch] == chunk))[positions])
+                np.flatnonzero((mine[epoch] & (self.mini_batches[epoch] == mini_batch))[positions])
                 for epoch in range(len(mine))
-                for chunk in range(self.cut.num_chunks)
+                for mini_batch in range(self.spec.num_mini_batches)
             ]
             ids, groups = (torch.from_numpy(x[positions]) for x in (self.rows.row_ids, self.rows.group_ids))
-            self._parts[index] = RowPart(positions, ids, groups, updates * (self.cut.epochs // len(mine)))
+            self._parts[index] = RowPart(positions, ids, groups, updates * (self.spec.epochs // len(mine)))
         return self._parts[index]
 
 
 @dataclass(eq=False)
 class RowIndex:
-    """``row_ids`` int64 [rows], ascending, and ``group_ids``.
+    """Some rows, with their partitions: ``row_ids`` int64 [rows], ascending, and ``group_ids``.
 
-    ``decided``: computed values decided which rows these are, so a trace cannot know them. ``fixed_parts``: cut -> the part of each
-    row, for calls whose partition is fixed in advance.
+    ``data_dependent``: which rows these are depends on computed values, so a trace cannot know. ``fixed_parts``: for calls whose
+    partition is fixed in advance, the part of each row.
     """
 
     row_ids: np.ndarray
     group_ids: np.ndarray
-    decided: bool = False
+    data_dependent: bool = False
     fixed_parts: dict[PartitionSpec, np.ndarray] = field(default_factory=dict)
     _partitions: dict[Hashable, Partition] = field(default_factory=dict)
 
@@ -118,20 +121,22 @@ class RowIndex:
         pairs = (self.row_ids, other.row_ids), (self.group_ids, other.group_ids)
         return self is other or all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
-    def partition(self, cut: PartitionSpec, counts_key: Hashable, tokens: Callable[[], np.ndarray]) -> Partition:
-        """Cut the rows, or return the partition of an earlier call with the same ``cut`` and ``counts_key``.
+    def partition(self, spec: PartitionSpec, counts_key: Hashable, tokens: Callable[[], np.ndarray]) -> Partition:
+        """Partition the rows, or return the partition of an earlier call with the same ``spec`` and ``counts_key``.
 
         ``tokens()`` int64 [2, rows]: the tokens that balance the parts, and how many of them a row shares with its group.
         """
-        key = cut, counts_key
+        key = spec, counts_key
         if key not in self._partitions:
-            if cut in self.fixed_parts:
-                parts, chunks = self.fixed_parts[cut][None], np.zeros((1, len(self)), dtype=np.int64)
+            if spec in self.fixed_parts:
+                parts, mini_batches = self.fixed_parts[spec][None], np.zeros((1, len(self)), dtype=np.int64)
             else:
-                parts, chunks = assign_rows(cut, self.group_ids, tokens() if cut.num_parts > 1 else np.zeros((2, len(self))))
-            if len(self._partitions) == KEPT_PARTITIONS:
+                parts, mini_batches = assign_rows(
+                    spec, self.group_ids, tokens() if spec.num_parts > 1 else np.zeros((2, len(self)))
+                )
+            if len(self._partitions) == MAX_PARTITIONS:
                 del self._partitions[next(iter(self._partitions))]
-            self._partitions[key] = Partition(self, cut, parts, chunks)
+            self._partitions[key] = Partition(self, spec, parts, mini_batches)
         return self._partitions[key]
 
 
@@ -141,28 +146,30 @@ def distinct(parts: np.ndarray) -> list[int]:
     return found
 
 
-def assign_rows(cut: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Part and mini-batch of each row: int64 [epochs, rows] each, [1, rows] if all epochs are alike. ``tokens``: see
-    :meth:`RowIndex.partition`."""
-    epochs = cut.epochs if cut.num_chunks > 1 else 1
-    chunks = np.zeros((epochs, len(group_ids)), dtype=np.int64)
-    if cut.num_chunks > 1:
+def assign_rows(spec: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns part and mini-batch of each row: int64 [epochs, rows] each, [1, rows] if all epochs are equal.
+
+    ``tokens``: see :meth:`RowIndex.partition`.
+    """
+    epochs = spec.epochs if spec.num_mini_batches > 1 else 1
+    mini_batches = np.zeros((epochs, len(group_ids)), dtype=np.int64)
+    if spec.num_mini_batches > 1:
         found, group_of = np.unique(group_ids, return_inverse=True)
-        bounds = np.arange(len(found)) * cut.num_chunks // max(len(found), 1)  # equal runs of groups, or one group more
+        bounds = np.arange(len(found)) * spec.num_mini_batches // max(len(found), 1)  # equal runs of groups, or one group more
         for epoch in range(epochs):
-            order = np.argsort(_scrambled(found, cut.seed, epoch), kind="stable")
-            chunk_of = np.empty_like(bounds)
-            chunk_of[order] = bounds
-            chunks[epoch] = chunk_of[group_of]
-    parts = np.zeros_like(chunks)
-    if cut.num_parts > 1:
+            order = np.argsort(_scrambled(found, spec.seed, epoch), kind="stable")
+            mini_batch_of = np.empty_like(bounds)
+            mini_batch_of[order] = bounds
+            mini_batches[epoch] = mini_batch_of[group_of]
+    parts = np.zeros_like(mini_batches)
+    if spec.num_parts > 1:
         for epoch in range(epochs):
-            for chunk in range(cut.num_chunks):
-                rows = np.flatnonzero(chunks[epoch] == chunk)
+            for mini_batch in range(spec.num_mini_batches):
+                rows = np.flatnonzero(mini_batches[epoch] == mini_batch)
                 (lengths, common), groups = tokens[:, rows], group_ids[rows]
-                options = cut.num_parts, cut.keep_groups, cut.speeds, cut.limits
+                options = spec.num_parts, spec.keep_groups, spec.speeds, spec.limits
                 parts[epoch, rows] = partition_with_prefixes(lengths, common, groups, *options)
-    return parts, chunks
+    return parts, mini_batches
 
 
 def _scrambled(ids: np.ndarray, seed: int, epoch: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a call is, as ``@register`` and its arguments describe it: fields in, fields out, kind, protocol."""
+"""What a method takes and makes, as ``@register`` and the arguments of a call describe it: fields, kind, protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InputSpec:
         return [(name.removesuffix("?"), name.endswith("?")) for name in dict.fromkeys(self.fields)]
 
     def wanted(self, available: Collection[str], call: str, unused: frozenset[str]) -> list[str]:
-        """The declared fields that are ``available``, without optional ones in ``unused``. Raises ValueError if one is missing."""
+        """Returns the fields to take: those ``available``, without optional ones in ``unused``. Raises ValueError if one is missing."""
         names = []
         for name, optional in self._named:
             if name in available:
@@ -44,10 +44,10 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """One call, derived from its arguments: an :class:`InputSpec` for each reference, and the fields that come out.
+    """What one call takes and makes: an :class:`InputSpec` for each reference, and the fields of its result.
 
-    ``name`` identifies the call in traces and metrics. A train call takes one optimizer step per ``mini_batch_size`` groups (None:
-    one step on all groups), ``epochs`` times over all rows.
+    ``name`` identifies the call in traces and metrics. A train call makes one optimizer step per ``mini_batch_size`` groups (None:
+    one step with all groups), ``epochs`` times over all rows.
     """
 
     name: str

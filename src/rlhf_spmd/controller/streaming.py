@@ -1,12 +1,12 @@
 """Calls on rows that are still being generated, which hides idle time (APP).
 
-On the ranks that generate, a call without a model takes the rows that were made there (:func:`staying_input`) and starts on whole
-groups as they end (``Role.start_early``). On other ranks rows come in portions:
+A generate call ends when its longest row ends. Other calls can start before that, in one of two ways:
 
-A generate call hands over the rows of each replica in a fixed number of portions, whole groups as they end. A call on other ranks
-whose rows all come from it runs its body on each portion. Which rows go to which of its ranks is known before: they are dealt by
-what every rank knows then (prompts), not by their final lengths. Several such calls wait together, so that those on the same ranks
-take turns: each portion goes through all of them before the next one.
+- *Early*, on the ranks that generate: a call without a model, such as a reward function, takes the rows that were made on its own rank
+  (:func:`staying_input`). It starts on each group as it ends (``Role.start_early``).
+- *In chunks*, on other ranks: a generate call sends the rows of each replica in a fixed number of chunks of whole groups. A call whose
+  rows all come from it runs its body on each chunk. Its rows are partitioned by the lengths of prompts, which every rank knows before,
+  because final lengths are not known yet. Several such calls wait together: each chunk goes through all of them before the next one.
 """
 
 from __future__ import annotations
@@ -26,58 +26,66 @@ from rlhf_spmd.controller.transport import Transport
 from rlhf_spmd.data.batch import Batch, concat, pack
 
 
-def stay_or_stream(call: CallRecord, num_portions: int) -> None:
-    """Let a planned call take its rows where one generate call makes them, or in portions, if that can be."""
+def stay_or_stream(call: CallRecord, num_chunks: int) -> None:
+    """Let a planned call take its rows where one generate call makes them, or in chunks, if either is possible."""
     if len(call.inputs) != 1:
         return
-    (its,) = call.inputs
-    if (stays := staying_input(call, its)) is not None:
+    (call_input,) = call.inputs
+    if (stays := staying_input(call, call_input)) is not None:
         call.inputs = [stays]
-    elif num_portions > 1 and comes_in_portions(call, its):
-        call.inputs, call.in_portions = [known_before(its)], True
+    elif num_chunks > 1 and can_stream(call, call_input):
+        call.inputs, call.in_chunks = [known_before(call_input)], True
 
 
-def comes_in_portions(call: CallRecord, its: CallInput) -> bool:
+def can_stream(call: CallRecord, call_input: CallInput) -> bool:
     """True if a call may take its rows while another call generates them, on ranks that do not generate."""
-    made = its.made_calls()
-    if not (call.spec.streams and call.spec.kind == "infer" and len(made) == 1) or its.rows.decided:
+    made = call_input.producing_calls()
+    if not (call.spec.streams and call.spec.kind == "infer" and len(made) == 1) or call_input.rows.data_dependent:
         return False
-    (maker, ids), ranks = made[0], {*call.role.pool.ranks, *call.role.weight_sources}
-    return maker.spec.kind == "generate" and ranks.isdisjoint(maker.role.pool.ranks) and np.array_equal(ids, its.rows.row_ids)
+    (producer, ids), ranks = made[0], {*call.role.pool.ranks, *call.role.weight_sources}
+    return (
+        producer.spec.kind == "generate"
+        and ranks.isdisjoint(producer.role.pool.ranks)
+        and np.array_equal(ids, call_input.rows.row_ids)
+    )
 
 
 def staying_input(call: CallRecord, own: CallInput) -> CallInput | None:
-    """The input of a call that can start on the ranks where one generate call makes exactly its rows: the rows stay there.
+    """Returns the input of a call that can start early: its rows stay on the ranks where one generate call makes them.
 
-    None if that cannot be, or is not known before the script starts.
+    Returns None if they cannot, or if that is not known before the script starts.
     """
-    if not call.role.starts_early(call.spec.name) or own.rows.decided:
+    if not call.role.starts_early(call.spec.name) or own.rows.data_dependent:
         return None
-    made, rows = own.made_calls(), own.rows
+    made, rows = own.producing_calls(), own.rows
     if len(made) != 1:
         return None
-    (maker, ids), (its, *others) = made[0], made[0][0].inputs
-    is_whole = maker.spec.kind == "generate" and its.rows.same(rows) and np.array_equal(ids, rows.row_ids)
-    if others or not (is_whole and maker.role.streams_rollouts and its.cut.keep_groups) or its.length_makers:
+    (producer, ids), (prompts, *others) = made[0], made[0][0].inputs
+    is_whole = producer.spec.kind == "generate" and prompts.rows.same(rows) and np.array_equal(ids, rows.row_ids)
+    if not (is_whole and producer.role.streams_rollouts and prompts.partition_spec.keep_groups):
         return None
-    if not {*call.role.pool.ranks} <= maker.members.part_of.keys():  # the others would have no rows
+    if others or prompts.length_producers:
         return None
-    parts = [call.members.part_sent_by(maker.members.holders(part)[0]) for part in range(maker.members.num_parts)]
+    if not {*call.role.pool.ranks} <= producer.members.part_of.keys():  # the others would have no rows
+        return None
+    parts = [call.members.part_sent_by(producer.members.holders(part)[0]) for part in range(producer.members.num_parts)]
     if None in parts:
         return None
-    cut = PartitionSpec(call.members.num_parts, follows=(its.cut, its.counts_key, tuple(parts)))
-    if cut not in rows.fixed_parts:
-        rows.fixed_parts[cut] = np.array(parts)[its.partition.parts[0]]
-    return replace(own, tokens=(), cut=cut)
+    follows = prompts.partition_spec, prompts.counts_key, tuple(parts)
+    partition_spec = PartitionSpec(call.members.num_parts, follows=follows)
+    if partition_spec not in rows.fixed_parts:
+        rows.fixed_parts[partition_spec] = np.array(parts)[prompts.partition.parts[0]]
+    return replace(own, tokens=(), partition_spec=partition_spec)
 
 
-def known_before(its: CallInput) -> CallInput:
-    """The input with its rows dealt only by token counts that every rank has before the script starts."""
-    return replace(its, tokens=tuple(shard for shard in its.tokens if isinstance(shard.producer, ReplicatedBatch)))
+def known_before(call_input: CallInput) -> CallInput:
+    """Returns the input partitioned only by token counts that every rank has before the script starts."""
+    known = [shard for shard in call_input.tokens if isinstance(shard.producer, ReplicatedBatch)]
+    return replace(call_input, tokens=tuple(known))
 
 
 class Recipients(NamedTuple):
-    """``ranks`` that get the rows ``row_ids`` (int64, ascending), with ``fields``, for the call ``name`` at ``node``."""
+    """``ranks`` that get the ``fields`` of the rows ``row_ids`` (int64, ascending), for the call ``name`` at ``node``."""
 
     ranks: Sequence[int]
     row_ids: np.ndarray
@@ -87,9 +95,9 @@ class Recipients(NamedTuple):
 
 
 class EarlyCall(NamedTuple):
-    """A traced call of ``role`` that starts on rows of the current generate call. ``inputs``: the fields it takes of such rows.
+    """A traced call of ``role`` that starts on rows of the current generate call.
 
-    ``ranks``: how many ranks of the replica this one takes rows for.
+    ``inputs(rows)``: what the call takes of these rows. ``ranks``: how many ranks of the generating replica share them.
     """
 
     role: Role
@@ -99,21 +107,21 @@ class EarlyCall(NamedTuple):
 
 @dataclass
 class RolloutStreamer:
-    """Sends a replica's rows from a generating rank, in ``num_portions`` to each recipient.
+    """Sends a replica's rows from a generating rank, in ``num_chunks`` messages to each recipient.
 
-    Empty portions are sent too, so that nobody must be told how many come. ``early``: calls that start on these rows on this rank.
+    Empty chunks are sent too, because recipients expect that many. ``early``: calls that start on these rows on this rank.
     """
 
     transport: Transport
     seq: int
-    num_portions: int
+    num_chunks: int
     recipients: Sequence[Recipients]
     early: Sequence[EarlyCall]
     _num_sent: int = 0
     _gone: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def send(self, rows: Batch) -> None:
-        """Send the next portion; returns while the sends are in flight."""
+        """Send the next chunk; returns while the sends are in flight."""
         self._num_sent += 1
         ids = rows.row_ids.numpy()
         self._gone = np.concatenate([self._gone, ids])
@@ -128,15 +136,15 @@ class RolloutStreamer:
             call.role.start_early(call.inputs(rows), call.ranks)
 
     def finish(self, rows: Batch | None) -> None:
-        """Send the remaining portions. The first of them has those of the call's ``rows`` that were not sent."""
+        """Send the remaining chunks. The first of them has those of the call's ``rows`` that were not sent yet."""
         assert rows is not None, "the call has made no data here"
-        while self.recipients and self._num_sent < self.num_portions:
+        while self.recipients and self._num_sent < self.num_chunks:
             self.send(rows.take(np.flatnonzero(~np.isin(rows.row_ids.numpy(), self._gone))))
 
 
 @dataclass
 class WaitingCall:
-    """A call whose rows come in portions. ``batches`` and ``results``: of each run of its body on this rank."""
+    """A call whose rows come in chunks. ``batches``, ``results``: what its body took and returned for each chunk on this rank."""
 
     record: CallRecord
     args: tuple[Any, ...]
@@ -146,15 +154,15 @@ class WaitingCall:
 
 
 class Streaming:
-    """This rank's streamed rows: what generate calls hand over, and which calls have started early or wait for portions.
+    """The state of streaming on this rank: calls that have started early, and calls that wait for chunks.
 
-    ``waiting``: calls in the script's order that wait until somebody needs their results.
+    ``waiting``: the second kind, in the script's order. They run when another call needs their results (:func:`must_wait_for`).
     """
 
     def __init__(self, router: DataRouter) -> None:
         self.router = router
         self.waiting: list[WaitingCall] = []
-        self._started: dict[Role, CallRecord] = {}  # role -> the generate call on whose rows its next call has started here
+        self._started: dict[Role, CallRecord] = {}  # role -> the generate call on whose rows its next call has started
 
     def streamer(self, call: CallRecord) -> RolloutStreamer | None:
         """Returns the streamer for rows that end in ``call``, or None if this rank streams nothing. Called before the body."""
@@ -162,15 +170,13 @@ class Streaming:
             return None
         recipients = [
             Recipients(ranks, ids, consumer.node, consumer.name, tuple(dict.fromkeys(share.names.values())))
-            for consumer, share in self.router.announce_portions(call)
+            for consumer, share in self.router.announce_chunks(call)
             for ranks, ids in self.router.outgoing(call, consumer, share)
         ]
         early = self._early(call)
         if not (recipients or early):
             return None
-        return RolloutStreamer(
-            self.router.transport, call.seq, self.router.num_portions if recipients else 1, recipients, early
-        )
+        return RolloutStreamer(self.router.transport, call.seq, self.router.num_chunks if recipients else 1, recipients, early)
 
     def _early(self, call: CallRecord) -> list[EarlyCall]:
         rank = self.router.rank
@@ -179,18 +185,18 @@ class Streaming:
             return []
         found = []
         for consumer in self.router.traced_consumers(call):
-            if consumer.inputs[0].cut.follows is not None and consumer.role not in self._started:
+            if consumer.inputs[0].partition_spec.follows is not None and consumer.role not in self._started:
                 self._started[consumer.role] = call
                 inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
                 ranks = {*call.members.workers(index)} & {*consumer.role.pool.ranks}
                 found.append(EarlyCall(consumer.role, inputs, len(ranks)))
         return found
 
-    def expect(self, call: CallRecord) -> None:
-        """Before a call, on every rank: drop what was started for another call of its role."""
-        maker = self._started.pop(call.role, None)
-        awaited = maker is not None and any(its.cut.follows and its.made_calls()[0][0] is maker for its in call.inputs)
-        if maker is not None and not awaited:
+    def drop_stale(self, call: CallRecord) -> None:
+        """Drop what was started for another call of this call's role. Runs before each call, on every rank."""
+        producer = self._started.pop(call.role, None)
+        staying = [call_input for call_input in call.inputs if call_input.partition_spec.follows]
+        if producer is not None and not any(call_input.producing_calls()[0][0] is producer for call_input in staying):
             call.role.drop_early()
 
     def continue_early(self) -> None:
@@ -199,44 +205,43 @@ class Streaming:
             role.continue_early()
 
     def drop_early(self) -> None:
-        """Drop what was started for calls that did not come."""
+        """Drop what was started for calls that the script did not make."""
         while self._started:
             self._started.popitem()[0].drop_early()
 
-    def must_run_waiting(self, call: CallRecord, in_portions: bool) -> bool:
+    def must_run_waiting(self, call: CallRecord, in_chunks: bool) -> bool:
         """True if calls that wait must run before ``call``."""
-        return bool(self.waiting) and must_wait_for(call, [other.record for other in self.waiting], in_portions)
+        return bool(self.waiting) and must_wait_for(call, [other.record for other in self.waiting], in_chunks)
 
     def receive(self, call: CallRecord, index: int) -> Batch:
-        """The next portion of the rows of part ``index``; waits for it."""
-        (its,) = call.inputs
-        ((maker, _),) = its.made_calls()
-        parts = distinct(maker.parts_of(its.rows.row_ids[its.part(index).positions]))
-        arrived = [batch for batch in self.router.receive(maker, call, parts) if len(batch)]
+        """Returns the next chunk of part ``index``; waits for it."""
+        (call_input,) = call.inputs
+        ((producer, _),) = call_input.producing_calls()
+        parts = distinct(producer.parts_of(call_input.rows.row_ids[call_input.part(index).positions]))
+        arrived = [batch for batch in self.router.receive(producer, call, parts) if len(batch)]
         return self._gather(call, index, concat(arrived) if arrived else None)
 
     def _gather(self, call: CallRecord, index: int, arrived: Batch | None) -> Batch:
-        """What a call takes of the rows ``arrived``, which are in its part ``index``."""
-        (its,) = call.inputs
-        rows = its.rows
+        """Returns what a call takes of the rows ``arrived``, which are in its part ``index``."""
+        (call_input,) = call.inputs
+        rows = call_input.rows
         ids = rows.row_ids[:0] if arrived is None else np.sort(arrived.row_ids.numpy())
         at = np.searchsorted(rows.row_ids, ids)
         part = RowPart(at, torch.from_numpy(ids), torch.from_numpy(rows.group_ids[at]), [])
-        return self.router.gather(call, its, index, part, arrived)
+        return self.router.gather(call, call_input, index, part, arrived)
 
 
-def must_wait_for(call: CallRecord, waiting: Sequence[CallRecord], in_portions: bool) -> bool:
+def must_wait_for(call: CallRecord, waiting: Sequence[CallRecord], in_chunks: bool) -> bool:
     """True if ``call`` must come after calls that wait: it takes their results, uses their ranks, or may change weights.
 
-    A call that gets its own rows ``in_portions`` joins them instead, if it is another role's and takes rows of the same generate
-    call.
+    A call that gets its own rows in chunks joins them instead, if it is another role's and takes rows of the same generate call.
     """
-    makers = [maker for its in call.inputs for maker, _ in its.made_calls()]
-    if in_portions:
-        return any(other.inputs[0].made_calls()[0][0] is not makers[0] or other.role is call.role for other in waiting)
+    producers = [producer for call_input in call.inputs for producer, _ in call_input.producing_calls()]
+    if in_chunks:
+        return any(other.inputs[0].producing_calls()[0][0] is not producers[0] or other.role is call.role for other in waiting)
     ranks = set(call.role.pool.ranks)
     changes = call.spec.kind in ("train", "control")
-    return changes or any(other in makers or not ranks.isdisjoint(other.role.pool.ranks) for other in waiting)
+    return changes or any(other in producers or not ranks.isdisjoint(other.role.pool.ranks) for other in waiting)
 
 
 def one_result(call: CallRecord, batches: Sequence[Batch], results: Sequence[Any]) -> Any:

@@ -1,8 +1,8 @@
 """Messages from rank to rank: rows of a batch as flat bytes, without pickle.
 
-A message is a header of four int64 (producing call, consumer node, hash of its name, payload bytes) and a payload that describes
-itself. Its tag is (call, consumer), so a rank may consume in another order than others produce. Batch data are small beside
-weights (token ids, one number per token): they travel over gloo from host memory, on GPUs too.
+A message is a header of four int64 (the producer's seq, the consumer's node, a hash of its name, payload bytes) and a payload that
+describes itself. Its tag is (seq, node), so a rank may consume in another order than others produce. Batch data are small beside
+weights (token ids, a number per token). They travel over gloo from host memory, on GPUs too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class Transport:
         self._earlier: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # sends of scripts that have ended
 
     def send(self, payload: Tensor, to: Sequence[int], seq: int, node: int, name: str) -> None:
-        """Start to send uint8 ``payload`` of call ``seq`` to global ranks, for call ``name`` at node ``node``. Nobody may change it."""
+        """Start to send uint8 ``payload`` of call ``seq`` to global ranks, for call ``name`` at ``node``.
+
+        Nobody may change it before :meth:`finish`.
+        """
         header = torch.tensor([seq, node, zlib.crc32(name.encode()), payload.numel()])
         tag = _tag(seq, node)
         for rank in to:

@@ -32,7 +32,7 @@ class Versions:
         return self._newest.get(role, 0)
 
     def train(self, role: str) -> None:
-        """Note a call that trains a role."""
+        """Count a call that trains a role."""
         self._newest[role] += 1
 
     def begin_step(self, number: int) -> None:
@@ -45,7 +45,7 @@ class Versions:
         self._step = None
 
     def generating(self, role: str) -> int:
-        """The version that a generate call takes. Outside steps, such as in validation: the newest."""
+        """Returns the version that a generate call takes. Outside steps, such as in validation, that is the newest."""
         if not self.ahead or self._step is None:
             return self._newest[role]
         sent = self._sent.setdefault(role, {})
@@ -53,16 +53,16 @@ class Versions:
         return sent[min(sent)]
 
     def generating_step(self, role: str, number: int) -> int:
-        """The step that first generated with the weights which a generate call of step ``number`` takes."""
+        """Returns the step that first generated with the weights which a generate call of step ``number`` takes."""
         return min(self._sent[role]) if self.ahead and self._step is not None else number
 
     def needed_later(self, role: str) -> set[int]:
-        """Existing versions that generate calls of later steps may take."""
+        """Returns the existing versions that generate calls of later steps may take."""
         first = -1 if self._step is None else self._step + 1 - self.ahead
         return {self._newest[role], *(version for step, version in self._sent.get(role, {}).items() if step >= first)}
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, between two steps."""
+        """Returns the state for a checkpoint. Call it between two steps."""
         return {
             "newest": dict(self._newest),
             "sent": {role: list(map(list, sent.items())) for role, sent in self._sent.items()},

@@ -1,7 +1,8 @@
 """Roles: the same object on every rank, whose registered methods are calls of the dataflow.
 
-``@register`` turns a worker's method into a call: on every rank it takes references and returns one; on the role's members the
-body runs on the rows that the protocol gives them. Proxy and worker are one class, so go-to-definition lands on what runs.
+``@register`` turns a worker's method into a call. On every rank the method takes references and returns one. On members of the role,
+the ranks of its pool, the body runs on the rows that the protocol gives them. Proxy and worker are one class, so go-to-definition
+lands on the code that runs.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from rlhf_spmd.data.batch import Batch
 class Worker(Role):
     """A role on a pool. Subclasses build their part of the model if :attr:`member`; on other ranks they only describe the role.
 
-    ``replicas``: method -> the worker on the pool and shape that calls of this method have for themselves. The same on every rank.
+    ``method_workers``: for methods whose calls run on another pool (``models.<role>.calls``), the worker there. Same on every rank.
     """
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
         super().__init__(name, pool, shape, controller.speeds)
         self.controller = controller
-        self.replicas: dict[str, Worker] = {}
+        self.method_workers: dict[str, Worker] = {}
 
     @property
     def member(self) -> bool:
         return self.controller.rank in self.pool.ranks
 
     def worker_of(self, method: str) -> Worker:
-        """The worker that runs calls of ``method``: this one, or a replica."""
-        return self.replicas.get(method, self)
+        """Returns the worker that runs calls of ``method``: this one, or the method's own."""
+        return self.method_workers.get(method, self)
 
 
 def register(
@@ -57,19 +58,19 @@ def register(
 
     The body gets a batch of its rows with the declared ``inputs``, ordered by row id; a trailing ``?`` marks a field as optional.
     It returns a Batch with the declared ``outputs`` for the same rows, or a JSON value for :meth:`Controller.get`, or both as a
-    tuple. The body of a train call gets a list instead: for each optimizer step one batch per reference. A generate call may hand
-    rows that have ended to ``controller.rollout_streamer``, if that is not None (:attr:`Role.streams_rollouts`).
+    tuple. The body of a train call gets a list instead: for each optimizer step one batch per reference. The body of a generate call
+    may send rows before all have ended, by ``controller.rollout_streamer`` if that is not None (:attr:`Role.streams_rollouts`).
 
     - ``kind``: "generate" (extends rows; may return only some of them), "infer" (row by row; does not change the role), "train"
       (changes weights), "compute" (no model) or "control" (no rows).
     - ``split_groups``: rows of one group may go to different ranks.
-    - ``lengths_of``: the output whose rows set new token counts.
+    - ``lengths_of``: the output that is a new token field, such as the responses; its lengths balance the rows of later calls.
     - ``tokens``: the token fields whose lengths balance the rows over members, if a reference has them.
     - ``describe(worker, *arguments)``: the :class:`Signature` of a call whose fields depend on its arguments.
-    - ``known(worker, reference)``: a reference that makes the call unnecessary, or None.
+    - ``known(worker, reference)``: a reference to the result, if it exists already; None makes the call.
     - ``streams``: the body of an infer call may run several times, each time on some rows (whole groups unless ``split_groups``).
-    - ``report(worker, batch, made, notes)``: the call's value, from all its rows, what the body made of them, and what each run of
-      the body returned beside its rows.
+    - ``report(worker, batch, made, notes)``: the call's value. ``batch``: all its rows; ``made``: what the body made of them;
+      ``notes``: what each run of the body returned beside its rows.
     """
     assert kind in KINDS, f"kind {kind!r}: allowed are {', '.join(KINDS)}"
 

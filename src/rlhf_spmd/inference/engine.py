@@ -25,9 +25,11 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import kv_heads_of
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.parallel.device_setup import choose_device
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
-from rlhf_spmd.parallel.world import Launch, World, choose_device
+from rlhf_spmd.parallel.world import World
 
 IN_FLIGHT = 8  # the generator has this times generation.max_num_seqs rows: a call builds a runner, and should be worth it
 HANDED_OUT = 0.5  # the share of groups after whose end a call returns and others follow, so that it never lacks rows

@@ -29,8 +29,10 @@ from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import check_pretrained
+from rlhf_spmd.parallel.device_setup import MOST_THREADS
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
-from rlhf_spmd.parallel.world import MOST_THREADS, Launch, World
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.program import ProgramSettings, run_program

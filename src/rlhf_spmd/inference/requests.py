@@ -25,7 +25,8 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.models.spec import join_ends
-from rlhf_spmd.parallel.world import Launch, World
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 
 Prompt = tuple[list[int], str | None]  # token ids, and the text that they encode, if it was given as one
 Entries = list[list[tuple[int, float]]]  # for each token: itself and its log-prob, then the likeliest tokens and theirs

@@ -41,7 +41,7 @@ class FlightRecorder:
             self.received[label] += received
 
     def tick(self) -> None:
-        """Count a sign of life beside the collectives: a call that starts or ends, a part of a long call or of a file."""
+        """Count progress other than collectives: a call that starts or ends, a part of a long call or of a file."""
         self.ticks += 1
 
     def dump(self, last: int = 8) -> str:
@@ -74,7 +74,7 @@ class Group:
     name: str
     ranks: tuple[int, ...]
     rank: int
-    communicator: Callable[[], dist.ProcessGroup] | None = None  # makes the process group, or finds that of an equal group
+    communicator: Callable[[], dist.ProcessGroup] | None = None  # returns the process group, which groups of equal ranks share
 
     @property
     def size(self) -> int:
@@ -82,7 +82,7 @@ class Group:
 
     @cached_property
     def process_group(self) -> dist.ProcessGroup:
-        """Collective over the group, the first time: every rank of it must call, in program order."""
+        """Torch's group. Collective over the group, the first time: every rank of it must call, in program order."""
         assert self.communicator is not None, f"group {self.name} does not communicate"
         RECORDER.note("connect", self.name, 0)
         return self.communicator()
@@ -186,7 +186,7 @@ class Group:
         return dist.batch_isend_irecv([dist.P2POp(op, tensor, self.ranks[member], pg) for op, (member, tensor) in every])
 
     def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
-        """The tensor of every rank; shapes are equal. Collective over the group: every rank of it must call, in program order."""
+        """Returns every rank's tensor, of one shape. Collective over the group: every rank of it must call, in program order."""
         flat = tensor.reshape(-1)
         output = flat.new_empty(self.size * len(flat))
         self.all_gather_into(output, flat, label)
@@ -212,7 +212,7 @@ class Group:
         return tensor
 
     def gather_bytes(self, payload: bytes, label: str) -> list[bytes] | None:
-        """Every rank's bytes on group index 0; None on other ranks. Lengths are exchanged first.
+        """Returns every rank's bytes on group index 0, and None on other ranks. Lengths are exchanged first.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -229,7 +229,7 @@ class Group:
         return [payload, *(bytes(part.numpy()) for part in parts[1:])]
 
     def broadcast_bytes(self, payload: bytes | None, label: str, source: int = 0) -> bytes:
-        """The bytes of group index ``source``. Collective over the group: every rank of it must call, in program order."""
+        """Returns group index ``source``'s bytes. Collective over the group: every rank of it must call, in program order."""
         if self.size == 1:
             return payload or b""
         length = torch.tensor([len(payload or b"")])
@@ -242,16 +242,19 @@ class Group:
         return bytes(self.broadcast(data, source, label).numpy())
 
     def gather_json(self, value: Any, label: str) -> list[Any] | None:
-        """As :meth:`gather_bytes`, for JSON values."""
+        """As :meth:`gather_bytes`, for JSON values. Collective over the group: every rank of it must call, in program order."""
         parts = self.gather_bytes(json.dumps(value).encode(), label)
         return None if parts is None else [json.loads(part) for part in parts]
 
     def broadcast_json(self, value: Any, label: str) -> Any:
-        """As :meth:`broadcast_bytes`, for a JSON value of group index 0; ``value`` on other ranks is not read."""
+        """As :meth:`broadcast_bytes`, for the JSON ``value`` of group index 0.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.rank == 0 else None, label))
 
     def barrier(self, label: str) -> None:
-        """Collective over the group: every rank of it must call, in program order."""
+        """Wait for all ranks. Collective over the group: every rank of it must call, in program order."""
         self.all_reduce(torch.zeros(1), label)
 
     def isend(self, tensor: Tensor, to: int, label: str, tag: int = 0) -> dist.Work | None:
@@ -273,7 +276,7 @@ class Group:
 
 
 def solo(rank: int = 0) -> Group:
-    """The group of one rank, which communicates nothing."""
+    """Returns the group of one rank, which communicates nothing."""
     return Group("solo", (rank,), 0)
 
 

@@ -13,7 +13,7 @@ from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 
 BUCKET_ELEMENTS = 1 << 24  # 64 MB in fp32: large enough for full bandwidth, small beside a model
-MATRIX_ELEMENTS = 1 << 29  # of Muon's matrices that a rank handles at a time, in bfloat16
+MATRIX_ELEMENTS = 1 << 29  # the most elements of Muon's matrices that a rank handles at a time, in bfloat16
 
 
 def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> None:
@@ -45,7 +45,7 @@ def buckets(sizes: Mapping[str, int], most: int | None = None) -> Iterator[list[
         yield names
 
 
-def _places(plan: Mapping[str, ParamShard]) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def _box_keys(plan: Mapping[str, ParamShard]) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     return {(box.name, box.start, box.size) for shard in plan.values() for box in shard.boxes}
 
 
@@ -54,7 +54,7 @@ def owned_boxes(plan: Mapping[str, ParamShard], before: Iterable[Mapping[str, Pa
 
     Copies (norms over tp, KV heads that several tp ranks share, tied embeddings) are equal boxes.
     """
-    seen = {place for other in before for place in _places(other)}
+    seen = {key for other in before for key in _box_keys(other)}
     return {
         name: replace(shard, boxes=tuple(box for box in shard.boxes if (box.name, box.start, box.size) not in seen))
         for name, shard in plan.items()
@@ -70,7 +70,7 @@ def partial_boxes(
     fully replicated parameters every rank has the whole gradient, so they are left out. Those in ``scattered`` are not, because each
     rank applies them to its own tokens only (sequence parallelism).
     """
-    seen = {place for other in others for place in _places(other)}
+    seen = {key for other in others for key in _box_keys(other)}
     shared = {
         name: replace(shard, boxes=tuple(box for box in shard.boxes if (box.name, box.start, box.size) in seen))
         for name, shard in plan.items()

@@ -83,7 +83,7 @@ class Grid(ABC):
         return int(self.ranks[pp, dp, tp])
 
     def along(self, index: int, *axes: str) -> list[int]:
-        """The ranks that differ from ``index`` only on ``axes``, and itself, in the order of their coordinates."""
+        """Returns ``index`` and the ranks that differ from it only on ``axes``, in the order of their coordinates."""
         at = zip(AXES, self.coordinate(index), strict=True)
         found: list[int] = (
             self.ranks[tuple(slice(None) if axis in axes else number for axis, number in at)].reshape(-1).tolist()
@@ -100,7 +100,7 @@ class Grid(ABC):
         return self.along(index, "dp")[first : first + self.dp_shard]
 
     def replicate_group(self, index: int) -> list[int]:
-        """The ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
+        """Returns the ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
         return self.along(index, "dp")[self.coordinate(index).dp % self.dp_shard :: self.dp_shard]
 
 
@@ -136,7 +136,7 @@ class Layout(Grid):
         return self.dp // self.dp_shard
 
     def stages(self, pp_rank: int) -> list[int]:
-        """The virtual stages (of ``pp * vpp``) that a pipeline rank holds, one per chunk."""
+        """Returns the virtual stages (of ``pp * vpp``) that a pipeline rank holds, one per chunk of layers."""
         return [chunk * self.pp + pp_rank for chunk in range(self.vpp)]
 
     @cached_property
@@ -226,7 +226,7 @@ class GenerationLayout(Grid):
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """[p_g, d_g * d, t_g]."""
+        """Pool indices by coordinate, [p_g, d_g * d, t_g]."""
         ranks, shape = np.arange(self.train.size), (self.pp, self.dp, self.tp)
         if self.consecutive:
             return ranks.reshape(shape)
@@ -234,7 +234,7 @@ class GenerationLayout(Grid):
         return ranks.reshape(self.pp, stages, self.train.dp, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def micro_dp_group(self, index: int) -> list[int]:
-        """The ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
+        """Returns the ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
         pp, dp, tp = self.coordinate(index)
         first = dp // self.micro_dp * self.micro_dp
         group: list[int] = self.ranks[pp, first : first + self.micro_dp, tp].tolist()
@@ -242,7 +242,7 @@ class GenerationLayout(Grid):
 
 
 def generation_layout(train: Layout, pp: int, tp: int, consecutive: bool = False) -> GenerationLayout:
-    """The regrouping in place; or a grid of its own, if the layouts do not allow that or ``consecutive`` asks for it.
+    """Returns the regrouping of ``train``, or a grid of its own if the layouts do not allow that or ``consecutive`` asks for it.
 
     Raises ValueError for a generation layout that does not fit.
     """
@@ -252,7 +252,7 @@ def generation_layout(train: Layout, pp: int, tp: int, consecutive: bool = False
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """The layers of a pipeline stage: as even as possible; earlier stages take the remainder.
+    """Returns the layers of a pipeline stage. Stages are as equal as possible; earlier ones take the remainder.
 
     If p_g divides p, generation stage i must own exactly the layers of its p/p_g training stages. So a remainder is allowed only if
     stages are not regrouped; callers check that.

@@ -24,7 +24,7 @@ from rlhf_spmd.parallel.world import World
 class Mesh:
     """This rank's view of a layout on a pool. On ranks outside the pool ``index`` is -1 and the groups are solo groups.
 
-    ``pp_rank``, ``dp_rank``, ``tp_rank``: coordinates. Groups:
+    ``pp_rank``, ``dp_rank``, ``tp_rank``: coordinates. ``member``: True on ranks of the pool. Groups:
 
     - ``tp``; ``dp``, and in it ``dp_shard`` (ranks that share one copy of what ZeRO shards) and ``dp_replicate`` (ranks that hold the
       same part as this one).
@@ -71,7 +71,7 @@ class Mesh:
     def device_mesh(self) -> DeviceMesh:
         """Torch's mesh of the axes with more than one rank. If ZeRO shards over a part of dp: ``dp_replicate``, ``dp_shard``.
 
-        For members only. Collective over the pool, the first time: every rank of it must call, in program order.
+        Collective over the pool, the first time: every rank of it must call, in program order.
         """
         pp, dp, tp = self.layout.ranks.shape
         shard = self.layout.dp_shard
@@ -85,7 +85,7 @@ class Mesh:
 
 
 def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLayout) -> Mesh:
-    """The mesh of a layout on the ranks of ``pool``, which ascend. Communicates nothing."""
+    """Returns the mesh of a layout on the ranks of ``pool``, which ascend. Communicates nothing."""
     index = list(pool).index(world.rank) if world.rank in pool else -1
 
     def group(name: str, members: Callable[[int], list[int]], channel: str = "") -> Group:

@@ -35,8 +35,8 @@ def _rounds(num_micro_batches: int, pp: int) -> list[range]:
     With pp of them, the first has gone around the ring when the last one leaves.
     """
     number = max(num_micro_batches // pp, 1)
-    cuts = [num_micro_batches * k // number for k in range(number + 1)]
-    return [range(a, b) for a, b in pairwise(cuts)]
+    bounds = [num_micro_batches * k // number for k in range(number + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def _order(kind: Literal["F", "B"], num_micro_batches: int, pp: int, chunks: range) -> list[Action]:

@@ -29,7 +29,7 @@ class PlacementConfig:
       both take turns. See [placement.md](placement.md#one-step-ahead)
     - speeds: of each rank of the job against the others, above 0: calls deal their rows in this proportion ([Unequal
       devices](placement.md#unequal-devices)); empty: all alike
-    - rollout_chunks: portions in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all
+    - rollout_chunks: chunks in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all
       together
     - profile: with `placement.strategy=auto`: times of this machine, a file that [`plan profile`](planner.md#profiles) wrote;
       null: formulas, for GPUs of the planner's table

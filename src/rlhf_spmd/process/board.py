@@ -28,7 +28,7 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process.exit import announce, await_all, end_process, one_line, record_status
 from rlhf_spmd.process.failure_detector import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, place
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages

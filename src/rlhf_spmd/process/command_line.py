@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.load import to_yaml
-from rlhf_spmd.parallel.world import Launch, read_launch
+from rlhf_spmd.parallel.launch import Launch, read_launch
 from rlhf_spmd.process.arguments import help_text, ignore_closed_pipes, read_arguments, shared_parser
 from rlhf_spmd.process.exit import announce
 from rlhf_spmd.process.launcher import default_num_ranks, start_ranks

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.config.schema import printable
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.progress import on_own_line
 from rlhf_spmd.telemetry.run_dir import DISK_ERRORS, EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, write_exit_status

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.kernels.cuda_settings import usual_settings
-from rlhf_spmd.parallel.world import JOB_KEY, LAUNCHER, check_gpus, ranks_store
+from rlhf_spmd.parallel.device_setup import check_gpus
+from rlhf_spmd.parallel.launch import JOB_KEY, LAUNCHER, ranks_store
 from rlhf_spmd.process.board import Failure
 from rlhf_spmd.process.exit import announce, forget_status, record_status
 from rlhf_spmd.process.failure_detector import Heartbeat, group_places

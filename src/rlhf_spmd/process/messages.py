@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rlhf_spmd.parallel.world import JOB_KEY, Launch
+from rlhf_spmd.parallel.launch import JOB_KEY, Launch
 
 SEAL = 64  # characters of the seal, which precedes the text
 VERDICT = "prepare/verdict"  # about the input: "ok", or the refusal

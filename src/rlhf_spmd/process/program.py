@@ -25,7 +25,9 @@ import torch.distributed as dist
 
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.parallel.world import World, choose_matmul, init_world, launcher_is_process_1, read_launch
+from rlhf_spmd.parallel.device_setup import choose_matmul
+from rlhf_spmd.parallel.launch import launcher_is_process_1, read_launch
+from rlhf_spmd.parallel.world import World, init_world
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.exit import Preempted, classify, end_process, end_rank, error_text, forget_status, lost_connection
 from rlhf_spmd.process.failure_detector import WatchLimits, place

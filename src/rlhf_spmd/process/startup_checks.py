@@ -30,7 +30,7 @@ from rlhf_spmd.config.interpolation import compared
 from rlhf_spmd.config.load import flatten, to_dict
 from rlhf_spmd.config.registry import split_name
 from rlhf_spmd.kernels import model_device
-from rlhf_spmd.parallel.world import Launch, connect_store, start_limit
+from rlhf_spmd.parallel.launch import Launch, connect_store, start_limit
 from rlhf_spmd.process.exit import ToldToEnd, announce, await_all, classify, end_rank, error_text, one_line
 from rlhf_spmd.process.messages import VERDICT, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.telemetry import run_lock

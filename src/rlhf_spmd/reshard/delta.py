@@ -1,4 +1,4 @@
-"""Weights sent again to ranks that still hold the last ones: only elements whose bits have changed are sent. Pure.
+"""Weights for ranks that hold an earlier version: only elements whose bits have changed are sent. Pure.
 
 A message has all elements, or only the changed ones with their positions, as a list (int32) or a mask (one bit per element): whichever
 is smallest. Both ends know which from the number of changed elements, which the first step of a transfer sends. Bits are compared, not
@@ -22,7 +22,7 @@ ParamSlices = tuple[ParamSlice, ...]
 
 
 class Delta:
-    """Repeated transfers by one plan from the same sources into the same targets, whose storage stays in between.
+    """The state of repeated transfers by one plan, from the same sources into the same targets, whose values stay in between.
 
     ``sent``: for each message what its receivers hold, flat. That costs a sender as many bytes as a full transfer sends, once for all
     receivers of equal parts. It is empty before the first transfer, which sends everything, on all ranks alike.
@@ -33,7 +33,7 @@ class Delta:
         self.sent: dict[ParamSlices, Tensor] = {}
 
     def begin(self, steps: Sequence[TransferStep], sources: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Note what the first transfer sends; the sources have these values."""
+        """Copy what the first transfer sends, which are the sources' values."""
         self.begun = True
         for message in (message for step in steps for message in step.messages if message.sends):
             if message.parts not in self.sent:
@@ -41,9 +41,10 @@ class Delta:
 
 
 class Changes:
-    """One later transfer: replaces ``steps`` (each with at most one message per direction); ``sources`` and ``targets`` have its data.
+    """A transfer of changes, in place of ``steps``, each of which has at most one message per direction.
 
-    ``limit``: bytes that steps hold at a time. ``opens`` and ``closes`` are those of a :class:`Transfer`.
+    ``sources``, ``targets``: the tensors, and the encoded messages while they are in flight. ``limit``: bytes that steps hold at a
+    time. :class:`Transfer` calls ``before_step`` and ``after_step``.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Changes:
                 messages.append(Message(message.sends, _whole(f"#step {number}", size), None))
         return TransferStep(messages, transfers, held=sum(message.numel for message in messages))
 
-    def opens(self, number: int) -> None:
+    def before_step(self, number: int) -> None:
         """Encode what a step sends, and allocate what it receives."""
         if number == HEADER:
             device = next((tensor.device for tensor in (*self.sources.values(), *self.targets.values())), None)
@@ -103,7 +104,7 @@ class Changes:
             for parts, before in self._delta.sent.items():
                 before.copy_(self._now(parts))
 
-    def closes(self, number: int) -> None:
+    def after_step(self, number: int) -> None:
         """Decode what a step received into the targets."""
         if number == HEADER:
             for (sends, peer), at in self._pairs.items():
@@ -132,7 +133,7 @@ class Changes:
         self._counts |= zip([(number, sends) for number in numbers], counts.tolist(), strict=True)
 
     def _size(self, number: int, message: Message) -> int:
-        """Bytes of an encoded message. 0 before the header has come; then only the room beside it is asked for."""
+        """Returns the bytes of an encoded message; 0 before the header has arrived."""
         changed = self._counts.get((number, message.sends), 0)
         return encoded_bytes(message.numel, changed, self._dtype.itemsize)[1]
 
@@ -142,19 +143,19 @@ def _whole(name: str, size: int) -> ParamSlices:
 
 
 def flat(tensors: Mapping[str, Tensor], parts: ParamSlices) -> Tensor:
-    """The elements of some parts, one after the other; a view if they are contiguous."""
+    """Returns the elements of some parts, one after the other; a view if they are contiguous."""
     found = [tensors[part.parameter].detach()[part.slices].reshape(-1) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements of ``a`` have other bits in ``b``, bool. Both have the same dtype."""
+    """Returns which elements of ``a`` have other bits in ``b``, bool. Both have the same dtype."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.view(bits) != b.view(bits)
 
 
 def encoded_bytes(numel: int, changed: int, itemsize: int) -> tuple[str, int]:
-    """The smallest encoding ("all", "list" or "mask") of ``numel`` elements, of which ``changed`` have changed; and its bytes."""
+    """Returns the smallest encoding ("all", "list" or "mask") of ``numel`` elements with ``changed`` changes, and its bytes."""
     sizes = {"list": 4 * changed, "mask": -(-numel // 8)}
     form = min(sizes, key=lambda name: sizes[name])
     size = sizes[form] + itemsize * changed

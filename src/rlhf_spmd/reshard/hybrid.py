@@ -1,14 +1,13 @@
-"""One model's weights, moving between its training and its generation layout by a method's plan.
+"""One model's weights, moving between its training and its generation layout. The package's docstring has a drawing.
 
-To generation, bucket by bucket: allocate what the bucket makes, gather, then free the training storage whose values are in the
-generation storage now. A training parameter that is one slice of a generation parameter becomes a view of it. Others lose their storage
-until they are restored: FSDP2 shards, whose storage belongs to FSDP (it is resized to zero and back), and parameters that are scattered
-over the generation shard. So if ranks were regrouped in place (``zero_redundancy``), no value is held twice.
+To generation, bucket by bucket: allocate generation parameters, gather, then free the training storage whose values they hold now. A
+training parameter that is one slice of a generation parameter becomes a view of it. Others have no storage until they are restored:
+FSDP2's shards, whose storage FSDP owns, and parameters that are scattered over the generation shard. So with ``zero_redundancy`` no
+value is held twice.
 
 The peak is the generation shard plus one bucket. A bucket starts only if all buffers in flight, with the training parameters that they
-will replace, stay within the size of the largest bucket; one bucket is in flight in any case. If one generation stage has several
-training stages, a bucket has a layer of each. During a transition the training parameters must not be written, and those without a view
-must not be read.
+will replace, stay within the size of the largest bucket; one bucket is in flight in any case. If a generation stage has several
+training stages, a bucket has a layer of each. During a transition nobody may write training parameters, or read those without a view.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.parallel.zero import is_sharded, local_part
 from rlhf_spmd.reshard.bucketing import TransferContext, TransferStep, plan_bucket, plan_steps
-from rlhf_spmd.reshard.plan import HostOf, ShardsAt, held_by, single_slice
-from rlhf_spmd.reshard.reshard_methods import ONE_HOST, Method
+from rlhf_spmd.reshard.cells import HostOf
+from rlhf_spmd.reshard.holdings import ShardsAt, held_by
+from rlhf_spmd.reshard.reshard_methods import ONE_HOST, Method, single_slice
 from rlhf_spmd.reshard.storages import Storages, held_bytes, materialise
 from rlhf_spmd.reshard.transfer import Transfer
 
@@ -39,7 +39,7 @@ LABEL = "reshard"
 
 
 class HybridWeights:
-    """A role's weights in two layouts on one rank, with one copy of the values. Has what all transitions share.
+    """A role's weights in two layouts on one rank, with one copy of the values. It holds what all transitions share.
 
     - ``train_shards``: the training parameters of any rank. ``train_parameters``: returns the current ones of this rank under the same
       names, plain ``nn.Parameter`` or FSDP2's DTensor, sharded (not gathered).
@@ -49,7 +49,7 @@ class HybridWeights:
     - ``buffers``: "free": generation storage exists only during generation. "keep": it stays allocated during training at fixed
       addresses, so captured CUDA graphs stay valid. "offload": as "free", and training shards that would stay beside the generation
       shard are moved to host memory, pinned if the device is a GPU.
-    - ``passing``: training parameters that exist for one transition only and have no storage after it: sums of weights and adapters.
+    - ``temporary``: training parameters that exist for one transition only, and have no storage after it: weights merged with adapters.
 
     ``transition``: the last one, with its cost. ``bucket_bytes``: the size of the largest bucket. Construction does not communicate.
     Raises ValueError if layouts do not fit.
@@ -68,10 +68,10 @@ class HybridWeights:
         buffers: str = "free",
         max_bucket_bytes: int = 256 << 20,
         host_of: HostOf = ONE_HOST,
-        passing: Collection[str] = (),
+        temporary: Collection[str] = (),
     ) -> None:
         self.transition: Transition | None = None
-        self.passing = passing
+        self.temporary = temporary
         self.group, self.keep, self.offload = group, buffers == "keep", buffers == "offload"
         self.parameters, self.module, self.index = train_parameters, generation, index
         self.members = method.gather_ranks(layout, index)
@@ -89,18 +89,18 @@ class HybridWeights:
 
         limit = max(max_bucket_bytes // self.dtype.itemsize, 1)
         self.plan = method.plan(layout, index, train_shards, generation_shards, limit, host_of)
-        self.views = {name: single_slice(place, self.shards[name].shape) for name, place in self.plan.places.items()}
+        self.views = {name: single_slice(location, self.shards[name].shape) for name, location in self.plan.locations.items()}
         self.shared = self._find_shared()
         self.finished = self.plan.finished(self.shards)
-        self.made = {name: shard.shape for name, shard in self.plan.made.items()}
-        sizes = [sum(math.prod(self.made[target]) for target in bucket) for bucket in self.plan.buckets]
-        if not self.plan.buckets:  # those of all ranks, since all cut alike
-            places = [generation_shards(pp, tp) for pp in range(layout.pp) for tp in range(layout.tp)]
-            sizes = [min(limit, math.prod(shard.shape)) for shards in places for shard in shards.values()]
+        self.gathered = {name: shard.shape for name, shard in self.plan.gathered.items()}
+        sizes = [sum(math.prod(self.gathered[target]) for target in bucket) for bucket in self.plan.buckets]
+        if not self.plan.buckets:  # the parameters of all ranks, because all split alike
+            every = [generation_shards(pp, tp) for pp in range(layout.pp) for tp in range(layout.tp)]
+            sizes = [min(limit, math.prod(shard.shape)) for shards in every for shard in shards.values()]
         self.bucket_bytes = max(sizes, default=0) * self.dtype.itemsize
         self._steps: dict[int, TransferStep] = {}
 
-    # -- what becomes of the weights
+    # -- there and back
 
     def to_generation(self, wait: bool = True, version: int = 0) -> None:
         """Fill the generation parameters from the training parameters, which are the weights of ``version``.
@@ -112,7 +112,7 @@ class HybridWeights:
         """
         assert not self.in_generation, "the weights are already in the generation layout"
         self.transition = Transition(self, version)
-        self.transition.begin(wait or bool(self.plan.cuts))
+        self.transition.begin(wait or bool(self.plan.from_whole))
 
     def finish(self) -> None:
         """Wait for the remaining buckets. Collective over the gather group: every rank of it must call, in program order."""
@@ -130,7 +130,7 @@ class HybridWeights:
 
     @property
     def version(self) -> int | None:
-        """The version of the weights in the generation parameters; None if they hold none."""
+        """The version of the weights in the generation parameters; None if they hold no values."""
         return self.transition.version if self.transition is not None and (self.keep or not self.transition.over) else None
 
     @property
@@ -139,19 +139,19 @@ class HybridWeights:
 
     @property
     def pending_bytes(self) -> int:
-        """How much the device's memory will grow until the last bucket has come.
+        """How much the device's memory will grow until the last bucket has arrived.
 
         That is the generation storage still to allocate, minus the training storage that will be freed, plus a bucket's buffers.
         """
         assert self.transition is not None, "no transition has begun"
         making = sum(math.prod(self.shapes[name]) for name, here in self.generation.items() if not here.numel())
-        leaving = sum(local.nbytes for name, local in self.transition.train.items() if self.leaves(name))
+        leaving = sum(local.nbytes for name, local in self.transition.train.items() if self.releases(name))
         return making * self.dtype.itemsize - leaving + self.bucket_bytes * self.transition.under_way
 
     # -- what transitions need
 
     def local(self) -> dict[str, Tensor]:
-        """The training parameters as plain local tensors that share their storage."""
+        """Returns the training parameters as plain local tensors that share their storage."""
         current = self.parameters()
         assert set(current) == set(self.shards), "training module and its plan name different parameters"
         local = {name: local_part(parameter) for name, parameter in current.items()}
@@ -161,32 +161,32 @@ class HybridWeights:
         return local
 
     def step(self, bucket: int) -> TransferStep:
-        """The step that moves a bucket, in every transition."""
+        """Returns the step that moves a bucket; the same in every transition."""
         if bucket not in self._steps:
             tensors = self.plan.tensors(bucket)
             moves, copies = list(self.plan.transfer.moves(tensors)), list(self.plan.transfer.copies(tensors))
-            ends = self._ends(self.bucket_bytes // self.dtype.itemsize)
+            context = self._context(self.bucket_bytes // self.dtype.itemsize)
             replaced = sum(math.prod(self.shards[name].shape) for name in self.finished[bucket] if self.replaced(name))
-            self._steps[bucket] = replace(plan_bucket(moves, copies, ends, capabilities(self.device).streams), held=replaced)
+            self._steps[bucket] = replace(plan_bucket(moves, copies, context, capabilities(self.device).streams), held=replaced)
         return self._steps[bucket]
 
     @cached_property
     def steps(self) -> list[TransferStep]:
-        """The steps if there are no buckets, because each rank needs its own part."""
-        return plan_steps(self.plan.transfer, self._ends(self.bucket_bytes // 2 // self.dtype.itemsize))
+        """The steps, if there are no buckets because each rank needs a part of its own."""
+        return plan_steps(self.plan.transfer, self._context(self.bucket_bytes // 2 // self.dtype.itemsize))
 
-    def _ends(self, limit: int) -> TransferContext:
+    def _context(self, limit: int) -> TransferContext:
         converted = any(dtype != self.dtype for dtype in self._dtypes.values())
         sources = {name: shard.shape for name, shard in self.shards.items()}
-        return TransferContext(self.index, self.members, sources, self.made, converted, max(limit, 1))
+        return TransferContext(self.index, self.members, sources, self.gathered, converted, max(limit, 1))
 
     def replaced(self, name: str) -> bool:
-        """True if the generation parameters hold a training parameter's values meanwhile. With another dtype they do not."""
-        return name in self.plan.places and self._dtypes[name] == self.dtype
+        """True if generation parameters hold a training parameter's values during generation. With another dtype they do not."""
+        return name in self.plan.locations and self._dtypes[name] == self.dtype
 
-    def leaves(self, name: str) -> bool:
-        """True if a training parameter gives up its storage on the device."""
-        return self.offload or self.replaced(name) or name in self.passing
+    def releases(self, name: str) -> bool:
+        """True if a training parameter has no storage on the device during generation."""
+        return self.offload or self.replaced(name) or name in self.temporary
 
     def allocate(self, target: str) -> Tensor:
         parameter, shape = self.generation[target], self.shapes[target]
@@ -203,8 +203,8 @@ class HybridWeights:
         return freed
 
     def _find_shared(self) -> dict[str, str] | None:
-        """Generation parameter -> the training parameter that equals it, if that holds for all: then nothing has to move."""
-        if self.group.size > 1 or not self.plan.places or not all(map(self.replaced, self.shards)):
+        """Returns generation parameter -> the equal training parameter, if every one has such: then nothing has to move."""
+        if self.group.size > 1 or not self.plan.locations or not all(map(self.replaced, self.shards)):
             return None
         views = [(view[0], name) for name, view in self.views.items() if view is not None]
         shared = {target: name for target, name in views if self.shapes[target] == self.shards[name].shape}
@@ -212,7 +212,7 @@ class HybridWeights:
 
 
 class Transition:
-    """One way from training to generation and back: what is in flight, where the training parameters are, and the cost.
+    """One transition from training to generation and back: what is in flight, where the training parameters are, and the cost.
 
     ``peak_bytes``: the most bytes of live storages (parameters of both modules, buffers, whole tensors) in both directions. It exceeds
     the method's formula by at most ``bucket_bytes``. ``train``: the training parameters that later buckets need.
@@ -222,15 +222,15 @@ class Transition:
         self._weights, self.version, self.over = weights, version, False
         self.bytes_received = self.bytes_sent = self.peak_bytes = 0
         self.train: dict[str, Tensor] = weights.local()
-        self._made: dict[str, Tensor] = {}  # what buckets make: generation parameters or whole tensors
+        self._gathered: dict[str, Tensor] = {}  # what buckets fill: generation parameters or whole tensors
         self._before = RECORDER.received[LABEL], RECORDER.sent[LABEL]
-        self._away: set[str] = set()  # training parameters without storage of their own
+        self._without_storage: set[str] = set()  # training parameters without storage of their own
         self._transfer: Transfer | None = None
         self._hooks: list[RemovableHandle] = []
 
     @property
     def under_way(self) -> bool:
-        return self._transfer is not None and self._transfer.landed < len(self._weights.plan.buckets)
+        return self._transfer is not None and self._transfer.num_done < len(self._weights.plan.buckets)
 
     @torch.no_grad()
     def begin(self, wait: bool) -> None:
@@ -241,9 +241,15 @@ class Transition:
             self.train = {}
             self._note_peak(self._held_bytes())
         elif number:
-            args = self.train, self._made, weights.group, weights.dtype, weights.bucket_bytes // weights.dtype.itemsize, LABEL
+            limit = weights.bucket_bytes // weights.dtype.itemsize
+            args = self.train, self._gathered, weights.group, weights.dtype, limit, LABEL
             self._transfer = Transfer(
-                number, weights.step, *args, opens=self._open, closes=self._close, measure=self._held_bytes
+                number,
+                weights.step,
+                *args,
+                before_step=self._before_bucket,
+                after_step=self._after_bucket,
+                measure=self._held_bytes,
             )
             if wait:
                 self.advance(number)
@@ -262,95 +268,95 @@ class Transition:
         """Back to training."""
         self.over, weights = True, self._weights
         if weights.shared is not None:
-            weights.free(target for target, source in weights.shared.items() if source in weights.passing)
+            weights.free(target for target, source in weights.shared.items() if source in weights.temporary)
             return  # both modules share one set of the others
-        places = {name: {piece.target.parameter for piece in pieces} for name, pieces in weights.plan.places.items()}
-        uses = Counter(target for targets in places.values() for target in targets)
+        locations = {name: {piece.target.parameter for piece in pieces} for name, pieces in weights.plan.locations.items()}
+        uses = Counter(target for targets in locations.values() for target in targets)
         held = self._note_peak(self._held_bytes()) - weights.free(target for target in weights.shapes if not uses[target])
         parameters = weights.parameters()
         for name in chain.from_iterable(weights.finished):
-            if name in self._away:
+            if name in self._without_storage:
                 held += self._restore(name, parameters[name])
                 self._note_peak(held)
-            targets = places.get(name, set())
+            targets = locations.get(name, set())
             uses.subtract(targets)
             held -= weights.free(target for target in targets if not uses[target])
 
     # -- bucket by bucket
 
-    def _open(self, bucket: int) -> None:
-        """Allocate what a bucket makes."""
+    def _before_bucket(self, bucket: int) -> None:
+        """Allocate what a bucket fills."""
         weights = self._weights
         for target in weights.plan.buckets[bucket]:
-            if weights.plan.cuts:
-                self._made[target] = torch.empty(weights.made[target], dtype=weights.dtype, device=weights.device)
+            if weights.plan.from_whole:
+                self._gathered[target] = torch.empty(weights.gathered[target], dtype=weights.dtype, device=weights.device)
             else:
-                self._made[target] = weights.allocate(target)
+                self._gathered[target] = weights.allocate(target)
 
-    def _close(self, bucket: int) -> None:
-        """After a bucket has come: free what nobody needs."""
+    def _after_bucket(self, bucket: int) -> None:
+        """Free what no later bucket needs."""
         weights, transfer = self._weights, self._transfer
         self._note_peak(transfer.peak_bytes if transfer else 0)
         is_last = bucket == len(weights.plan.buckets) - 1
-        if is_last and weights.plan.cuts:
-            self._cut()
-        self._give_up(weights.finished[bucket])
+        if is_last and weights.plan.from_whole:
+            self._copy_from_whole()
+        self._release(weights.finished[bucket])
         if is_last:
-            self._made.clear()
+            self._gathered.clear()
             assert not self.train, f"training parameters that no bucket finished: {list(self.train)}"
             while self._hooks:
                 self._hooks.pop().remove()
 
     def _wait_in_modules(self) -> None:
-        """Let the first forward pass of each layer wait for its bucket, of the module for its first parameter, of the rest for all."""
+        """Let each layer wait for its bucket in its first forward pass, the module for its first parameter, other parts for all."""
         module, shapes = self._weights.module, self._weights.shapes
-        made = {target: i for i, bucket in enumerate(self._weights.plan.buckets) for target in bucket}
+        bucket_of = {target: i for i, bucket in enumerate(self._weights.plan.buckets) for target in bucket}
         lists = {name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
         for name, part in module.named_modules():
             if not name:
-                upto = next(iter(made[target] for target in shapes))
+                upto = next(iter(bucket_of[target] for target in shapes))
             elif name.rpartition(".")[0] in lists:
-                upto = max(made[target] for target in shapes if target.startswith(f"{name}."))
+                upto = max(bucket_of[target] for target in shapes if target.startswith(f"{name}."))
             elif "." not in name and name not in lists:
                 upto = len(self._weights.plan.buckets) - 1
             else:
                 continue
             self._hooks.append(part.register_forward_pre_hook(lambda *_, upto=upto: self.advance(upto + 1)))
 
-    def _cut(self) -> None:
-        """Cut the generation parameters out of the whole tensors, and free each after its last use."""
-        weights, cuts = self._weights, self._weights.plan.cuts
-        uses = Counter(piece.source.parameter for piece in cuts)
-        for source, target in ((piece.source, piece.target) for piece in cuts):
-            place = weights.allocate(target.parameter)
+    def _copy_from_whole(self) -> None:
+        """Copy the generation parameters from the whole tensors, and free each of these after its last use."""
+        weights, from_whole = self._weights, self._weights.plan.from_whole
+        uses = Counter(piece.source.parameter for piece in from_whole)
+        for source, target in ((piece.source, piece.target) for piece in from_whole):
+            location = weights.allocate(target.parameter)
             self._note_peak(self._held_bytes())
-            place[target.slices].copy_(self._made[source.parameter][source.slices])
+            location[target.slices].copy_(self._gathered[source.parameter][source.slices])
             uses[source.parameter] -= 1
             if not uses[source.parameter]:
-                del self._made[source.parameter]
+                del self._gathered[source.parameter]
 
     def _take_all_at_once(self) -> None:
-        """Get what this rank lacks, if ranks need different parts. The training shards stay beside."""
+        """Receive what this rank lacks, if ranks need different parts. The training shards stay."""
         weights, steps = self._weights, self._weights.steps
-        made = {target: weights.allocate(target) for target in weights.shapes}
+        targets = {target: weights.allocate(target) for target in weights.shapes}
         size = weights.bucket_bytes // weights.dtype.itemsize
-        args = self.train, made, weights.group, weights.dtype, size, LABEL
-        transfer = Transfer(len(steps), steps.__getitem__, *args, beside=True)
+        args = self.train, targets, weights.group, weights.dtype, size, LABEL
+        transfer = Transfer(len(steps), steps.__getitem__, *args, on_side_stream=True)
         transfer.wait()
         self._note_peak(transfer.peak_bytes + self._held_bytes())
-        self._give_up(list(self.train))
+        self._release(list(self.train))
 
-    def _give_up(self, names: Iterable[str]) -> None:
-        """Free training parameters whose values are in the generation parameters or not needed, if they may be freed."""
+    def _release(self, names: Iterable[str]) -> None:
+        """Free the storage of training parameters that nobody needs any more, unless they stay on the device."""
         weights, parameters = self._weights, self._weights.parameters()
         for name in names:
             local, view = self.train.pop(name), weights.views.get(name)
-            if not weights.leaves(name):
+            if not weights.releases(name):
                 continue
-            if name in weights.passing:
+            if name in weights.temporary:
                 parameters[name].data = local.new_empty(0)
                 continue
-            self._away.add(name)
+            self._without_storage.add(name)
             if view is not None and weights.replaced(name) and not is_sharded(parameters[name]):
                 parameters[name].data = weights.generation[view[0]].data[view[1]]
                 continue
@@ -361,11 +367,11 @@ class Transition:
                 storage.offload()
 
     def _restore(self, name: str, parameter: Tensor) -> int:
-        """Give a training parameter its storage back; returns its bytes."""
-        self._away.remove(name)
+        """Allocate and fill a training parameter's storage again; returns its bytes."""
+        self._without_storage.remove(name)
         weights, storage = self._weights, self._weights.storages.get(name)
         if not weights.replaced(name):
-            assert storage is not None, f"{name} went nowhere"
+            assert storage is not None, f"{name} has no host copy"
             storage.reload()
             return storage.nbytes
         if storage is None:
@@ -373,7 +379,7 @@ class Transition:
         else:
             storage.allocate()
             values = local_part(parameter)
-        for piece in weights.plan.places[name]:
+        for piece in weights.plan.locations[name]:
             source, target = piece.source, piece.target
             values[source.slices].copy_(weights.generation[target.parameter].data[target.slices])
         if storage is None:
@@ -387,7 +393,7 @@ class Transition:
         self.bytes_received = RECORDER.received[LABEL] - self._before[0]
         self.bytes_sent = RECORDER.sent[LABEL] - self._before[1]
         training = map(local_part, self._weights.parameters().values())
-        return held_bytes([*training, *self._weights.generation.values(), *self._made.values()])
+        return held_bytes([*training, *self._weights.generation.values(), *self._gathered.values()])
 
     def _note_peak(self, held: int) -> int:
         self.peak_bytes = max(self.peak_bytes, held)

@@ -1,10 +1,14 @@
 """How a rank gets its generation shard from training shards. Each method is a choice of sides for the planner. Pure.
 
-``zero_redundancy`` (HybridFlow): generation ranks are regrouped so that a training shard is part of its rank's generation shard. The
-ranks of a micro-DP group exchange what they lack, in one all-gather if their parts are equal, and the training shard stays inside the
-generation shard. If the layouts do not allow it (ZeRO-3 to any layout), each rank receives exactly what it lacks and keeps its training
-shard beside it. ``full_gather`` (DeepSpeed-Chat): every rank gathers the whole model from all ranks and cuts out its generation shard.
-``naive_groups`` (HybridFlow-V): the same inside the training replica. These two are for comparison.
+M: bytes of the model; g: ranks that share it in generation (pp * tp); n: ranks that share it in training; N: ranks of the pool.
+
+- ``zero_redundancy`` (HybridFlow): receives M/g - M/n, peak M/g. Ranks that share a generation shard gather what they lack of it.
+- ``naive_groups`` (HybridFlow-V): receives M - M/n, peak M + M/n. A rank gathers the whole model in its training replica, then cuts.
+- ``full_gather`` (DeepSpeed-Chat): receives M - M/N, peak M + M/n. A rank gathers the whole model from the pool, then cuts.
+
+To each peak one bucket is added. The last two methods are for comparison. They keep the training shard, M/n, beside the generation
+shard; the first replaces it by views, because generation ranks are regrouped so that it is part of the generation shard. If the layouts
+do not allow that (ZeRO-3 to any layout), a rank receives only what it lacks, and keeps its training shard too: peak M/g + M/n.
 """
 
 from __future__ import annotations
@@ -16,18 +20,9 @@ from dataclasses import dataclass, field
 from rlhf_spmd.parallel.boxes import ParamShard, whole_shard
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.parallel.layout import GenerationLayout
-from rlhf_spmd.reshard.plan import (
-    Holding,
-    HostOf,
-    Plan,
-    Shards,
-    ShardsAt,
-    SliceCopy,
-    by_tensor,
-    held_by,
-    holdings,
-    plan_transfer,
-)
+from rlhf_spmd.reshard.cells import HostOf
+from rlhf_spmd.reshard.holdings import Holding, Shards, ShardsAt, by_tensor, held_by, holdings
+from rlhf_spmd.reshard.plan import Plan, SliceCopy, plan_transfer
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 ONE_HOST: HostOf = lambda index: 0  # noqa: E731
@@ -37,34 +32,35 @@ ONE_HOST: HostOf = lambda index: 0  # noqa: E731
 class TransitionPlan:
     """Everything that one rank does to get from training to generation.
 
-    - ``transfer``: what it gives, takes and keeps; ranks are pool indices.
-    - ``made``: the parameters that it makes. ``buckets``: their names, bucket by bucket; empty: all at once, each rank its own.
-    - ``places``: training parameter -> where its parts lie in the generation shard, which then holds them. Empty: the training shard
+    - ``transfer``: what it sends, receives and copies; ranks are pool indices.
+    - ``gathered``: the parameters that it fills: generation parameters, or whole tensors. ``buckets``: their names, bucket by bucket;
+      empty: all at once, because each rank needs a part of its own.
+    - ``locations``: training parameter -> where its parts are in the generation shard, which then holds them. Empty: the training shard
       stays beside the generation shard.
-    - ``cuts``: given if ``made`` are whole tensors: the copies from them into the generation parameters.
+    - ``from_whole``: the copies from whole tensors into generation parameters, if ``gathered`` are whole tensors.
     """
 
     transfer: Plan
-    made: Shards
+    gathered: Shards
     buckets: Sequence[Sequence[str]] = ()
-    places: Mapping[str, Sequence[SliceCopy]] = field(default_factory=dict)
-    cuts: Sequence[SliceCopy] = ()
+    locations: Mapping[str, Sequence[SliceCopy]] = field(default_factory=dict)
+    from_whole: Sequence[SliceCopy] = ()
 
     def tensors(self, bucket: int) -> list[str]:
-        """The global tensors of a bucket's parameters."""
-        return list(dict.fromkeys(box.name for target in self.buckets[bucket] for box in self.made[target].boxes))
+        """Returns the global tensors of a bucket's parameters."""
+        return list(dict.fromkeys(box.name for target in self.buckets[bucket] for box in self.gathered[target].boxes))
 
     def finished(self, train: Iterable[str]) -> list[list[str]]:
-        """For each bucket: the training parameters that no later bucket needs. The generation storage has their values then.
+        """Returns for each bucket the training parameters that no later bucket needs, to read or to send.
 
-        A rank also keeps the parts of a bucket that it gives to others.
+        The generation storage has their values then.
         """
         if not self.buckets:
             return [list(train)]
-        made = {target: i for i, bucket in enumerate(self.buckets) for target in bucket}
+        bucket_of = {target: i for i, bucket in enumerate(self.buckets) for target in bucket}
         last = dict.fromkeys(train, 0)
         for piece in self.transfer.copies():
-            last[piece.source.parameter] = max(last[piece.source.parameter], made[piece.target.parameter])
+            last[piece.source.parameter] = max(last[piece.source.parameter], bucket_of[piece.target.parameter])
         return [[name for name, at in last.items() if at == i] for i in range(len(self.buckets))]
 
 
@@ -73,9 +69,9 @@ class Method:
     """A way to get the generation shard.
 
     - ``consecutive``: generation ranks form a grid of their own, without regrouping.
-    - ``everyone``: all ranks of the pool give, each its share of what several hold. Otherwise the ranks of a training replica, or of a
-      regrouping, give.
-    - ``whole``: gather the whole model, then cut.
+    - ``everyone``: all ranks of the pool send, each its share of what several hold. Otherwise the ranks of a training replica, or of
+      a regrouping, send.
+    - ``whole``: gather the whole model, then cut out the generation shard.
 
     Under ZeRO the ranks of a shard group exchange, with all their stages and slices if the grid differs. Nothing moves between copies
     of the model then, except with both ``everyone`` and ``whole``.
@@ -86,7 +82,7 @@ class Method:
     whole: bool = False
 
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
-        """The ranks that exchange weights with rank ``index``, as pool indices."""
+        """Returns the ranks that exchange weights with rank ``index``, as pool indices."""
         train = layout.train
         if self.everyone and (self.whole or train.dp_shard == 1):
             return list(range(train.size))
@@ -97,34 +93,34 @@ class Method:
     def plan(
         self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
     ) -> TransitionPlan:
-        """Plan the transition of one rank. Pure. Raises ValueError if the layouts do not fit.
+        """Returns the plan of one rank's transition. Pure. Raises ValueError if the layouts do not fit.
 
         ``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: the most elements of one. ``host_of``:
-        pool index -> its host; a rank takes from its own host first.
+        pool index -> its host; a rank receives from its own host first.
         """
         ranks, mine = self.gather_ranks(layout, index), held_by(layout, wanted, index)
         source = holdings(layout.train, train, ranks, ranks)
         if self.consecutive and not self.whole:
             transfer = plan_transfer(source, holdings(layout, wanted, ranks, ranks), host_of, index)
             return TransitionPlan(transfer, mine)
-        made = mine
+        gathered = mine
         if self.whole:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
-            made = {name: whole_shard(name, shape) for name, shape in boxes.items()}
+            gathered = {name: whole_shard(name, shape) for name, shape in boxes.items()}
             if self.everyone and layout.train.dp_shard == 1:
                 source = [share for holding in source for share in _shares(holding)]
-        transfer = plan_transfer(source, [Holding(tuple(ranks), made)], host_of, index)
-        together = plan_buckets(source, made, bucket)
+        transfer = plan_transfer(source, [Holding(tuple(ranks), gathered)], host_of, index)
+        together = plan_buckets(source, gathered, bucket)
         if self.whole:
-            cuts = plan_transfer([Holding((index,), made)], [Holding((index,), mine)], host_of, index).copies()
-            return TransitionPlan(transfer, made, together, cuts=list(cuts))
-        places: dict[str, list[SliceCopy]] = {name: [] for name in held_by(layout.train, train, index)}
+            from_whole = plan_transfer([Holding((index,), gathered)], [Holding((index,), mine)], host_of, index).copies()
+            return TransitionPlan(transfer, gathered, together, from_whole=list(from_whole))
+        locations: dict[str, list[SliceCopy]] = {name: [] for name in held_by(layout.train, train, index)}
         for piece in transfer.copies():
-            places[piece.source.parameter].append(piece)
+            locations[piece.source.parameter].append(piece)
         for name, shard in held_by(layout.train, train, index).items():
-            if sum(piece.source.numel for piece in places[name]) != sum(box.numel for box in shard.boxes):
+            if sum(piece.source.numel for piece in locations[name]) != sum(box.numel for box in shard.boxes):
                 raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
-        return TransitionPlan(transfer, made, together, places)
+        return TransitionPlan(transfer, gathered, together, locations)
 
 
 METHODS: dict[str, Method] = {
@@ -135,32 +131,42 @@ METHODS: dict[str, Method] = {
 
 
 def choose_method(name: str, layout: GenerationLayout) -> Method:
-    """The method with this name, for a layout. ``zero_redundancy`` gathers in place only if the layout was regrouped for it."""
+    """Returns the method with this name. ``zero_redundancy`` gathers in place only if the layout was regrouped for it."""
     method = METHODS[name]
     return Method(everyone=True) if layout.consecutive and not method.consecutive else method
 
 
-def plan_buckets(source: Sequence[Holding], made: Shards, limit: int) -> list[list[str]]:
-    """The parameters that a gather makes, in buckets; the same on every rank.
+def plan_buckets(source: Sequence[Holding], gathered: Shards, limit: int) -> list[list[str]]:
+    """Returns the parameters that a gather fills, in buckets; the same on every rank.
 
     A bucket consists of whole units: parameters that come from equally named training parameters, such as one layer of each stage, so
-    the members give equal amounts. It has at most ``limit`` elements and at most half of the largest unit, unless it is one unit.
+    all ranks send equal amounts. It has at most ``limit`` elements and at most half of the largest unit, unless it is one unit.
     """
     index, units = by_tensor(source), dict[str, list[str]]()
-    for target, shard in made.items():
+    for target, shard in gathered.items():
         held = index.get(shard.boxes[0].name, []) if shard.boxes else []
         units.setdefault(held[0].parameter if held else target, []).append(target)
-    sizes = {name: sum(math.prod(made[target].shape) for target in unit) for name, unit in units.items()}
+    sizes = {name: sum(math.prod(gathered[target].shape) for target in unit) for name, unit in units.items()}
     limit = min(limit, max(sizes.values(), default=0) // 2)
     return [[target for name in names for target in units[name]] for names in buckets(sizes, max(limit, 1))]
 
 
 def _shares(holding: Holding) -> list[Holding]:
-    """Let each of several ranks with the same shards give some rows of each parameter.
+    """Returns holdings by which each of several ranks with the same shards sends some rows of each parameter.
 
-    Parameters that more ranks hold stay whole: most ranks do not need to receive them.
+    Parameters that more ranks hold are not divided: most ranks do not need to receive them.
     """
     sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
     for name, shard in holding.shards.items():
         sides[not shard.whole_on_tp][name] = shard
     return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks), whole=True)]
+
+
+def single_slice(pieces: Sequence[SliceCopy], shape: Sequence[int]) -> tuple[str, tuple[slice, ...]] | None:
+    """Returns the slice of a generation parameter that equals the whole training parameter; None if there is none."""
+    targets = {piece.target.parameter for piece in pieces}
+    offsets = {tuple(b - a for a, b in zip(p.source.start, p.target.start, strict=True)) for p in pieces}
+    if len(targets) != 1 or len(offsets) != 1:
+        return None
+    (offset,) = offsets
+    return targets.pop(), tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Memory of tensors that is given up for a while: freed, or copied to host memory and back."""
+"""Tensors whose device memory is freed for a while. Their values are lost, or are copied to host memory and back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhf_spmd.kernels.pinned import host_zeros
 
 
 class Storages:
-    """The storages of some tensors, which can be given up for a while. Whoever holds the tensors finds them again later.
+    """The storages of some tensors, which are freed and allocated again while the tensors live.
 
-    Values are lost (:meth:`free`, :meth:`allocate`) or are in host memory (:meth:`offload`, :meth:`reload`), pinned if the tensors are
-    on a GPU. While a storage is given up the tensors must not be touched.
+    :meth:`free` loses the values, and :meth:`allocate` fills with zeros. :meth:`offload` copies them to host memory, pinned if the
+    tensors are on a GPU, and :meth:`reload` brings them back. Without storage, the tensors must not be read or written.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -48,7 +48,7 @@ class Storages:
             _bytes(storage).zero_()
 
     def offload(self, tensors: Iterable[Tensor] | None = None, changed: Iterable[Tensor] | None = None) -> None:
-        """Copy values to host memory and give up the storages. The host memory is kept for the next time.
+        """Copy values to host memory and free the storages. The host memory is reused the next time.
 
         ``tensors``: the same tensors, if some have other storages of the same sizes by now. ``changed``: copy only these; for the
         others the last copy is still good.
@@ -82,7 +82,7 @@ class Storages:
         self._coming = False
 
     def prefetch(self) -> None:
-        """Start a :meth:`reload`. On a GPU the copy runs beside this rank's computation."""
+        """Start a :meth:`reload`. On a GPU the copy runs during this rank's computation."""
         if self._coming:
             return
         self._coming = True
@@ -104,7 +104,7 @@ class Storages:
             _bytes(storage).copy_(host, non_blocking=True)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """The host copy of one of the tensors after :meth:`offload`. Writing there changes what :meth:`reload` brings back."""
+        """Returns the host copy of one of the tensors after :meth:`offload`. :meth:`reload` brings back what is written there."""
         (host,) = (h for h, s in zip(self._host, self._storages, strict=True) if s._cdata == tensor.untyped_storage()._cdata)
         return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

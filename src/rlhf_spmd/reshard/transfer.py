@@ -1,4 +1,4 @@
-"""Execution of a plan: its steps are started and awaited in order, as many at a time as memory allows."""
+"""Executes a plan: starts its steps in order, as many at a time as memory allows, and waits for them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from rlhf_spmd.reshard.delta import Changes, Delta
 from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
 LABEL = "weight_sync"
-IN_FLIGHT = 1 << 27  # elements of messages at a time; each message may block a kernel or a socket
+IN_FLIGHT = 1 << 27  # the most elements of messages in flight; each message may block a kernel or a socket
 
 Tensors = Mapping[str, Tensor]
 
 
-class _Flight(NamedTuple):
-    """A step that has been started. ``travels``: the memory that its messages read or write meanwhile."""
+class _StartedStep(NamedTuple):
+    """A step in flight. ``memories``: for each message, the memory that it reads or writes."""
 
     step: TransferStep
     works: Sequence[Work]
     buffer: Tensor | None
-    travels: list[Tensor]
+    memories: list[Tensor]
 
 
 class BackgroundTask(threading.Thread):
-    """Runs ``work`` in a thread of its own. A failure calls ``on_error`` there at once; :meth:`wait` raises it."""
+    """Runs ``work`` in a thread of its own. If it fails, the thread calls ``on_error`` at once, and :meth:`wait` raises the error."""
 
     def __init__(self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None) -> None:
         super().__init__(target=work, name=name, daemon=True)
@@ -58,14 +58,14 @@ class BackgroundTask(threading.Thread):
 
 
 class Transfer:
-    """Copies ``sources`` into ``targets`` in steps. Until :meth:`wait` the sources must not change, and the targets not be read.
+    """Copies ``sources`` into ``targets`` in steps. Until :meth:`wait`, nobody may write the sources or read the targets.
 
     - ``number`` steps, each made by ``step(i)`` when it starts, in the same order on all ranks.
     - ``dtype``: of the messages and the targets.
-    - ``limit``: the most elements of buffers, and of what steps hold besides, at a time. One step runs in any case.
-    - ``opens(i)`` runs before step i starts, ``closes(i)`` when it has ended. ``measure()``: bytes held beside the buffers then.
-    - ``beside``: on a GPU, run on another stream, so that waiting for a peer does not delay this rank's computation: ``stream``, or the
-      side stream that all such transfers of this rank share.
+    - ``limit``: the most elements of buffers, and of other memory that steps hold, at a time. One step runs in any case.
+    - ``before_step(i)`` runs before step i starts, ``after_step(i)`` when it has ended. ``measure()``: bytes held beside buffers then.
+    - ``on_side_stream``: on a GPU, use another stream, so that waiting for a peer does not delay this rank's computation: ``stream``,
+      or the side stream that all such transfers of this rank share.
 
     ``peak_bytes``: the most bytes that buffers have held so far, plus what ``measure`` returned.
     """
@@ -81,20 +81,20 @@ class Transfer:
         limit: int,
         label: str,
         *,
-        opens: Callable[[int], object] = lambda number: None,
-        closes: Callable[[int], object] = lambda number: None,
+        before_step: Callable[[int], object] = lambda number: None,
+        after_step: Callable[[int], object] = lambda number: None,
         measure: Callable[[], int] = lambda: 0,
-        beside: bool = False,
+        on_side_stream: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._number, self._step, self._sources, self._targets = number, step, sources, targets
         self._group, self._dtype, self._limit, self._label = group, dtype, limit, label
-        self._opens, self._closes, self._measure = opens, closes, measure
+        self._before_step, self._after_step, self._measure = before_step, after_step, measure
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
-        self._stream = (stream or side_stream()) if beside and capabilities(self._device).streams else None
-        self._flights: deque[_Flight] = deque()
+        self._stream = (stream or side_stream()) if on_side_stream and capabilities(self._device).streams else None
+        self._started: deque[_StartedStep] = deque()
         self._held = self._exchanged = self._buffer_bytes = 0  # of the steps in flight; the first two are elements
-        self.landed = self.peak_bytes = 0
+        self.num_done = self.peak_bytes = 0
         self._thread: BackgroundTask | None = None
         self._arrived: torch.cuda.Event | None = None
         if self._stream is not None:
@@ -121,92 +121,92 @@ class Transfer:
         if self._stream is not None:
             self.advance(self._number)  # only the stream waits
             self._arrived = self._stream.record_event()
-        elif self.landed < self._number and self._thread is None:
+        elif self.num_done < self._number and self._thread is None:
             self._thread = BackgroundTask(lambda: self.advance(self._number), "reshard", on_error)
 
     @torch.no_grad()
     def advance(self, upto: int) -> None:
-        """Wait until the first ``upto`` steps have ended. Later steps are in flight as far as there is room."""
+        """Wait until the first ``upto`` steps have ended. Later steps start as far as there is room."""
         with self._on_stream():
-            while self.landed < upto:
-                self._land(self._flights[0])
+            while self.num_done < upto:
+                self._finish(self._started[0])
                 self.peak_bytes = max(self.peak_bytes, self._buffer_bytes + self._measure())
-                self._count(self._flights.popleft(), -1)
-                self.landed += 1
-                self._closes(self.landed - 1)
+                self._count(self._started.popleft(), -1)
+                self.num_done += 1
+                self._after_step(self.num_done - 1)
                 self._start_some()
 
     def _start_some(self) -> None:
-        while (number := self.landed + len(self._flights)) < self._number:
+        while (number := self.num_done + len(self._started)) < self._number:
             step = self._step(number)
             held, exchanged = self._held + step.buffer + step.held, self._exchanged + step.exchanged
-            if self._flights and (held > self._limit or exchanged > IN_FLIGHT):
+            if self._started and (held > self._limit or exchanged > IN_FLIGHT):
                 return
-            self._opens(number)
-            self._flights.append(self._start(step))
-            self._count(self._flights[-1], 1)
+            self._before_step(number)
+            self._started.append(self._start(step))
+            self._count(self._started[-1], 1)
 
-    def _count(self, flight: _Flight, sign: int) -> None:
-        step = flight.step
+    def _count(self, started: _StartedStep, sign: int) -> None:
+        step = started.step
         self._held += sign * (step.buffer + step.held)
         self._exchanged += sign * step.exchanged
-        self._buffer_bytes += sign * (0 if flight.buffer is None else flight.buffer.nbytes)
+        self._buffer_bytes += sign * (0 if started.buffer is None else started.buffer.nbytes)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _start(self, step: TransferStep) -> _Flight:
+    def _start(self, step: TransferStep) -> _StartedStep:
         if step.into:  # an all-gather in place reads this rank's part from there
             self._copy(step.copies)
             whole = self._targets[step.into].view(-1)
-            return _Flight(step, [self._group.start_all_gather(whole, self._label)], None, [])
+            return _StartedStep(step, [self._group.start_all_gather(whole, self._label)], None, [])
         buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
-        travels = [self._memory(message, buffer) for message in step.messages]
-        for message, memory in zip(step.messages, travels, strict=True):
+        memories = [self._memory(message, buffer) for message in step.messages]
+        for message, memory in zip(step.messages, memories, strict=True):
             if message.sends and message.offset is not None:
-                for place, values in self._packed(message, memory):
-                    values.copy_(place)
+                for part, values in self._packed(message, memory):
+                    values.copy_(part)
         if step.gathers:
             assert buffer is not None, "an all-gather moves a buffer or a parameter"
             works = [self._group.start_all_gather(buffer, self._label)]
         else:
             outward, inward = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
             for number, peer in step.transfers:
-                (outward if step.messages[number].sends else inward).append((peer, travels[number]))
-            works = self._group.start_exchange(outward, inward, self._label) if travels else []
+                (outward if step.messages[number].sends else inward).append((peer, memories[number]))
+            works = self._group.start_exchange(outward, inward, self._label) if memories else []
         if works:
             self._copy(step.copies)
-        return _Flight(step, works, buffer, travels)
+        return _StartedStep(step, works, buffer, memories)
 
-    def _land(self, flight: _Flight) -> None:
+    def _finish(self, started: _StartedStep) -> None:
         """Wait for a step, then copy what its buffer has received to its targets."""
-        wait_all(flight.works)
-        if not flight.works:  # copies inside the rank delay no message
-            self._copy(flight.step.copies)
-        if flight.buffer is not None:
-            for message, memory in zip(flight.step.messages, flight.travels, strict=True):
+        wait_all(started.works)
+        if not started.works:  # copies inside the rank delay no message
+            self._copy(started.step.copies)
+        if started.buffer is not None:
+            for message, memory in zip(started.step.messages, started.memories, strict=True):
                 if not message.sends and message.offset is not None:
-                    for place, values in self._packed(message, memory):
-                        place.copy_(values)
+                    for part, values in self._packed(message, memory):
+                        part.copy_(values)
 
     def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
-        """The memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
+        """Returns the memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
         if message.offset is None:
-            return self._place(message.sends, message.parts[0]).view(-1)
+            return self._slice(message.sends, message.parts[0]).view(-1)
         assert buffer is not None, "a packed message has a buffer"
         return buffer[message.offset : message.offset + message.numel]
 
     def _packed(self, message: Message, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each part of a message: its memory in the parameter, and its values in a flat tensor."""
-        for part, values in zip(message.parts, flat.split_with_sizes(message.sizes), strict=True):
-            yield self._place(message.sends, part), values.view(part.size)
+        """Yields for each part of a message its memory in the parameter, and its values in a flat tensor."""
+        for part_slice, values in zip(message.parts, flat.split_with_sizes(message.sizes), strict=True):
+            yield self._slice(message.sends, part_slice), values.view(part_slice.size)
 
-    def _place(self, sends: bool, part: ParamSlice) -> Tensor:
-        return (self._sources if sends else self._targets)[part.parameter][part.slices]
+    def _slice(self, sends: bool, part_slice: ParamSlice) -> Tensor:
+        return (self._sources if sends else self._targets)[part_slice.parameter][part_slice.slices]
 
     def _copy(self, pieces: Sequence[SliceCopy]) -> None:
         for piece in pieces:
-            self._place(False, piece.target).copy_(self._place(True, piece.source))
+            self._slice(False, piece.target).copy_(self._slice(True, piece.source))
 
 
 def transfer_steps(
@@ -218,7 +218,7 @@ def transfer_steps(
     dtype: torch.dtype,
     message_bytes: int = 32 << 20,
 ) -> list[TransferStep]:
-    """The steps of ``rank`` in a plan of global ranks, for all transfers of tensors of these shapes and dtypes.
+    """Returns the steps of ``rank`` in a plan of global ranks, for all transfers of tensors of these shapes and dtypes.
 
     ``sources``: its parameters on the source side; ``targets``: those on the target side, of ``dtype``; {} if it has none. Making the
     steps takes a second if a thousand ranks take part. All ``members``, the ranks of both sides, must pass the same ``message_bytes``.
@@ -249,8 +249,12 @@ def start_transfer(
     if delta is not None and delta.begun:
         changes, byte = Changes(delta, steps, sources, targets, dtype, buffer_bytes), torch.uint8
         args = changes.number, changes.step, changes.sources, changes.targets, group, byte, buffer_bytes, LABEL
-        return Transfer(*args, opens=changes.opens, closes=changes.closes, beside=True, stream=stream)
+        return Transfer(
+            *args, before_step=changes.before_step, after_step=changes.after_step, on_side_stream=True, stream=stream
+        )
     if delta is not None:
         delta.begin(steps, sources, dtype)
     limit = buffer_bytes // dtype.itemsize
-    return Transfer(len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, beside=True, stream=stream)
+    return Transfer(
+        len(steps), steps.__getitem__, sources, targets, group, dtype, limit, LABEL, on_side_stream=True, stream=stream
+    )

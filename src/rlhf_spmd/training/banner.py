@@ -20,8 +20,9 @@ from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
+from rlhf_spmd.parallel.launch import Launch, lone_store
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
-from rlhf_spmd.parallel.world import Launch, World, lone_store
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.rewards.config import reward_key

@@ -18,7 +18,8 @@ from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
 from rlhf_spmd.environments.config import named_environments
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.parallel.world import Launch, World, lone_store
+from rlhf_spmd.parallel.launch import Launch, lone_store
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.training import checks, roles
 from rlhf_spmd.training.streams import Data, InFlightStream, RowStream, ValidationRows

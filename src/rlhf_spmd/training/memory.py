@@ -47,7 +47,7 @@ class StepFacts:
     validates: bool = False
 
     def work(self, call: Any) -> Workload:
-        return Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_chunks, 1), max(call.epochs, 1))
+        return Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_mini_batches, 1), max(call.epochs, 1))
 
     @property
     def longest(self) -> float:

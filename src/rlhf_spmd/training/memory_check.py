@@ -12,7 +12,8 @@ from rlhf_spmd.controller import Graph
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.devices import host_bytes, total_bytes
 from rlhf_spmd.models.activations import CHECKPOINTING
-from rlhf_spmd.parallel.world import Launch, choose_device
+from rlhf_spmd.parallel.device_setup import choose_device
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.training.disk import check_disk

@@ -57,7 +57,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 frozenset(number[i] for i in waited[node] if i in number),
                 plan.spec,
                 shape_of(plan.spec, plan.worker.head),
-                replace(work, rows=call.num_rows, mini_batches=call.num_chunks, epochs=call.epochs, group=_group(call)),
+                replace(work, rows=call.num_rows, mini_batches=call.num_mini_batches, epochs=call.epochs, group=_group(call)),
                 role_settings(plan),
                 generation,
                 plan.config.lora,
@@ -93,7 +93,7 @@ def _group(call: CallRecord) -> int:
 
 def _dealt(call: CallRecord) -> int:
     """How many things go whole to a replica: groups if they stay together, else rows."""
-    together = call.spec.kind == "generate" or (bool(call.inputs) and call.inputs[0].cut.keep_groups)
+    together = call.spec.kind == "generate" or (bool(call.inputs) and call.inputs[0].partition_spec.keep_groups)
     return call.rows.num_groups if together and call.rows is not None else call.num_rows
 
 

@@ -20,7 +20,7 @@ from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments
 from rlhf_spmd.kernels import model_device
-from rlhf_spmd.parallel.world import Launch
+from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, check_ranks
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key

@@ -15,7 +15,7 @@ from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Sec
 from rlhf_spmd.config.interpolation import select
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.parallel.world import MOST_THREADS
+from rlhf_spmd.parallel.device_setup import MOST_THREADS
 from rlhf_spmd.telemetry import run_dir
 
 RESUME = ("auto", "force", "never")

@@ -326,6 +326,6 @@ def start_controller(context: ProgramContext[Any]) -> Controller:
         config.run.seed,
         ahead=placement.max_staleness,
         speeds=placement.speeds,
-        num_portions=placement.rollout_chunks,
+        num_chunks=placement.rollout_chunks,
         limits=(limits.max_tokens, limits.rows or 0),
     )

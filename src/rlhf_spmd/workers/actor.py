@@ -102,7 +102,7 @@ class ActorWorker(ModelWorker):
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
                 tick = generating.tick_together if environments is None else generating.tick
-                options = environments, weights, self._portions(batch, requests)
+                options = environments, weights, self._finished_groups(batch, requests)
                 completions = self.generator.generate(requests, sampling, sampling.seed, number, tick, *options)
                 report: dict[str, Any] = {}
             else:
@@ -134,13 +134,13 @@ class ActorWorker(ModelWorker):
         made = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
         return made.with_fields(**fields)
 
-    def _portions(self, batch: Batch, requests: Sequence[Request]) -> FinishedGroups | None:
+    def _finished_groups(self, batch: Batch, requests: Sequence[Request]) -> FinishedGroups | None:
         rollout_streamer = self.controller.rollout_streamer
         if rollout_streamer is None or not self.streams_rollouts:
             return None
         begin = (lambda ended: rollout_streamer.begin(self._made(batch, ended))) if rollout_streamer.early else None
         return FinishedGroups(
-            requests, rollout_streamer.num_portions, lambda ended: rollout_streamer.send(self._made(batch, ended)), begin
+            requests, rollout_streamer.num_chunks, lambda ended: rollout_streamer.send(self._made(batch, ended)), begin
         )
 
     def _environments(self, batch: Batch) -> Environments | None:

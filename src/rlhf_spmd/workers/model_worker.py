@@ -105,14 +105,14 @@ class ModelWorker(Worker):
         is_ahead = self.controller.versions.ahead > 0 and self.trained and getattr(type(self), method).spec.kind == "generate"
         weights = (AsyncWeightReplica if is_ahead else WeightReplica)(self.owned, method, pool, shape)
         worker = type(self)(self.context, self.name, pool, shape, self.config, self.spec, weights, method)
-        self.replicas[method], worker.weight_sources = worker, self.pool.ranks
+        self.method_workers[method], worker.weight_sources = worker, self.pool.ranks
 
     def prefetch(self) -> None:
         self.owned.prefetch()
 
     def enter(self, call: CallRecord) -> None:
         """Replicas receive the weights first. The owner resumes after its sends."""
-        for worker in self.replicas.values():
+        for worker in self.method_workers.values():
             assert isinstance(worker, ModelWorker) and isinstance(worker.model, WeightReplica)
             worker.model.settle()
         if call.spec.kind in USES_WEIGHTS:

@@ -127,7 +127,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         mesh.index,
         worker.config.generation.buffers,
         host_of=lambda i: pool.ranks[i] // context.world.launch.local_size,
-        passing=frozenset(merged_names(worker.engine)),
+        temporary=frozenset(merged_names(worker.engine)),
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
     backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)

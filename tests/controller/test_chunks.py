@@ -1,4 +1,4 @@
-"""Calls on rows that are still being generated: when they run, what they get, and what becomes of portions that nobody takes."""
+"""Calls on rows that are still being generated: when they run, what they get, and what becomes of chunks that nobody takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.parallel.world import World
 
-PORTIONS = 3
+NUM_CHUNKS = 3
 
 
 def responses(batch: Batch) -> Batch:
@@ -50,8 +50,8 @@ class Handing(Toy):
 
 
 def build(world: World, **roles: tuple[list[int], Layout]) -> tuple[Controller, dict[str, Any]]:
-    controller = Controller(world.all, num_portions=PORTIONS)
-    store = torch.distributed.PrefixStore(f"portions {sorted(roles)}", world.store)
+    controller = Controller(world.all, num_chunks=NUM_CHUNKS)
+    store = torch.distributed.PrefixStore(f"chunks {sorted(roles)}", world.store)
     toys = {}
     for name, (ranks, layout) in roles.items():
         toys[name] = Handing(
@@ -75,7 +75,7 @@ def all_wait_together(world: World) -> tuple[list[Any], list[float], list[tuple[
 
     calls = controller.run(script)
     values, totals = controller.get(*calls), controller.get_field(calls[0], "seen").tolist()
-    spans = [(event.name, event.args.get("portion")) for event in controller.timeline.events() if event.category == "compute"]
+    spans = [(event.name, event.args.get("chunk")) for event in controller.timeline.events() if event.category == "compute"]
     return values, totals, spans
 
 
@@ -89,9 +89,9 @@ def test_calls_run_on_what_has_ended_while_the_rest_is_generated() -> None:
         assert totals == list(lengths.values())
         assert sum(value["total"] for value in one) == two[0]["total"] == sum(totals)
         assert late[0]["total"] == sum(lengths[i] for i in range(0, 12, 2))
-        assert [len(value["noted"]) for value in (*one, *two, *late)] == [PORTIONS] * 4
+        assert [len(value["noted"]) for value in (*one, *two, *late)] == [NUM_CHUNKS] * 4
     names = [span for span in found[3][2] if span[1] is not None]
-    assert names == [(f"{role}.see", number) for number in range(PORTIONS) for role in ("one", "two", "late")]
+    assert names == [(f"{role}.see", number) for number in range(NUM_CHUNKS) for role in ("one", "two", "late")]
 
 
 def other_than_foreseen(world: World) -> tuple[Any, int]:
@@ -123,7 +123,7 @@ def never_called(world: World) -> Any:
     return sorted(row for value in controller.get(call)[0] for row in value["rows"])
 
 
-def test_portions_for_other_rows_than_the_script_takes_are_dropped() -> None:
+def test_chunks_for_other_rows_than_the_script_takes_are_dropped() -> None:
     for values, left in run_ranks(4, other_than_foreseen):
         assert [sorted(row for part in rows for row in part) for rows in values] == [
             list(range(12)),
@@ -132,5 +132,5 @@ def test_portions_for_other_rows_than_the_script_takes_are_dropped() -> None:
         ] and not left
 
 
-def test_portions_for_a_call_that_does_not_come_are_dropped() -> None:
+def test_chunks_for_a_call_that_does_not_come_are_dropped() -> None:
     assert run_ranks(4, never_called) == [list(range(12))] * 4

@@ -1,0 +1,85 @@
+"""Holdings: which ranks hold which shards of a model. A side of a move, source or target, is a list of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhf_spmd.parallel.boxes import Box, ParamShard, intersect, zero_shards
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+
+Shards = Mapping[str, ParamShard]
+ShardsAt = Callable[[int, int], Shards]  # (pp, tp) coordinate in a layout -> the shards there, with all rows that ZeRO divides
+
+
+@dataclass(frozen=True)
+class Holding:
+    """``ranks``, and the shards that each of them holds; no element twice on one rank.
+
+    ``parts``: this many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``); 1: each rank
+    holds all rows. It divides the number of ranks. ``whole``: each rank holds all rows, but sends only its share of ``parts``.
+    """
+
+    ranks: tuple[int, ...]
+    shards: Shards
+    parts: int = 1
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.ranks) % self.parts == 0, f"{len(self.ranks)} ranks do not hold whole copies of {self.parts} parts"
+
+
+def holdings(
+    layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int], group: Iterable[int] | None = None
+) -> list[Holding]:
+    """Returns what ``ranks`` hold of a model in a layout. ``group``: their pool indices, by default 0, 1, ...
+
+    The ranks of a shard group follow each other in ``group``, which has all of them or none.
+    """
+    at: dict[tuple[int, int], list[int]] = {}
+    for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
+        pp, _, tp = layout.coordinate(index)
+        at.setdefault((pp, tp), []).append(rank)
+    return [Holding(tuple(held), shards(*coordinate), layout.dp_shard) for coordinate, held in at.items()]
+
+
+def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
+    """Returns the shards of one rank (a pool index), with only its rows under ZeRO."""
+    (pp, dp, tp), parts = layout.coordinate(index), layout.dp_shard
+    return zero_shards(shards(pp, tp), dp % parts, parts) if parts > 1 else shards(pp, tp)
+
+
+class HeldBox(NamedTuple):
+    """One box of a tensor in one holding: the parameter that has it, and that parameter's rows (0: not split)."""
+
+    holding: int
+    parameter: str
+    rows: int
+    box: Box
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for tensors that a holding holds in the same way."""
+        return self.holding, self.rows, self.box[1:]
+
+
+def by_tensor(side: Sequence[Holding]) -> dict[str, list[HeldBox]]:
+    """Returns tensor name -> where it is held."""
+    index: dict[str, list[HeldBox]] = {}
+    for number, holding in enumerate(side):
+        for parameter, shard in holding.shards.items():
+            rows = shard.shape[0] if holding.parts > 1 else 0
+            for box in shard.boxes:
+                index.setdefault(box.name, []).append(HeldBox(number, parameter, rows, box))
+    return index
+
+
+def missing_elements(held: Shards, wanted: Shards) -> int:
+    """Returns how many elements of ``wanted`` are outside ``held``: the least that a rank has to receive."""
+    index = by_tensor([Holding((0,), held)])
+    return sum(
+        box.numel - sum(common[0].numel for other in index.get(box.name, []) if (common := intersect(box, other.box)))
+        for shard in wanted.values()
+        for box in shard.boxes
+    )
