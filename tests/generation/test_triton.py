@@ -129,7 +129,10 @@ class Rows:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
         ahead = torch.arange(start, start + count, device=DEVICE)[:, None] - torch.arange(len(k), device=DEVICE)
         seen = (ahead >= 0) & (ahead < (rule.window or len(k)))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v.repeat_interleave(group, 1))
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(-1, count, 1)], -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v.repeat_interleave(group, 1))
 
 
 LENGTHS = [1, 7, 64, 65, 130, 203]
@@ -147,6 +150,7 @@ CHUNKS = [(0, 0, 1), (1, 0, 7), (2, 63, 1), (3, 40, 25), (4, 129, 1), (5, 190, 1
         (5, 2, 3, 32, replace(PLAIN, window=37)),
         (64, 1, 1, 64, replace(PLAIN, window=1)),
         (16, 1, 20, 16, replace(PLAIN, softcap=2.0, window=64)),
+        (16, 2, 3, 32, replace(PLAIN, window=37, sinks=torch.linspace(-3, 6, 6, device=DEVICE))),
     ],
     ids=str,
 )
@@ -173,7 +177,11 @@ def test_wide_tiles_equal_float64(page_size: int, group: int, dim: int, rule: At
         torch.testing.assert_close(found.double(), rows.expected(*chunk, rule), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rule", [PLAIN, replace(PLAIN, softcap=3.0, window=70)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [PLAIN, replace(PLAIN, softcap=3.0, window=70), replace(PLAIN, sinks=torch.linspace(-3, 6, 6, device=DEVICE))],
+    ids=["plain", "capped", "sinks"],
+)
 def test_programs_that_share_a_row_change_no_bit(rule: AttentionRule, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program for all splits, two, and one for each; rows of one split and of four beside each other."""
     rows, starts = Rows.draw(LENGTHS, 2, 3, 24), [0, 5, 63, 64, 129, 202]
@@ -304,7 +312,14 @@ def test_the_command_line_takes_it_and_names_it(model: str, tmp_path: Path) -> N
 
 # registers of a thread that Triton 3.6 and its ptxas gave for sm_90, see tests/started/compile_triton.py
 REGISTERS = {
-    "bf16": {"attend_chunks": 253, "attend_chunks, windows": 255, "attend_singles": 168, "attend_singles, windows": 210},
+    "bf16": {
+        "attend_chunks": 253,
+        "attend_chunks, windows": 255,
+        "attend_chunks, sinks": 255,
+        "attend_singles": 168,
+        "attend_singles, windows": 210,
+        "attend_singles, sinks": 210,
+    },
     "fp32": {"attend_chunks": 108, "attend_chunks, windows": 111, "attend_singles": 96, "attend_singles, windows": 106},
 }
 

@@ -41,10 +41,21 @@ def double_model(path: Path) -> Any:
 
 
 def whole_gradients(model: Any) -> dict[str, Tensor]:
-    """Gradients of a model of transformers by the names on disk."""
+    """Gradients of a model of transformers by the names on disk; of fused experts (gpt-oss) by those that others have."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     missing = [name for name, grad in found.items() if grad is None]
     assert not missing, missing
-    return dict(revert_weight_conversion(model, found))
+    whole: dict[str, Any] = dict(revert_weight_conversion(model, found))
+    for name in [
+        name for name in whole if name.partition(".mlp.experts.")[2].partition("_bias")[0] in ("gate_up_proj", "down_proj")
+    ]:
+        kind, fused = "bias" if name.endswith("_bias") else "weight", whole.pop(name)
+        for number, part in enumerate(fused):
+            prefix, part = name.rpartition(".")[0] + f".{number}.", part.t() if part.ndim == 2 else part
+            if "gate_up" in name:
+                whole |= {f"{prefix}gate_proj.{kind}": part[::2], f"{prefix}up_proj.{kind}": part[1::2]}
+            else:
+                whole[f"{prefix}down_proj.{kind}"] = part
+    return whole

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
-from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.file_forms import find_tensor
+from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.stored import StoredModel
 from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
@@ -29,6 +32,14 @@ def flip_bit(path: Path, offset_from_end: int = 3) -> None:
     data = bytearray(path.read_bytes())
     data[-offset_from_end] ^= 4
     path.write_bytes(data)
+
+
+def model_tensors(source: Path) -> dict[str, Tensor]:
+    """The tensors of a model's directory as boxes have them."""
+    spec = read_spec(source)
+    with ExitStack() as stack:
+        stored = StoredModel(source, spec, stack)
+        return {name: find_tensor(stored, spec, name, shape, False)[:] for name, shape in tensor_shapes(spec, "lm").items()}
 
 
 def checkpoint_of(values: Mapping[str, Tensor], source: Path, run_dir: Path, head: str) -> Path:

@@ -17,6 +17,7 @@ from places import ROOT
 from rlhf_spmd.kernels import Ops, grouped, triton_experts
 from rlhf_spmd.kernels.gpu import GpuOps
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
+from rlhf_spmd.models.mixture import CORRECTION
 from rlhf_spmd.models.spec import Experts
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
@@ -86,6 +87,14 @@ def test_gradients_of_idle_experts_are_cleared_whatever_was_there() -> None:
 
 LAYERS = {
     "Qwen3-30B-A3B": (2048, Experts(128, 8, 768, True)),
+    "GLM-4.5-Air": (
+        4096,
+        Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True),
+    ),
+    "DeepSeek-V3": (
+        7168,
+        Experts(256, 8, 2048, True, (), "sigmoid", 2.5, 8, 4, corrected=True, shared_size=2048, wide_router=True),
+    ),
     "Qwen1.5-MoE-A2.7B": (2048, Experts(60, 4, 1408, False, shared_size=5632, shared_gate=True)),
 }
 
@@ -98,6 +107,7 @@ def test_launches_of_a_layer(name: str, tokens: int, trains: bool, most: int) ->
     options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": trains}
     shapes = shapes_of(experts, hidden)
     x, weights = torch.empty(tokens, hidden, **options), {key: torch.empty(shape, **options) for key, shape in shapes.items()}
+    weights = {key: tensor.detach() if key == CORRECTION else tensor for key, tensor in weights.items()}
     with counted_launches(run=False) as work, torch.set_grad_enabled(trains):
         out = mix_experts(GpuOps(), x, MixtureWeights(**weights), experts, False, 1)
         if trains:
@@ -110,7 +120,12 @@ def test_launches_of_a_layer(name: str, tokens: int, trains: bool, most: int) ->
 def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     count, width, shared = experts.count, experts.intermediate_size, experts.shared_size
     shapes = {"router": (count, hidden), "gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
-    shapes |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared), "shared_gate": (1, hidden)}
+    shapes |= {
+        "correction": (count, 3),
+        "shared_gate_up": (2 * shared, hidden),
+        "shared_down": (hidden, shared),
+        "shared_gate": (1, hidden),
+    }
     return {name: shapes[name] for name in experts.matrices}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, Ops, build, choice, choose_ops
+from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import spec_from_config
@@ -92,8 +95,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         seen = at[None] <= at[:, None]
         if rule.window:
             seen &= at[:, None] - at[None] < rule.window
-        probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", probabilities, c.repeat_interleave(group, 1)))
+        scores = scores.masked_fill(~seen, -math.inf)
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(-1, len(a), 1)], -1)
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(a)], c.repeat_interleave(group, 1)))
     return torch.cat(out)
 
 
@@ -157,6 +162,31 @@ def test_attention_gradients(found: kernels.CppOps, heads: tuple[int, int, int],
         for a, b in zip(ours, wide, strict=True):
             error = (a.grad.double() - b.grad).abs().max() / b.grad.abs().max()
             assert error < (5e-6 if dtype == torch.float32 else 3e-2), (rule, error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "threads"), CASES[:3], ids=str, indirect=["threads"])
+def test_sinks(found: kernels.CppOps, heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+    """Packed, by pages, and gradients, by C++ and by torch in both its orders."""
+    count, most = heads[0] * heads[1], 5e-6 if dtype == torch.float32 else 3e-2
+    bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    for softcap, window in RULES[::2]:
+        plain = AttentionRule(heads[2] ** -0.5, softcap, window)
+        sinks = torch.linspace(-2, 4, count).to(dtype)
+        wide = [x.detach().double().requires_grad_() for x in (*qkv_of(heads, dtype), sinks)]
+        grad = draw(tuple(wide[0].shape), dtype, seed=5)
+        whole = reference(*wide[:3], replace(plain, sinks=wide[3]))
+        whole.backward(grad.double())
+        for ops in (found, BatchInvariantOps(), Ops()):
+            *qkv, own = (x.detach().requires_grad_() for x in (*qkv_of(heads, dtype), sinks))
+            out = PackedAttention(LENGTHS, ops=ops).attend(0, *qkv, replace(plain, sinks=own))
+            assert (out.double() - whole).abs().max() < (2e-5 if dtype == torch.float32 else 4e-2)
+            out.backward(grad)
+            for a, b in zip((*qkv, own), wide, strict=True):
+                assert (a.grad.double() - b.grad).abs().max() / b.grad.abs().max() < most, (type(ops), plain)
+        rule, inputs = replace(plain, sinks=sinks), qkv_of(heads, dtype)
+        for page_size, chunks in ((16, [33, 1, 7]), (5, [50, 1])):
+            assert torch.equal(paged(found, inputs, rule, page_size, chunks), found.packed(*inputs, bounds, rule)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

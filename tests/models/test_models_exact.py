@@ -106,6 +106,22 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
     },
+    "glm4-moe": {
+        "model_type": "glm4_moe",
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 20,
+        "partial_rotary_factor": 0.3,
+        "n_routed_experts": 14,
+        "num_experts_per_tok": 3,
+        "n_group": 7,
+        "topk_group": 3,
+    },
 }
 
 

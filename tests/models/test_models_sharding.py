@@ -29,6 +29,7 @@ def make_spec(family: str, **changes: Any) -> ModelSpec:
         "num_key_value_heads": 4,
         "partial_rotary_factor": 1,  # factors of rotary embeddings would fit one head_dim alone
         "rope_scaling": None,
+        "rope_parameters": None,
     }
     return spec_from_config({**CONFIGS[family], **sizes, **changes}, "test")
 

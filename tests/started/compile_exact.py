@@ -37,7 +37,15 @@ def attention(form: str, dtype: str, group: int, dim: int, window: int) -> dict[
     itemsize = 4 if dtype == "fp32" else 2
     of = TileShape.of_alike if form == "chunks" else TileShape.of_singles
     shape = of(dim, itemsize, 64, group)
-    sizes = {"GROUP": group, "PAGE": 64, "DIM": dim, "WINDOW": window, "CAPPED": window > 0, "SPLIT": SPLIT_KEYS}
+    sizes = {
+        "GROUP": group,
+        "PAGE": 64,
+        "DIM": dim,
+        "WINDOW": window,
+        "CAPPED": window > 0,
+        "SINKS": False,
+        "SPLIT": SPLIT_KEYS,
+    }
     sizes |= {"LOGS": True} if form == "chunks" else {"TILED": False, "PARTS": True}
     sizes |= {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "BLOCK_D": shape.elements}
     made = compile_kernel(f"attend_{form}", dtype, shape.options, **sizes)

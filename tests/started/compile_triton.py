@@ -24,6 +24,7 @@ TYPES = {
     "positions": "*i64",
     "parts": "*fp32",
     "log_sums": "*fp32",
+    "sinks": "*fp32",
     "arrived": "*i32",
     "scale": "fp32",
     "cap": "fp32",
@@ -59,18 +60,28 @@ def describe(name: str, compiled: Any, products: int = 0) -> dict[str, Any]:
     return {**facts, "products": products, "instructions": counts}
 
 
-def attention(form: str, dtype: str, group: int, page: int, dim: int, window: int) -> dict[str, Any]:
+def attention(form: str, dtype: str, group: int, page: int, dim: int, window: int, sinks: bool = False) -> dict[str, Any]:
     itemsize = 4 if dtype == "fp32" else 2
     if form == "chunks":
         shape, extra = TileShape.of_chunks(dim, itemsize, page, group), {"LOGS": False}
     else:
         shape, extra = TileShape.of_singles(dim, itemsize, page, group), {"TILED": window > 0, "PARTS": window == 0}
-    sizes = {"GROUP": group, "PAGE": page, "DIM": dim, "WINDOW": window, "CAPPED": window > 0, "SPLIT": SPLIT_KEYS, **extra}
+    sizes = {
+        "GROUP": group,
+        "PAGE": page,
+        "DIM": dim,
+        "WINDOW": window,
+        "CAPPED": window > 0 and not sinks,
+        "SINKS": sinks,
+        "SPLIT": SPLIT_KEYS,
+        **extra,
+    }
     sizes |= {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "BLOCK_D": shape.elements}
     compiled = compile_kernel(f"attend_{form}", dtype, shape.options, **sizes)
     walks = (2 + (window > 0)) if form == "chunks" else 1
     products = walks * 2 * shape.rows * shape.keys * shape.elements // (32 * shape.warps)
-    return describe(f"attend_{form}{', windows' if window else ''}", compiled, products)
+    kind = ", sinks" if sinks else ", windows" if window else ""
+    return describe(f"attend_{form}{kind}", compiled, products)
 
 
 if __name__ == "__main__":
@@ -78,5 +89,7 @@ if __name__ == "__main__":
     for form in ("chunks", "singles"):
         print(json.dumps(attention(form, dtype, group=2, page=64, dim=128, window=0)))
         print(json.dumps(attention(form, dtype, group=6, page=16, dim=80, window=700)))
+        if dtype == "bf16":  # gpt-oss
+            print(json.dumps(attention(form, dtype, group=8, page=64, dim=64, window=128, sinks=True)))
     print(json.dumps(describe("locate_rows", compile_kernel("locate_rows", dtype, {"num_warps": 1}, PAGE=16, BLOCK_H=8))))
     print(json.dumps(describe("write", compile_kernel("write", dtype, {}, DIM=80, BLOCK_D=128))))

@@ -19,6 +19,7 @@ from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, StoredBox
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.adapters import merge
+from rlhf_spmd.models.file_forms import find_tensor
 from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, AdapterPart, LoraConfig, adapter_tensor
 from rlhf_spmd.models.quantized import quantized_tensors, rounded
 from rlhf_spmd.models.sharding import tensor_shapes
@@ -67,7 +68,7 @@ class SavedAdapters:
             for name, parameter in held.tensors.items():
                 for box in held.shards[name].boxes:
                     if adapter_tensor(box.name, "A") in self.pieces or box.name in few_bits:
-                        found = stored.find(spec, box.name, box.shape, False)
+                        found = find_tensor(stored, spec, box.name, box.shape, False)
                         parameter[box.local_slices].copy_(self.add(box, found, parameter.device, few_bits))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
@@ -80,7 +81,7 @@ class SavedAdapters:
             if wanted.key in self.pieces:
                 return self.read(wanted.key)
             (box,) = whole_shard(wanted.key, wanted.shape).boxes
-            return self.add(box, stored.find(spec, wanted.key, wanted.shape, False), device, few_bits).cpu()
+            return self.add(box, find_tensor(stored, spec, wanted.key, wanted.shape, False), device, few_bits).cpu()
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get

@@ -21,6 +21,7 @@ from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
 from rlhf_spmd.data.encoding import TEMPLATE_FILE
+from rlhf_spmd.models.file_forms import file_forms
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.parallel.data_parallel import buckets
@@ -86,8 +87,8 @@ def export_hugging_face(
         if adapters is None or merged:
             with ExitStack() as stack:
                 found, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
-                specs = [replace(spec, dtype=dtype or spec.dtype) for spec in found]
-                _write_weights(draft, plan_files(specs, max_shard_bytes), lambda spec: get(spec).to(spec.dtype))
+                specs, joined = in_files(read_spec(source), [replace(spec, dtype=dtype or spec.dtype) for spec in found], get)
+                _write_weights(draft, plan_files(specs, max_shard_bytes), joined)
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, draft / name)
@@ -135,6 +136,21 @@ def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callabl
     return specs, lambda spec: read_whole(checkpoint_dir, pieces[spec.key], spec)
 
 
+def in_files(
+    spec: ModelSpec, held: Sequence[Spec], get: Callable[[Spec], Tensor]
+) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
+    """Of the tensors of a model those of its files, and how to make each."""
+    by_name = {tensor.key: tensor for tensor in held}
+    forms = {form.name: form for form in file_forms(spec, {name: tensor.shape for name, tensor in by_name.items()})}
+
+    def joined(wanted: Spec) -> Tensor:
+        form = forms[wanted.key]
+        return form.join([get(by_name[part]) for part in form.parts]).to(wanted.dtype)
+
+    specs = [Spec(form.name, form.dtype or by_name[form.parts[0]].dtype, form.shape) for form in forms.values()]
+    return specs, joined
+
+
 def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
     """File name -> tensors in order. Each file has at most ``max_shard_bytes``, unless a single tensor is larger. Pure."""
     by_key = {spec.key: spec for spec in specs}
@@ -155,6 +171,9 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
         )  # Mistral3's is Mistral or Ministral3
         shared: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         config = {**config["text_config"], **shared, "architectures": [f"{family}ForCausalLM"]}
+    config = {key: value for key, value in config.items() if key != "quantization_config"}  # of gpt-oss: read, but not written
+    if config.get("num_nextn_predict_layers"):  # which are not exported
+        config = {**config, "num_nextn_predict_layers": 0}
     dtype = str(specs[0].dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype}
     if "torch_dtype" in config:  # the name before transformers 5

@@ -111,20 +111,22 @@ class TritonAttention:
         cache, out = self.cache, torch.empty_like(q, memory_format=torch.contiguous_format)
         pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.head_dim
         scale, cap = score_factors(rule)
+        has_sinks, sinks = rule.sinks is not None, q if rule.sinks is None else rule.sinks.float()
         strides = (*q.stride()[:2], pages.stride(1), self.page_table.stride(0))
         sizes = (self.group_size, cache.page_size, dim, rule.window or 0, rule.softcap is not None, paged_tiles.SPLIT_KEYS)
         if self.chunks is not None:
             tiles, shape = self.chunks
             paged_kernels.attend_chunks[(heads, len(tiles))](
-                q, pages, out, out, tiles, self.page_table, *strides, heads, 0,
-                scale, cap, False, *sizes, *shape[:3], **shape.options,
+                q, pages, out, out, sinks, tiles, self.page_table, *strides, heads, 0,
+                scale, cap, False, has_sinks, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip
         if len(self.arrived):
             shape = TileShape.of_singles(dim, q.itemsize, cache.page_size, self.group_size)
             tiles = self.positions if self.singles is None else self.singles
-            forms = self.singles is not None, self.sharing > 1
+            forms = self.singles is not None, self.sharing > 1, has_sinks
             paged_kernels.attend_singles[(len(self.arrived), heads, self.sharing)](
-                q, pages, out, self.parts, self.arrived, self.positions, tiles, self.page_table, *strides, heads, self.num_splits,
+                q, pages, out, self.parts, self.arrived, self.positions, sinks, tiles, self.page_table, *strides, heads,
+                self.num_splits,
                 scale, cap, *forms, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip
         return out

@@ -21,6 +21,12 @@ struct Rule {
   i64 dim, group;
   float scale, softcap;  // softcap 0: none
   i64 window;            // 0: none
+  const float* sinks = nullptr;  // one more score of each query head, whose value is 0; null: none
+  Rule of_head(i64 head) const {
+    Rule own = *this;
+    if (sinks) own.sinks += head * group;
+    return own;
+  }
   i64 padded() const { return (dim + W - 1) / W * W; }
   i64 chains() const { return padded() <= TWO_CHAINS ? 2 : 1; }
   i64 first_key(i64 position) const { return window && position >= window ? position - window + 1 : 0; }
@@ -184,6 +190,7 @@ void attend(const Q* q, i64 q_stride, i64 start, i64 count, const Runs& runs, co
     for (int r = 0; r < rows; r++) {
       const i64 position = start + (row + r) / rule.group;
       float peak, total = softmax(at_base + r * s_stride, rule.first_key(position) - base, position - base, last - base + 1, rule, peak);
+      if (rule.sinks) total += expf(rule.sinks[(row + r) % rule.group] - peak);
       inverse[r] = 1.0f / total;
       if (lse) lse[(row + r) / rule.group * lse_stride + (row + r) % rule.group] = peak + logf(total);
     }
@@ -238,8 +245,8 @@ void packed(const Q* q, const Q* k, const Q* v, Strides stride, i64 kv_heads, co
     widen_rows(v + token * stride.v + head * rule.dim, stride.v, count, rule, vals);
     Run<float> all = {keys, vals, width, padded, 0, count};
     auto runs = [&](i64) { return all; };
-    attend<float>(q + token * stride.q + head * rule.group * rule.dim, stride.q, 0, count, runs, (decltype(&runs))nullptr, width + 1, rule,
-                  out + (token * heads + head * rule.group) * rule.dim, heads * rule.dim,
+    attend<float>(q + token * stride.q + head * rule.group * rule.dim, stride.q, 0, count, runs, (decltype(&runs))nullptr, width + 1,
+                  rule.of_head(head), out + (token * heads + head * rule.group) * rule.dim, heads * rule.dim,
                   lse ? lse + token * heads + head * rule.group : nullptr, heads);
  });
 }
@@ -403,8 +410,8 @@ void paged(const Q* q, const Q* k, const Q* v, Strides stride, i64 kv_heads, con
       memcpy(pages.vals + page + slot * padded, v + (item.token + i) * stride.v + head * dim, dim * sizeof(Q));
       if (++slot == page_size) number++, slot = 0;
     }
-    attend<Q>(q + item.token * stride.q + head * rule.group * dim, stride.q, item.start, item.count, pages, &after, page_size, rule,
-              out + (item.token * heads + head * rule.group) * dim, heads * dim, nullptr, 0);
+    attend<Q>(q + item.token * stride.q + head * rule.group * dim, stride.q, item.start, item.count, pages, &after, page_size,
+              rule.of_head(head), out + (item.token * heads + head * rule.group) * dim, heads * dim, nullptr, 0);
  });
 }
 
@@ -413,11 +420,11 @@ void paged(const Q* q, const Q* k, const Q* v, Strides stride, i64 kv_heads, con
 extern "C" {
 
 // q [T, kv_heads * group, dim], k and v [T, kv_heads, dim] (heads contiguous, tokens at strides) -> out, contiguous, and lse
-// [T, heads] where not null. bounds [sequences + 1]: where each sequence begins and ends. half: bf16 instead of fp32.
+// [T, heads] where not null, with the sinks [heads], where there are any. bounds [sequences + 1]: where each sequence begins and ends. half: bf16 instead of fp32.
 void attend_packed(int half, const void* q, i64 q_stride, const void* k, i64 k_stride, const void* v, i64 v_stride, i64 kv_heads,
-                   i64 group, i64 dim, const i64* bounds, i64 sequences, float scale, float softcap, i64 window, void* out,
-                   float* lse, int threads) {
-  const Rule rule = {dim, group, scale, softcap, window};
+                   i64 group, i64 dim, const i64* bounds, i64 sequences, float scale, float softcap, i64 window, const float* sinks,
+                   void* out, float* lse, int threads) {
+  const Rule rule = {dim, group, scale, softcap, window, sinks};
   const Strides s = {q_stride, k_stride, v_stride};
   if (half)
     packed((const bf16*)q, (const bf16*)k, (const bf16*)v, s, kv_heads, bounds, sequences, rule, (bf16*)out, lse, threads);
@@ -444,8 +451,9 @@ void attend_packed_backward(int half, const void* q, i64 q_stride, const void* k
 // whose padding must be finite. items [num_items][4], see Item; the rows of one call must be different.
 void attend_paged(int half, const void* q, i64 q_stride, const void* k, i64 k_stride, const void* v, i64 v_stride, i64 kv_heads,
                   i64 group, i64 dim, const i64* items, i64 num_items, const int32_t* table, void* cache, i64 num_pages,
-                  i64 page_size, i64 page_elements, float scale, float softcap, i64 window, void* out, int threads) {
-  const Rule rule = {dim, group, scale, softcap, window};
+                  i64 page_size, i64 page_elements, float scale, float softcap, i64 window, const float* sinks, void* out,
+                  int threads) {
+  const Rule rule = {dim, group, scale, softcap, window, sinks};
   const Strides s = {q_stride, k_stride, v_stride};
   if (half)
     paged((const bf16*)q, (const bf16*)k, (const bf16*)v, s, kv_heads, (const Item*)items, num_items, table, (bf16*)cache, num_pages,

@@ -71,17 +71,20 @@ class BatchInvariantOps(Ops):
         enough = self._attention_rows(q)
         if rows < enough:
             q, allowed = pad_rows(q, enough, 2), F.pad(allowed, (0, 0, 0, enough - rows), value=True)
-        p = _probabilities(q.to(wide).contiguous(), k.to(wide).contiguous(), allowed, rule)
+        sinks = rule.sinks_of_rows(q.shape[1], q.shape[2])
+        p = _probabilities(q.to(wide).contiguous(), k.to(wide).contiguous(), allowed, rule, sinks)
         return _weighted_values(p, v.to(wide).contiguous())[:, :, :rows].to(q.dtype)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """One node for all sequences: no slices, pads or copies for autograd to undo one by one."""
         wide, parts = torch.promote_types(q.dtype, torch.float32), packing.alike(q.shape[1], MAX_SCORES)
         halves = partial(self._packed, parts, rule, torch.is_grad_enabled()), partial(_packed_backward, parts, rule)
-        return differentiable(*halves, q.to(wide), k.to(wide), v.to(wide)).to(q.dtype)
+        inputs = q.to(wide), k.to(wide), v.to(wide)
+        given = inputs if rule.sinks is None else (*inputs, rule.sinks)
+        return differentiable(*halves, *given).to(q.dtype)
 
     def _packed(
-        self, parts: Sequence[Alike], rule: AttentionRule, keeps: bool, q: Tensor, k: Tensor, v: Tensor
+        self, parts: Sequence[Alike], rule: AttentionRule, keeps: bool, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
         kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
         out = torch.empty_like(q)
@@ -92,7 +95,8 @@ class BatchInvariantOps(Ops):
             for block, near, allowed in _causal_blocks(part.num_queries, group_size, rule.window, q.device):
                 queries = pad_rows(rows[:, :, block], self._attention_rows(rows), 2).contiguous()
                 seen = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
-                p = _probabilities(queries, keys[:, :, near].contiguous(), seen, rule)
+                sinks = rule.sinks_of_rows(kv_heads, queries.shape[2])
+                p = _probabilities(queries, keys[:, :, near].contiguous(), seen, rule, sinks)
                 mixed[:, :, block] = _weighted_values(p, values[:, :, near])[:, :, : allowed.shape[0]]
                 if keeps:
                     keep.append(p[:, :, : allowed.shape[0]])
@@ -135,13 +139,17 @@ def _scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:
     return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_()
 
 
-def _probabilities(q: Tensor, k: Tensor, allowed: Tensor, rule: AttentionRule) -> Tensor:
-    """The rule's softmax [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores."""
+def _probabilities(q: Tensor, k: Tensor, allowed: Tensor, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
+    """The rule's softmax [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores, ``sinks`` to one more."""
     scores = _scores(q, k, rule)
     if rule.softcap is not None:
         scores *= rule.softcap
     scores[..., scores.shape[-1] - allowed.shape[-1] :].masked_fill_(~allowed, -math.inf)
-    return torch.softmax(scores, -1)
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    # in front, so that a key's place in the sums does not depend on how many follow
+    scores = torch.cat([sinks.to(scores.dtype).expand(*scores.shape[:-1], 1), scores], -1)
+    return torch.softmax(scores, -1)[..., 1:].contiguous()
 
 
 def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
@@ -157,16 +165,18 @@ def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
 
 def _input_gradients(
     p: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rule: AttentionRule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from the probabilities and the gradient of the output. Not under the exactness rules."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from the probabilities and the gradient of the output, and the products of that with the output [B, H, R,
+    1]. Not under the exactness rules."""
     grad_v = torch.matmul(p.transpose(-1, -2), grad)
     grad_scores = torch.matmul(grad, v.transpose(-1, -2))
     grad_scores *= p
-    grad_scores -= p * grad_scores.sum(-1, keepdim=True)
+    along = grad_scores.sum(-1, keepdim=True)
+    grad_scores -= p * along
     if rule.softcap is not None:
         grad_scores *= 1 - _scores(q, k, rule).square_()
     grad_scores *= rule.scale
-    return torch.matmul(grad_scores, k), torch.matmul(grad_scores.transpose(-1, -2), q), grad_v
+    return torch.matmul(grad_scores, k), torch.matmul(grad_scores.transpose(-1, -2), q), grad_v, along
 
 
 def _causal_blocks(
@@ -187,10 +197,10 @@ def _causal_blocks(
 
 def _packed_backward(
     parts: Sequence[Alike], rule: AttentionRule, _: object, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *keep: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    saved = iter(keep)
+    grad_sinks, saved = q.new_zeros(kv_heads, group_size), iter(keep)
     for part in parts:
         rows, keys, values = part.queries(q, kv_heads), part.keys(k), part.keys(v)
         grad_rows = part.queries(grad, kv_heads)
@@ -201,11 +211,15 @@ def _packed_backward(
         out_rows, out_keys, out_values = torch.empty_like(rows), torch.zeros_like(keys), torch.zeros_like(values)
         for block, near, _ in _causal_blocks(part.num_queries, group_size, rule.window, q.device):
             some = (rows[:, :, block], keys[:, :, near], values[:, :, near], grad_rows[:, :, block])
-            grads = _input_gradients(next(saved), *some, rule)
+            p = next(saved)
+            *grads, along = _input_gradients(p, *some, rule)
+            if rule.sinks is not None:
+                to_sinks = (p.sum(-1, keepdim=True) - 1) * along
+                grad_sinks += to_sinks.view(len(rows), kv_heads, -1, group_size).sum((0, 2))
             out_rows[:, :, block] = grads[0]
             out_keys[:, :, near] += grads[1]
             out_values[:, :, near] += grads[2]
         part.scatter_queries(out_rows, grad_q)
         part.scatter_keys(out_keys, grad_k)
         part.scatter_keys(out_values, grad_v)
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, *(() if rule.sinks is None else (grad_sinks.flatten().to(rule.sinks.dtype),))

@@ -68,10 +68,10 @@ template <class T> struct Layer {
     const float scale = (float)b.scale, softcap = (float)b.softcap;
     if (b.cache)
       attend_paged((int)b.half, q, width, k, width, v, width, b.kv_heads, group, b.dim, b.items, b.num_items, b.table, b.cache,
-                   b.num_pages, b.page_size, b.page_elements, scale, softcap, b.window, b.mixed, (int)b.threads);
+                   b.num_pages, b.page_size, b.page_elements, scale, softcap, b.window, nullptr, b.mixed, (int)b.threads);
     else
       attend_packed((int)b.half, q, width, k, width, v, width, b.kv_heads, group, b.dim, b.items, b.num_items, scale, softcap,
-                    b.window, b.mixed, nullptr, (int)b.threads);
+                    b.window, nullptr, b.mixed, nullptr, (int)b.threads);
   }
   // the attention's output matrix and the gated MLP, each added to the rows
   void leave(i64 at, i64 m, int threads) const {

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
+from rlhf_spmd.kernels.dense_attention import sink_gradients
 from rlhf_spmd.kernels.devices import has_amx
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
@@ -36,9 +37,9 @@ _ATTENTION = "ipl pl pl lll"  # half; q, k and v with their strides; KV heads, g
 _SIGNATURES = {
     "linear_kinds": "",
     "linear_forward": "ipl lp ll ppi",
-    "attend_packed": _ATTENTION + "pl ffl ppi",
+    "attend_packed": _ATTENTION + "pl fflp ppi",
     "attend_packed_backward": _ATTENTION + "pl ffl ppp ppp i",
-    "attend_paged": _ATTENTION + "plpp lll ffl pi",
+    "attend_paged": _ATTENTION + "plpp lll fflp pi",
     "rms_norm": "ip llll pif plp",
     "rotate": "ip lllll pp ip l",
     "rms_norm_backward": "ipp ll pi ppp",
@@ -126,11 +127,13 @@ class CppOps(BatchInvariantOps):
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
 
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        def forward(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             out, log_sums = self.packed(q, k, v, packing.bounds, rule)
-            return out, (q, k, v, packing.bounds, out, log_sums)
+            return out, (q, k, v, packing.bounds, out, log_sums, *sinks)
 
-        return differentiable(forward, partial(self.packed_backward, rule), q, k, v)
+        return differentiable(
+            forward, partial(self.packed_backward, rule), q, k, v, *(() if rule.sinks is None else (rule.sinks,))
+        )
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
         """Causal attention within sequences: q [T, H * G, D], k and v [T, H, D], bounds int64 [sequences + 1] ->
@@ -139,7 +142,7 @@ class CppOps(BatchInvariantOps):
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         places = bounds, len(bounds) - 1
-        self._c.attend_packed(*_shapes(q, k, v), *places, *_numbers(rule), out, lse, torch.get_num_threads())
+        self._c.attend_packed(*_shapes(q, k, v), *places, *_numbers(rule), _sinks(rule), out, lse, torch.get_num_threads())
         return out, lse
 
     def packed_backward(
@@ -153,13 +156,14 @@ class CppOps(BatchInvariantOps):
         bounds: Tensor,
         out: Tensor,
         lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from :meth:`packed`'s inputs and outputs and the gradient of its first output."""
+        *sinks: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v and sinks from :meth:`packed`'s inputs and outputs and the gradient of its first output."""
         q, k, v, grad = _heads(q), _heads(k), _heads(v), grad.contiguous()
         grads = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype), torch.empty(v.shape, dtype=v.dtype)
         inputs = *_shapes(q, k, v), bounds, len(bounds) - 1, *_numbers(rule), out, grad, lse
         self._c.attend_packed_backward(*inputs, *grads, torch.get_num_threads())
-        return grads
+        return *grads, *sink_gradients(sinks, grad, out, lse)
 
     def attend_paged(
         self,
@@ -180,7 +184,7 @@ class CppOps(BatchInvariantOps):
         q, k, v = _heads(q), _heads(k), _heads(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         places = items, len(items), table, cache, cache.shape[2], page_size, cache.shape[3]
-        self._c.attend_paged(*_shapes(q, k, v), *places, *_numbers(rule), out, torch.get_num_threads())
+        self._c.attend_paged(*_shapes(q, k, v), *places, *_numbers(rule), _sinks(rule), out, torch.get_num_threads())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
@@ -287,6 +291,10 @@ class CppOps(BatchInvariantOps):
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         self._c.draw(logits, *logits.shape, temperature, uniforms, out, torch.get_num_threads())
         return out
+
+
+def _sinks(rule: AttentionRule) -> Tensor | None:
+    return None if rule.sinks is None else rule.sinks.detach().float().contiguous()
 
 
 def _heads(x: Tensor) -> Tensor:

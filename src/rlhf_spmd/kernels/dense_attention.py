@@ -6,6 +6,7 @@ Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,15 @@ from torch import Tensor
 from rlhf_spmd.kernels.packing import AttentionRule
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None) -> Tensor:
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     """torch's own attention: q [B, H * G, R, D], k and v [B, H, L, D] -> [B, H * G, R, D].
 
-    ``allowed`` None is causal, else it includes the rule's window. torch's kernels have no softcap: plain products then.
+    ``allowed`` None is causal, else it includes the rule's window. ``sinks``: the rule's, as they
+    broadcast to the scores. torch's kernels have neither sinks nor a softcap: plain products then.
     """
-    if rule.softcap is None:
+    if rule.softcap is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
         if grouped and (allowed is not None or q.dtype == torch.float32):
             # Of torch's kernels only flash attention groups heads, and it takes no mask and no float32: without copies of the
@@ -33,5 +37,17 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: 
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)  # bf16 would round scores of 20 by 0.06
-    scores = torch.tanh(torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * (rule.scale / rule.softcap)) * rule.softcap
-    return torch.matmul(torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).to(v.dtype), v)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2))
+    scores = scores * rule.scale if rule.softcap is None else torch.tanh(scores * (rule.scale / rule.softcap)) * rule.softcap
+    scores = scores.masked_fill(~allowed, -math.inf)
+    if sinks is None:
+        return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
+    scores = torch.cat([scores, sinks.to(wide).expand(*scores.shape[:-1], 1)], -1)
+    return torch.matmul(torch.softmax(scores, -1)[..., :-1].to(v.dtype), v)
+
+
+def sink_gradients(sinks: Sequence[Tensor], grad: Tensor, out: Tensor, log_sums: Tensor) -> list[Tensor]:
+    """Gradients of the ``sinks`` [heads], of which there are one or none, from the output [T, heads, D], its gradient and the scores'
+    log-sum-exps [T, heads], sinks included."""
+    along = (grad.float() * out.float()).sum(-1)
+    return [-(torch.exp(sink.float() - log_sums) * along).sum(0).to(sink.dtype) for sink in sinks]

@@ -42,7 +42,7 @@ class TorchFlash:
     name = "flash"
 
     def fits(self, q: Tensor, rule: AttentionRule) -> bool:
-        return rule.softcap is None and q.shape[-1] % 8 == 0 and _fits(q)
+        return rule.softcap is None and rule.sinks is None and q.shape[-1] % 8 == 0 and _fits(q)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         halves = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
@@ -82,7 +82,7 @@ class FlashAttn:
     name = "flash_attn"
 
     def fits(self, q: Tensor, rule: AttentionRule) -> bool:
-        return _fits(q)
+        return rule.sinks is None and _fits(q)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         from flash_attn import flash_attn_varlen_func

@@ -191,6 +191,12 @@ class GpuOps(Ops):
 
         return differentiable(forward, backward, rows, weights)
 
+    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        def backward(_: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
+            return (triton_experts.clamped_gate_backward(grad, gate_up, alpha, limit),)
+
+        return differentiable(lambda x: (triton_experts.clamped_gate(x, alpha, limit), (x,)), backward, gate_up)
+
     # -- draws, as drawings.DrawsRows describes them
 
     def draw_rows(self, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor) -> Drawn:

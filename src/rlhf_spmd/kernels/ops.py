@@ -10,7 +10,7 @@ Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V loc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels import expert_rows
 from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
@@ -168,7 +169,16 @@ class Ops:
         """x [N, in], rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``:
         :meth:`expert_groups`."""
         assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
-        return differentiable(partial(self._per_expert, groups), partial(self._per_expert_backward, groups), x, weight)
+        halves = partial(expert_rows.multiply, self, groups), partial(expert_rows.multiply_backward, self, groups)
+        return differentiable(*halves, x, weight)
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
+        """``rows`` [N, m] plus the ``bias`` [E, m] of the expert of each, ``experts`` [N]."""
+        return differentiable(expert_rows.add_bias, expert_rows.add_bias_backward, rows, bias, experts)
+
+    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """[T, 2n] = [gate; up] -> gate * sigmoid(alpha * gate) * (up + 1) [T, n], gate at most ``limit``, up within it (gpt-oss)."""
+        return expert_rows.clamped_gate(gate_up, alpha, limit)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         """x [T, hidden] -> a row of each token for each of its experts, by expert [T * per_token, hidden]. Row i belongs to the pair
@@ -188,17 +198,17 @@ class Ops:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Rows q over keys k and values v [B, H, L, D] -> as q, for generation, without gradients. ``allowed`` (bool, broadcasts to the
         scores): which keys a row sees, the rule's window included."""
-        return attend_dense(q, k, v, rule, allowed)
+        return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[1], q.shape[2]))
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Causal attention within each sequence: q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]."""
-        outs = []
+        outs, sinks = [], None if rule.sinks is None else rule.sinks[None, :, None, None]
         for part in packing.alike(q.shape[1], math.inf):
             queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
             at = torch.arange(part.num_queries, device=q.device)
             reached = rule.window is not None and part.num_queries > rule.window
             allowed = visible(at, at, rule.window) if reached else None
-            mixed = attend_dense(queries, keys, values, rule, allowed).transpose(1, 2)
+            mixed = attend_dense(queries, keys, values, rule, allowed, sinks).transpose(1, 2)
             outs.append(part.picked(mixed))
         return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
@@ -274,23 +284,6 @@ class Ops:
 
     def turn_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
         return (self.turn(grad.contiguous(), cos, -sin, interleaved),)
-
-    def _per_expert(self, counts: Sequence[int], x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        out = x.new_empty(len(x), weight.shape[1] * weight.shape[2])
-        enough = self.min_rows(weight[0].numel(), weight.shape[-1])
-        for expert, rows in _ranges(counts):
-            matrix = weight[expert].flatten(0, 1)  # a copy only if there are several blocks
-            out[rows] = self.linear(pad_rows(x[rows], enough), matrix)[: rows.stop - rows.start]
-        return out, (x, weight)
-
-    def _per_expert_backward(
-        self, counts: Sequence[int], _: object, grad: Tensor, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        for expert, rows in _ranges(counts):
-            grad_x[rows] = self.gradient_product(grad[rows], weight[expert].flatten(0, 1))
-            grad_weight[expert] = self.gradient_product(grad[rows].t(), x[rows]).view(weight.shape[1:])
-        return grad_x, grad_weight
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
         """left [n, k] times right [k, m], where bits may depend on the number of rows."""
@@ -388,12 +381,3 @@ class Ops:
         """Token ids int64 [T] from logits [T, V]: the first whose cumulative probability exceeds ``uniforms`` fp64 [T]. None: not
         by one kernel here."""
         return None
-
-
-def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of the experts that have any."""
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,11 +25,22 @@ QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the 
 @dataclass(frozen=True)
 class AttentionRule:
     """How a layer turns scores into probabilities: softmax(softcap * tanh(q k^T * scale / softcap)), without the tanh where
-    ``softcap`` is None; a query at position i sees the keys j with i - ``window`` < j <= i, all j <= i where it is None."""
+    ``softcap`` is None; a query at position i sees the keys j with i - ``window`` < j <= i, all j <= i where it is None.
+
+    ``sinks`` [query heads]: one more score of each head, as of a key whose value is 0. A parameter, and no part of what rules are
+    compared by."""
 
     scale: float
     softcap: float | None = None
     window: int | None = None
+    sinks: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def sinks_of_rows(self, kv_heads: int, rows: int) -> Tensor | None:
+        """The sinks of rows that have the G query heads of a KV head beside each other, [1, kv_heads, rows, 1]."""
+        if self.sinks is None:
+            return None
+        heads = self.sinks.view(kv_heads, -1)
+        return heads.repeat(1, -(-rows // heads.shape[1]))[None, :, :rows, None]
 
 
 Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queries and keys

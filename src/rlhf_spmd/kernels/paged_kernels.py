@@ -64,6 +64,14 @@ def _add(
 
 
 @triton.jit
+def _with_sinks(top: tl.tensor, total: tl.tensor, sinks: tl.tensor, heads: tl.tensor, SINKS: tl.constexpr) -> tl.tensor:
+    """The sums of exponentials with those of the ``sinks`` fp32 [H * G], whose values are 0."""
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + heads) * 1.4426950408889634 - top)
+    return total
+
+
+@triton.jit
 def _page(line: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.tensor:
     """The page in which a block of keys lies, if it does not span several. It is carried from block to block: loads whose addresses
     wait for another load of the same turn are pipelined half as deep."""
@@ -162,10 +170,11 @@ def _walk(
 
 @triton.jit(do_not_specialize=["table_stride", "tokens"])
 def attend_chunks(
-    q: tl.tensor, pages: tl.tensor, out: tl.tensor, log_sums: tl.tensor, tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor,
-    q_head: tl.tensor, head_elements: tl.tensor, table_stride: tl.tensor, kv_heads: tl.tensor, tokens: tl.tensor, scale: tl.tensor,
-    cap: tl.tensor, LOGS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q: tl.tensor, pages: tl.tensor, out: tl.tensor, log_sums: tl.tensor, sinks: tl.tensor, tiles: tl.tensor, table: tl.tensor,
+    q_stride: tl.tensor, q_head: tl.tensor, head_elements: tl.tensor, table_stride: tl.tensor, kv_heads: tl.tensor,
+    tokens: tl.tensor, scale: tl.tensor, cap: tl.tensor, LOGS: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program computes a tile of one KV head, grid [H, tiles]: keys that all of its queries see without masks, the window's first
     blocks and the diagonal with them. LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens]."""
@@ -206,6 +215,7 @@ def attend_chunks(
         scale, cap, True, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
+    total = _with_sinks(top, total, sinks, heads, SINKS)
     to = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
     tl.store(out + to, mixed / total[:, None], mask=inside)
     if LOGS:
@@ -216,9 +226,9 @@ def attend_chunks(
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def attend_singles(
     q: tl.tensor, pages: tl.tensor, out: tl.tensor, parts: tl.tensor, arrived: tl.tensor, positions: tl.tensor,
-    tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor, q_head: tl.tensor, head_elements: tl.tensor,
+    sinks: tl.tensor, tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor, q_head: tl.tensor, head_elements: tl.tensor,
     table_stride: tl.tensor, kv_heads: tl.tensor, num_splits: tl.tensor, scale: tl.tensor, cap: tl.tensor,
-    TILED: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    TILED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -285,5 +295,6 @@ def attend_singles(
                     part_total = tl.load(at + DIM + 1, mask=real, other=1.0, cache_modifier=".cg")
                     part_mixed = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
                     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
+    total = _with_sinks(top, total, sinks, heads, SINKS)
     to = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
     tl.store(out + to, mixed / total[:, None], mask=inside & ends)

@@ -63,6 +63,50 @@ def _clear_idle(ends: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.cons
         tl.store(out + expert.to(tl.int64) * size + at, zeros, mask=at < size)
 
 
+@triton.jit
+def _clamped_gate(
+    gate_up: tl.tensor, grad: tl.tensor, out: tl.tensor, n: tl.tensor, alpha: tl.tensor, limit: tl.tensor, BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The gate of a row, or BACK, the gradient of the row from that of the gate."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    at = row * 2 * n + column
+    given = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(gate_up + at + n, mask=inside, other=0.0).to(tl.float32)
+    gate, up = tl.minimum(given, limit), tl.minimum(tl.maximum(other, -limit), limit) + 1.0
+    share = 1.0 / (1.0 + tl.exp(-alpha * gate))
+    if BACK:
+        of_out = tl.load(grad + row * n + column, mask=inside, other=0.0).to(tl.float32)
+        of_gate = of_out * up * share * (1.0 + alpha * gate * (1.0 - share))
+        of_gate = tl.where(given <= limit, of_gate, 0.0)
+        of_up = tl.where((other >= -limit) & (other <= limit), of_out * gate * share, 0.0)
+        tl.store(out + at, of_gate.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + n, of_up.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + row * n + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
+
+
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See ``Ops.clamped_gate``."""
+    gate_up, n = gate_up.contiguous(), gate_up.shape[1] // 2
+    out = gate_up.new_empty(len(gate_up), n)
+    if len(out):
+        _clamped_gate[len(out), triton.cdiv(n, BLOCK)](gate_up, out, out, n, alpha, limit, BACK=False, BLOCK=BLOCK, **OPTIONS)
+    return out
+
+
+def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """The gradient of [gate; up] from that of :func:`clamped_gate`'s result."""
+    gate_up, (rows, n) = gate_up.contiguous(), grad.shape
+    out = torch.empty_like(gate_up)
+    if rows:
+        given = gate_up, grad.contiguous(), out, n, alpha, limit
+        _clamped_gate[rows, triton.cdiv(n, BLOCK)](*given, BACK=True, BLOCK=BLOCK, **OPTIONS)
+    return out
+
+
 def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
     """For each token the sum of its K rows of ``rows`` [N, H], which lie at ``places`` int64 [N], times ``weights`` [T, K]: [T, H],
     added in fp32 in the order of the token's choices."""

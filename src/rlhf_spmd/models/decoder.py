@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,11 +97,14 @@ class Block(nn.Module):
         self.qkv = linear("qkv")
         self.q_norm = norm(*shards["q_norm.weight"].shape) if spec.qk_norm else None
         self.k_norm = norm(*shards["k_norm.weight"].shape) if spec.qk_norm else None
+        self.sinks = linear("sinks") if spec.names.sinks else None
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size) if spec.names.post_norm else None
         for name in ("gate_up", "down") if self.experts is None else self.experts.matrices:
             setattr(self, name, linear(name))
+            if name == CORRECTION:
+                getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
@@ -109,7 +113,8 @@ class Block(nn.Module):
         options = LayerOptions(spec.rms_norm_eps, *switches, spec.residual_scale)
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and spec.query_growth is None and not any(one.base for one in self.adapters)
+        alone = alone and self.sinks is None and spec.query_growth is None
+        alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
     def forward(self, x: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
@@ -162,15 +167,16 @@ class Block(nn.Module):
             else:  # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
                 norms = copy_to_tp(self.q_norm.weight, self.tp), copy_to_tp(self.k_norm.weight, self.tp)
         parts = qkv, (norms[0], norms[1]), rope.cos, rope.sin, self.head_shape
+        rule = self.rule if self.sinks is None else replace(self.rule, sinks=self.sinks.weight)
         if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
             q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
             q = q if rope.growth is None else q * rope.growth
-            return attention.attend_written(self.index, q[:num_tokens], self.rule)
+            return attention.attend_written(self.index, q[:num_tokens], rule)
         q, k, v = self.ops.heads(*parts)
         q = q if rope.growth is None else q * rope.growth
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
-        return attention.attend(self.index, q, k, v, self.rule)
+        return attention.attend(self.index, q, k, v, rule)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
@@ -186,6 +192,8 @@ class Block(nn.Module):
         weights = {name: getattr(self, name).weight for name in self.experts.matrices}
         # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
         weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
+        if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
+            weights["down_bias"] = weights["down_bias"] * 0
         return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:

@@ -22,6 +22,7 @@ class MixtureWeights(NamedTuple):
     """The matrices of one layer, in the order of ``sharding.plan_params``.
 
     - router [E, hidden], gate_up [blocks * E * 2n, hidden], down [E * hidden, blocks * n]
+    - router_bias [E], gate_up_bias [blocks * E * 2n], down_bias [E * hidden], which is added on one tp rank
     - correction [E, 3], see :func:`~rlhf_spmd.kernels.routing.as_parts`
     - shared_gate_up [blocks * 2s, hidden], shared_down [hidden, blocks * s], shared_gate [1, hidden]
     """
@@ -29,6 +30,9 @@ class MixtureWeights(NamedTuple):
     router: Tensor
     gate_up: Tensor
     down: Tensor
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
     correction: Tensor | None = None
     shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None
@@ -44,8 +48,15 @@ def mix_experts(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, 
     groups = ops.expert_groups(sorted_experts, count)
     rows = ops.expert_rows(x, order, places, per_token)
     entry = weights.gate_up.view(blocks, count, -1, hidden).transpose(0, 1)
-    inner = ops.gated(ops.per_expert(rows, entry, groups).view(len(rows) * blocks, -1), gelu).view(len(rows), -1)
-    out = ops.per_expert(inner, weights.down.view(count, 1, hidden, -1), groups)
+    inner = ops.per_expert(rows, entry, groups)
+    if weights.gate_up_bias is not None:
+        bias = weights.gate_up_bias.view(blocks, count, -1).transpose(0, 1).reshape(count, -1)
+        inner = ops.add_expert_bias(inner, bias, sorted_experts)
+    inner = inner.view(len(rows) * blocks, -1)
+    inner = ops.gated(inner, gelu) if experts.clamp is None else ops.clamped_gate(inner, *experts.clamp)
+    out = ops.per_expert(inner.view(len(rows), -1), weights.down.view(count, 1, hidden, -1), groups)
+    if weights.down_bias is not None:
+        out = ops.add_expert_bias(out, weights.down_bias.view(count, -1), sorted_experts)
     total = ops.sum_experts(out, factors, order, places)
     if weights.shared_gate_up is None or weights.shared_down is None:
         return total
@@ -57,5 +68,5 @@ def mix_experts(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, 
 def route(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts) -> tuple[Tensor, Tensor]:
     """Weights, in x's dtype, and numbers of the experts of each token, [T, per_token] each."""
     wide = torch.promote_types(x.dtype, torch.float32) if experts.wide_router else x.dtype
-    logits = ops.linear(x.to(wide), weights.router.to(wide))
+    logits = ops.linear(x.to(wide), weights.router.to(wide), weights.router_bias)
     return ops.route(logits, weights.correction, experts.rule, x.dtype)

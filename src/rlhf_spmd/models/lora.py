@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Annotated, Literal, NamedTuple
 
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, Range
+from rlhf_spmd.models.mixture import is_fixed
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 
 ALL_LINEAR = "all-linear"
@@ -81,8 +82,11 @@ def is_adapter(name: str) -> bool:
     return ".lora." in name
 
 
-def is_trained(name: str, head: str) -> bool:
-    """Whether a role with adapters trains a parameter: these, and a head of values, which the model's directory may not have."""
+def is_trained(name: str, head: str, lora: bool) -> bool:
+    """Whether a role trains a parameter: with adapters these, and a head of values, which the model's directory may not have; otherwise
+    all but what no optimizer changes."""
+    if not lora:
+        return not is_fixed(name)
     return is_adapter(name) or name.endswith("value.weight") or (head == "value" and name.endswith("head.weight"))
 
 

@@ -21,8 +21,8 @@ ROPE = {
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     """transformers' Ministral3Config, with its defaults."""
-    full = {**DEFAULTS, "rope_parameters": ROPE, **config}
-    rope, name = full["rope_parameters"] or {}, "original_max_position_embeddings"
+    rope, name = config.get("rope_parameters") or config.get("rope_scaling") or ROPE, "original_max_position_embeddings"
+    full = {**DEFAULTS, **config, "rope_parameters": rope}
     beta = read_positive(rope.get("llama_4_scaling_beta"), source, "rope_parameters.llama_4_scaling_beta")
     growth = beta, read_size(rope, f"{source}: rope_parameters", name)
     return standard_spec(full, source, query_growth=growth, windows=read_windows(full, source), hf_config=dict(config))

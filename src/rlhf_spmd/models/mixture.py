@@ -8,10 +8,8 @@ from typing import Literal
 from rlhf_spmd.kernels import RoutingRule
 
 CORRECTION = "correction"  # the parameter of a layer that no optimizer changes
-WHOLE = (
-    "router",
-    "shared_gate",
-)  # every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
+# every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
+WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
 
 
 def is_fixed(name: str) -> bool:
@@ -26,7 +24,8 @@ class Experts:
     ``normalise`` to ``top_groups``: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`. ``corrected``: the router
     has a correction of the scores by which it chooses, which gradients do not change. ``shared_size``: columns of an MLP beside the
     experts, which every token takes; ``shared_gate``: times the sigmoid of one more product. ``wide_router``: logits of half-precision
-    models are computed in fp32.
+    models are computed in fp32. ``biased``: router and experts have biases. ``clamp``: alpha and limit of the experts' gate,
+    see :meth:`~rlhf_spmd.kernels.Ops.clamped_gate`. ``fused``: files have the matrices of all experts in one, transposed.
     """
 
     count: int
@@ -42,6 +41,9 @@ class Experts:
     shared_size: int = 0
     shared_gate: bool = False
     wide_router: bool = False
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
+    fused: bool = False
 
     @property
     def rule(self) -> RoutingRule:
@@ -61,4 +63,13 @@ class Experts:
     def matrices(self) -> tuple[str, ...]:
         """The parameters of a layer's mixture."""
         shared = ("shared_gate_up", "shared_down") if self.shared_size else ()
-        return "router", "gate_up", "down", *(CORRECTION,) * self.corrected, *shared, *("shared_gate",) * self.shared_gate
+        biases = ("router_bias", "gate_up_bias", "down_bias") if self.biased else ()
+        return (
+            "router",
+            "gate_up",
+            "down",
+            *biases,
+            *(CORRECTION,) * self.corrected,
+            *shared,
+            *("shared_gate",) * self.shared_gate,
+        )

@@ -10,6 +10,8 @@ smaller tp are among those of its multiples, so a training shard always lies ins
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.mixture import CORRECTION, Experts
 from rlhf_spmd.models.spec import ModelSpec
@@ -147,6 +149,9 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     if spec.qk_norm:
         for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, kv_rows)):
             plan[key] = _columns([(at(name), *rows)], None) if spec.whole_qk_norm else _replicated(at(name), dim)
+    if names.sinks:
+        rows = tp_rank * heads, heads, spec.num_attention_heads
+        plan["sinks.weight"] = _columns([(at(names.sinks), *rows)], None)
     plan["out.weight"] = _row_parallel([at(names.out) + ".weight"], hidden, *q_rows)
     if spec.attention_out_bias:
         plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
@@ -165,6 +170,11 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     gate_up = _interleave([(name, mlp_rows) for gate, up, _ in mlps for name in (gate, up)], gate_up_blocks)
     plan["gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
     plan["down.weight"] = _row_parallel([down + ".weight" for _, _, down in mlps], hidden, *mlp_rows)
+    if experts is not None and experts.biased:
+        plan["router_bias.weight"] = _replicated(at(names.router_bias), experts.count)
+        plan["gate_up_bias.weight"] = _columns([(name + ".bias", a, n, of) for name, a, n, of in gate_up], None)
+        whole = (0, hidden, hidden)
+        plan["down_bias.weight"] = replace(_columns([(down + ".bias", *whole) for _, _, down in mlps], None), whole_on_tp=True)
     if experts is not None:
         plan |= _plan_shared(spec, experts, layer, tp_rank, tp, gate_up_blocks)
     if names.mlp_norm:

@@ -47,11 +47,13 @@ class Names:
     k: str = "model.layers.{layer}.self_attn.k_proj"
     v: str = "model.layers.{layer}.self_attn.v_proj"
     out: str = "model.layers.{layer}.self_attn.o_proj"
+    sinks: str | None = None  # of the attention, one of each query head
     q_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
     k_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
     attention_norm: str | None = None  # of the attention's output, before it is added
     mlp_norm: str | None = None  # of the MLP's
     router: str = "model.layers.{layer}.mlp.gate.weight"
+    router_bias: str = "model.layers.{layer}.mlp.router.bias"
     correction: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
     gate: str = "model.layers.{layer}.mlp.gate_proj"
     up: str = "model.layers.{layer}.mlp.up_proj"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.models.spec import ModelSpec
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
 COMPARED_ROWS = 4096  # of two matrices at a time
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -40,12 +41,16 @@ class StoredModel:
             pickles = ", ".join(sorted(p.name for p in path.glob("*.bin"))[:2])
             hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
             raise ValueError(f"{path}: neither {WEIGHTS} nor {INDEX} is there{hint}")
-        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name))]
+        further = int(spec.hf_config.get("num_nextn_predict_layers") or 0)  # layers that predict several tokens at once
+        beyond = tuple(f"model.layers.{spec.num_hidden_layers + i}." for i in range(further))
+        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name)) and not name.startswith(beyond)]
         self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
     def refuse_fewer(self, spec: ModelSpec) -> None:
         """Raises ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
-        experts = 0 if spec.experts is None else spec.experts.count * (spec.num_hidden_layers - len(spec.experts.dense_layers))
+        experts, mixture = 0, spec.experts
+        if mixture is not None and not mixture.fused:
+            experts = mixture.count * (spec.num_hidden_layers - len(mixture.dense_layers))
         if len(self.stored) < max(spec.num_hidden_layers, experts):
             its = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
             raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {its}")
@@ -90,8 +95,10 @@ class StoredModel:
         hint = "; a reward model needs a value head of one label" if name == spec.names.value_head else ""
         raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
 
-    def slices(self, name: str, shape: tuple[int, ...], why: str) -> Any:
+    def slices(self, name: str, shape: tuple[int, ...], why: str, dtypes: Collection[str] = FLOATS) -> Any:
         """safetensors' slice object of a tensor, after checking its shape and dtype. ``why`` it has that shape."""
+        if name not in self.stored:
+            raise ValueError(f"{self.source}: tensor '{name}' is missing")
         stored = self.stored[name]
         source = self.path / self.files[stored]
         try:
@@ -100,8 +107,8 @@ class StoredModel:
             raise ValueError(f"{source}: tensor '{name}' cannot be read: {error}") from error
         if tuple(found.get_shape()) != shape:
             raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {why} {list(shape)}")
-        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: F64, F32, F16, BF16")
+        if found.get_dtype() not in dtypes:
+            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: {', '.join(dtypes)}")
         return found
 
     def _file(self, name: str) -> Any:

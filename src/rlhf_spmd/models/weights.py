@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_correction
 from rlhf_spmd.models.lora import PREFIX, LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, spec_from_config
@@ -44,9 +45,9 @@ def load_pretrained(
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
-        checkpoint.refuse_unknown(decoder.spec, tensor_shapes(decoder.spec, "both"))
+        checkpoint.refuse_unknown(decoder.spec, file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
         for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
-            found = checkpoint.find(decoder.spec, box.name, box.shape, missing_head_ok)
+            found = find_tensor(checkpoint, decoder.spec, box.name, box.shape, missing_head_ok)
             if found is None:
                 target.zero_()
             else:
@@ -61,9 +62,9 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     with contextlib.ExitStack() as stack:
         checkpoint = StoredModel(Path(path), spec, stack)
         checkpoint.refuse_fewer(spec)
-        checkpoint.refuse_unknown(spec, tensor_shapes(spec, "both"))
+        checkpoint.refuse_unknown(spec, file_names(spec, tensor_shapes(spec, "both")))
         for name, shape in tensor_shapes(spec, head).items():
-            checkpoint.find(spec, name, shape, missing_head_ok)
+            find_tensor(checkpoint, spec, name, shape, missing_head_ok)
 
 
 def init_random(decoder: Decoder, seed: int, shards: Mapping[str, ParamShard] | None = None) -> None:
@@ -152,9 +153,12 @@ def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
 
 
 def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02)."""
+    """The initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02),
+    corrections of routers 0."""
+    if is_correction(spec, name):
+        return torch.zeros(shape)
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(".bias") or spec.norm_plus_one else torch.ones(shape)
+        return torch.zeros(shape) if name.endswith((".bias", ".sinks")) or spec.norm_plus_one else torch.ones(shape)
     std = float(spec.hf_config.get("initializer_range", INIT_STD))
     assert math.isfinite(std), f"initializer_range={std}"
     return torch.randn(shape, generator=_generator(seed, name)).mul_(std)
@@ -176,7 +180,8 @@ def write_random_model(path: str | Path, config: Mapping[str, Any], seed: int) -
     path.mkdir(parents=True, exist_ok=True)
     classifier = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
     shapes = tensor_shapes(spec, "value" if classifier else "lm")
-    tensors = {name: random_tensor(spec, name, shape, seed) for name, shape in shapes.items()}
+    drawn = {name: random_tensor(spec, name, shape, seed) for name, shape in shapes.items()}
+    tensors = {form.name: form.join([drawn[part] for part in form.parts]) for form in file_forms(spec, shapes)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     return spec

@@ -56,7 +56,7 @@ def saved_bytes(plan: RolePlan, device: torch.device) -> int:
     wide = accumulation_dtype(dtype) if config.optim.master_weights else dtype
     total = 0
     for name, shard in plan_params(plan.spec, head, 0, 1, 0, 1, lora=lora if lora.rank else None).items():
-        if lora.rank and not is_trained(name, head):
+        if lora.rank and not is_trained(name, head, True):
             continue
         each = dtype.itemsize
         if plan.trained:

@@ -39,7 +39,7 @@ def role_state(worker: ModelWorker) -> RoleState:
     engine = worker.engine
     states = engine.optimizer.state_tensors() if engine.optimizer else {}
     shards, weights = engine.param_shards(), worker.owned.between_calls()
-    return RoleState({name: shards[name] for name in engine.trained}, {name: weights[name] for name in engine.trained}, states)
+    return RoleState({name: shards[name] for name in engine.saved}, {name: weights[name] for name in engine.saved}, states)
 
 
 def rows_in_flight(saved: Mapping[str, ModelWorker]) -> dict[str, RoleState]:

@@ -101,13 +101,12 @@ class TrainEngine:
         - ``activation_*``: see :meth:`Decoder.keep_activations`. ``attention``, ``batch_invariant_gpu``: see ``kernels.choose_ops``.
         - ``lora``: train adapters and a value head; other weights stay.
 
-        ``trained``: names of the parameters that an optimizer changes. Raises ValueError for weights that do not fit the model.
+        ``trained``: names of what an optimizer changes; ``saved``: of what checkpoints have. Raises ValueError for unfit weights.
         """
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
         self._num_calls, self._seeds = 0, (seed, mesh.pp_rank, mesh.dp_rank)  # calls of forward_backward in this optimizer step
-        self.lora = lora if lora is not None and lora.rank else None
-        self.zero = stage_of_zero(mesh.layout)
+        self.lora, self.zero = lora if lora is not None and lora.rank else None, stage_of_zero(mesh.layout)
         self.ops, self.attention = (choose_ops(dtype, device, name, exact_gpu=exact_gpu) for name in ("auto", attention))
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
@@ -117,7 +116,7 @@ class TrainEngine:
         for chunk in self.chunks:
             chunk.keep_activations(activation_checkpointing, activation_offload)
             for name, param in chunk.named_parameters():
-                param.requires_grad_(optim is not None and (self.lora is None or is_trained(name, head)))
+                param.requires_grad_(optim is not None and is_trained(name, head, self.lora is not None))
         wide = accumulation_dtype(dtype)
         self.zeros = [FSDPModel(chunk, chunk.layers, mesh, self.zero, wide) for chunk in self.chunks if self.zero]
         self.storages = Storages()
@@ -126,7 +125,8 @@ class TrainEngine:
                 self.storages.include(tensors)
                 self.storages.free()
         self._params = named_by_chunk([dict(chunk.named_parameters()) for chunk in self.chunks])
-        self.trained = [name for name in self._params if self.lora is None or is_trained(name, head)]
+        self.trained = [name for name in self._params if is_trained(name, head, self.lora is not None)]
+        self.saved = self.trained if self.lora else list(self._params)
         self._wide_grads: dict[str, Tensor] = {}
         self._plan_shards(head)
         for chunk in self.chunks if fill else ():

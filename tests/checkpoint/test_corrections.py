@@ -1,0 +1,59 @@
+"""A router's correction on its way through a run: updates leave it alone, and each copy of the weights has its bits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tasks
+from ranks import run_ranks
+from rlhf_spmd.models.weights import write_random_model
+from small_models import CONFIGS
+
+CORRECTION = "gate.e_score_correction_bias"
+
+
+def write_actor(path: Path) -> Path:
+    """Corrections that bf16 would round, and that decide which experts are chosen."""
+    sizes = {"vocab_size": len(tasks.VOCABULARY), "eos_token_id": tasks.EOS, "initializer_range": 0.12, "pad_token_id": None}
+    write_random_model(path, {**CONFIGS["glm4-moe"], **sizes}, 3)
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in tensors.items():
+        if name.endswith(CORRECTION):
+            tensor += torch.randn(tensor.shape, generator=generator) * 0.05 + 14.0
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(tasks.task() / "tokenizer", path, dirs_exist_ok=True)
+    return path
+
+
+WAYS = {
+    "resharded": ("models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.actor.layout.pp=1"),
+    "sent to a replica": ("placement.pools.b=[1]", "models.actor.calls.generate_sequences.pool=b", "models.actor.layout.dp=2"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_corrections_stay_as_they_are(tmp_path: Path, way: str) -> None:
+    source = write_actor(tmp_path / "actor")
+    more = [f"models.{role}.path={source}" for role in ("actor", "reference")] + [*WAYS[way], "run.save_freq=1"]
+    more += [f"models.{role}.dtype=bfloat16" for role in ("actor", "reference")] + ["models.actor.optim.lr=0.01"]
+    more += ["models.actor.layout.zero=3"] if "replica" in way else []
+    for steps in (1, 2):  # the second resumes the first
+        overrides = tasks.settings(tmp_path / "run", steps, *more, "run.export=true")
+        run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    run = tasks.read_run(tmp_path / "run")
+    if "replica" in way:  # of the same layout: had it other corrections, it would choose other experts
+        assert run.log_prob_difference() == 0.0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "run" / "export"))
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        if name.endswith(CORRECTION):
+            assert tensor.dtype == torch.float32 and torch.equal(tensor, before[name]), name
+            assert not torch.equal(tensor, tensor.bfloat16().float())
+        else:
+            assert tensor.dtype == torch.bfloat16 and not torch.equal(tensor, before[name].bfloat16()), name
