@@ -40,7 +40,7 @@ def start_ours(case: dict[str, Any]) -> Generate:
     torch.set_num_threads(case["threads"] // world.size)
     mesh = build_mesh(world, range(world.size), Layout(dp=world.size))
     dtype, exact = getattr(torch, case["dtype"]), case["settings"].get("reuse_rollout_log_probs") is True
-    ops = choose_ops(dtype, world.device, exact_gpu=exact)
+    ops = choose_ops(dtype, world.device, batch_invariant_gpu=exact)
     decoder = Decoder(read_spec(case["path"]), "lm", 0, 1, mesh.tp, dtype, world.device, ops=ops)
     load_pretrained(decoder, case["path"]) if has_weights(case["path"]) else fill(decoder)
     generator = Generator(decoder, mesh, GenerationConfig(**case["settings"]), ())

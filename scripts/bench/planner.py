@@ -268,7 +268,7 @@ def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
             homes |= dict.fromkeys(group, ranks)
             at += size
         else:
-            found = fill(ways, homes, {node: homes[problem.calls[node].role] for node in problem.lent})
+            found = fill(ways, homes, {node: homes[problem.calls[node].role] for node in problem.movable})
             if found:
                 schedule = simulate(problem, whole_plan(found))
                 best = min(best, schedule.seconds if schedule.fits else best)
@@ -317,7 +317,7 @@ def pretraining_layout(problem: Problem) -> float:
         if not all(call.options for call in calls):
             continue
         smaller = replace(problem, calls=tuple(calls))
-        found = fill(CandidateTables(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.lent, whole))
+        found = fill(CandidateTables(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.movable, whole))
         if found:
             schedule = simulate(smaller, whole_plan(found))
             if schedule.fits:
@@ -362,8 +362,8 @@ def best_separated(problem: Problem) -> float:
         rest = next((ranks for ranks in ranges.by_size.get(problem.size - size, ()) if ranks.first == size), None)
         if apart is None or rest is None:
             continue
-        lent = {node: apart if node in problem.generating else rest for node in problem.lent}
-        found = fill(ways, dict.fromkeys(problem.homes, rest), lent)
+        movable = {node: apart if node in problem.generating else rest for node in problem.movable}
+        found = fill(ways, dict.fromkeys(problem.homes, rest), movable)
         if found:
             schedule = simulate(problem, whole_plan(found))
             best = min(best, schedule.seconds if schedule.fits else best)

@@ -25,7 +25,7 @@ from rlhf_spmd import train
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.plan_page import measured_seconds
 from rlhf_spmd.training.job import trace
-from rlhf_spmd.training.memory import measure, step_facts
+from rlhf_spmd.training.memory_estimate import measure, step_facts
 from train import WORK, Work, settings_of, write_inputs
 
 # Memory

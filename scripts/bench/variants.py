@@ -132,8 +132,8 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.models.heads import token_log_probs
     from rlhf_spmd.models.lora import LoraConfig
     from rlhf_spmd.parallel.mesh import build_mesh
-    from rlhf_spmd.workers.engine import Packed, TrainEngine
     from rlhf_spmd.workers.optim_config import OptimConfig
+    from rlhf_spmd.workers.train_engine import Packed, TrainEngine
 
     world = join_world(case["device"])
     layout = Layout(**case["layout"])
@@ -191,7 +191,7 @@ def measure_case(**case: Any) -> dict[str, Any] | None:
     """One variant in this process; None on ranks other than 0."""
     rows = make_rows(case)
     if case["variant"] == "ours":
-        import rlhf_spmd.workers.engine  # noqa: F401
+        import rlhf_spmd.workers.train_engine  # noqa: F401
     else:
         from transformers import LlamaForCausalLM  # noqa: F401
     if case["bits"]:

@@ -31,16 +31,10 @@ from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.inference.engine import check_cache
-from rlhf_spmd.inference.loaded_model import (
-    Journal,
-    check_out,
-    inference_program,
-    other_job,
-    read_config,
-    read_weights,
-    write_rows,
-)
+from rlhf_spmd.inference.inference_engine import check_cache
+from rlhf_spmd.inference.inference_program import inference_program, read_config
+from rlhf_spmd.inference.loaded_model import read_weights
+from rlhf_spmd.inference.output_files import Journal, check_out, other_job, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch

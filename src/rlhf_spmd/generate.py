@@ -34,8 +34,10 @@ from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
-from rlhf_spmd.inference.engine import check_cache
-from rlhf_spmd.inference.loaded_model import Journal, check_out, inference_program, read_config, read_weights, write_rows
+from rlhf_spmd.inference.inference_engine import check_cache
+from rlhf_spmd.inference.inference_program import inference_program, read_config
+from rlhf_spmd.inference.loaded_model import read_weights
+from rlhf_spmd.inference.output_files import Journal, check_out, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, answer, check_set, job_of
 from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch

@@ -36,15 +36,15 @@ from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
-from rlhf_spmd.training import checks, plan_inputs
+from rlhf_spmd.training import checks, plan_stand_ins
 from rlhf_spmd.training.checks import UNKNOWN_STEPS
 from rlhf_spmd.training.job import TrainJob, trace
-from rlhf_spmd.training.memory import StepFacts
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
+from rlhf_spmd.training.memory_estimate import StepFacts
 from rlhf_spmd.training.placing import place
-from rlhf_spmd.training.planning import checked_plan, model_calls, placed_calls
+from rlhf_spmd.training.plan_profile import profile
+from rlhf_spmd.training.plan_roles import checked_plan, model_calls, placed_calls
 from rlhf_spmd.training.prepare import describe_run
-from rlhf_spmd.training.profiling import profile
 from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import ModelWorker
@@ -79,9 +79,9 @@ class SearchConfig:
 
 
 SECTIONS = {
-    "models": dict[str, plan_inputs.PlannedRoleConfig],
+    "models": dict[str, plan_stand_ins.PlannedRoleConfig],
     "cluster": ClusterConfig,
-    "workload": plan_inputs.WorkloadConfig,
+    "workload": plan_stand_ins.WorkloadConfig,
     "plan": SearchConfig,
 }
 
@@ -104,12 +104,12 @@ def read_run(path: str | None, overrides: Sequence[str]) -> PlanRequest:
     sized = [role for role, one in config.models.items() if one.spec is not None]
     rewards = {role: replace(one, model=None) if role in sized else one for role, one in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
-    with plan_inputs.directories(config.models) as given:
+    with plan_stand_ins.directories(config.models) as given:
         sections, rewards, described = describe_run(replace(config, models=given), given, weights=False)
-    training = {name: plan_inputs.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
+    training = {name: plan_stand_ins.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
     for role, one in generating(described).items():
         described[role] = replace(one, config=without_exactness(one.config))
-    graph = trace(TrainJob(config, module, described, rewards, plan_inputs.CharacterTokenizer(), training, {}))
+    graph = trace(TrainJob(config, module, described, rewards, plan_stand_ins.CharacterTokenizer(), training, {}))
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)
     return PlanRequest(config, model_calls(graph, described, work), work, graph, described)
 

@@ -33,26 +33,17 @@ from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths
 from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.inference.engine import gather_records, own_rows
-from rlhf_spmd.inference.loaded_model import (
-    InferenceConfig,
-    LoadedModel,
-    base_directory,
-    check_out,
-    inference_program,
-    load_from_checkpoint,
-    not_finite,
-    read_config,
-    read_weights,
-    write_rows,
-)
+from rlhf_spmd.inference.inference_engine import gather_records, own_rows
+from rlhf_spmd.inference.inference_program import InferenceConfig, inference_program, read_config
+from rlhf_spmd.inference.loaded_model import LoadedModel, base_directory, load_from_checkpoint, not_finite, read_weights
+from rlhf_spmd.inference.output_files import check_out, write_rows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
+from rlhf_spmd.workers.train_engine import Packed, TrainEngine
 
 
 @dataclass(frozen=True)
@@ -74,10 +65,10 @@ class ScoreJob(LoadedModel):
     batch: Batch
 
     @property
-    def alike(self) -> dict[str, str]:
+    def must_match(self) -> dict[str, str]:
         """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
-        return {"set of rows": str([len(self.ids), *tokens]), **super().alike}
+        return {"set of rows": str([len(self.ids), *tokens]), **super().must_match}
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> ScoreJob:

@@ -21,7 +21,8 @@ from typing import Annotated
 
 from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
-from rlhf_spmd.inference.loaded_model import LoadedModel, inference_program, read_config
+from rlhf_spmd.inference.inference_program import inference_program, read_config
+from rlhf_spmd.inference.loaded_model import LoadedModel
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.launch import Launch

@@ -256,7 +256,7 @@ def test_all_that_a_gpu_runs_draws_the_same(
 ) -> None:
     """Triton's kernels of layers, attention and draws, in its interpreter, in captured steps; rows of settings of their own. A step
     takes 10 launches a layer and 30 besides, at most."""
-    gpu = pytest.importorskip("rlhf_spmd.kernels.gpu", reason="triton is not installed: pip install 'rlhf_spmd[triton]'")
+    gpu = pytest.importorskip("rlhf_spmd.kernels.gpu_ops", reason="triton is not installed: pip install 'rlhf_spmd[triton]'")
     if importlib.import_module("triton_device").DEVICE.type == "cuda":
         pytest.skip("compares with the CPU's numbers")
     requests = [

@@ -23,7 +23,7 @@ from rlhf_spmd.data.batch import unpack
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.resume import ROWS_IN_FLIGHT
-from rlhf_spmd.workers.rollouts import PartialRollouts
+from rlhf_spmd.workers.partial_rollouts import PartialRollouts
 
 STEPS = 6
 FP64 = ("models.actor.dtype=float64", "models.actor.optim.eps=1e-3")

@@ -24,8 +24,8 @@ from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.generation.triton_attention import TritonAttention
-from rlhf_spmd.kernels import AttentionRule, paged_kernels, paged_tiles
-from rlhf_spmd.kernels.paged_tiles import TileShape
+from rlhf_spmd.kernels import AttentionRule, triton_paged_attention
+from rlhf_spmd.kernels.triton_paged_attention import TileShape
 from rlhf_spmd.models.spec import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
 from triton_device import DEVICE
@@ -37,8 +37,8 @@ WIDE = (64, 128) if DEVICE.type == "cpu" else (16, 32)  # rows of a chunk's tile
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows have several blocks and splits."""
-    monkeypatch.setattr(paged_tiles, "SPLIT_KEYS", 64)
-    monkeypatch.setattr(paged_tiles, "BLOCK_BYTES", 1 << 9)
+    monkeypatch.setattr(triton_paged_attention, "SPLIT_KEYS", 64)
+    monkeypatch.setattr(triton_paged_attention, "BLOCK_BYTES", 1 << 9)
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         for name in ("locate_rows", "write", "attend_chunks", "attend_singles"):
-            monkeypatch.setattr(paged_kernels, name, _Counted(getattr(paged_kernels, name), name, self.names))
+            monkeypatch.setattr(triton_paged_attention, name, _Counted(getattr(triton_paged_attention, name), name, self.names))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (func.is_view or func.name().startswith("aten::empty")):
@@ -353,6 +353,8 @@ def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch:
         GenerationConfig(attention="flash_attn", page_size=256).check_device("here")
     with pytest.raises(ValueError, match=r"attention=triton: it does not compute torch\.float64"):
         choose_backend("triton", "auto", torch.float64, cpu, "attention")
+    with pytest.raises(ValueError, match="attention=flash_attn: it has no sinks"):
+        choose_backend("flash_attn", "auto", torch.float32, cpu, "attention", sinks=True)
     assert choose_backend("triton", "torch", torch.float32, cpu, "attention") == "triton"
     assert choose_backend("auto", "torch", torch.float32, cpu, "attention") == "torch"
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -29,10 +29,10 @@ from generators import MODELS, alone, load
 from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sampler import build_drawings, draw_rows, group_by_sampling, row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import build_sampling_tensors, draw_rows, group_by_sampling, row_keys, sample, uniform
 from rlhf_spmd.kernels import triton_draw, triton_filter
-from rlhf_spmd.kernels.drawings import Drawn
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
+from rlhf_spmd.kernels.sampling_tensors import Drawn
 from rlhf_spmd.models.heads import log_probs_of
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
@@ -74,8 +74,8 @@ def normal(rows: int, vocabulary: int, spread: float = 2.0) -> Tensor:
 def drawn(logits: Tensor, samplings: SamplingConfig | Sequence[SamplingConfig], scores: Tensor | None = None) -> Drawn:
     """By a batch whose row i follows setting i, or all the one."""
     each = [samplings] * len(logits) if isinstance(samplings, SamplingConfig) else list(samplings)
-    drawings = build_drawings(each, np.arange(len(logits)), DEVICE)
-    return GpuOps().draw_rows(logits if scores is None else scores, logits, drawings, *numbers(len(logits)))
+    settings = build_sampling_tensors(each, np.arange(len(logits)), DEVICE)
+    return GpuOps().draw_rows(logits if scores is None else scores, logits, settings, *numbers(len(logits)))
 
 
 def kept_weights(scores: NDArray[np.float32], s: SamplingConfig) -> NDArray[np.float64]:
@@ -157,9 +157,9 @@ def test_rows_of_all_settings_draw_together_what_they_draw_alone() -> None:
     check_log_probs(together, logits, mixed(len(logits)))
     keys, positions = numbers(len(logits))
     for row, options in enumerate(mixed(len(logits))):
-        drawings = build_drawings([options], np.zeros(1, dtype=np.int64), DEVICE)
+        settings = build_sampling_tensors([options], np.zeros(1, dtype=np.int64), DEVICE)
         one = logits[row : row + 1].clone()
-        alone_ = GpuOps().draw_rows(one, one, drawings, keys[row : row + 1], positions[row : row + 1])
+        alone_ = GpuOps().draw_rows(one, one, settings, keys[row : row + 1], positions[row : row + 1])
         for part, whole in zip(alone_, together, strict=True):
             assert torch.equal(part[0], whole[row]), (row, options)
 
@@ -272,9 +272,9 @@ def test_a_draw_takes_few_launches_and_never_waits(
 
             monkeypatch.setattr(kernel, "run", run)
     logits, decoder = normal(2, 301), load(model, alone()[1])
-    drawings, (keys, positions) = build_drawings([options], np.zeros(2, dtype=np.int64), DEVICE), numbers(2)
+    settings, (keys, positions) = build_sampling_tensors([options], np.zeros(2, dtype=np.int64), DEVICE), numbers(2)
     with Seen() as seen:
-        draw_rows(GpuOps(), logits, logits, drawings, keys, positions, decoder, [])
+        draw_rows(GpuOps(), logits, logits, settings, keys, positions, decoder, [])
     assert counted.total() == launches and dict(seen.names) == ({"zeros": 1} if launches > 2 else {})
 
 
@@ -293,8 +293,8 @@ def draw_on_rank(world: World, path: str, ruled: bool, samplings: Sequence[Sampl
     whole, (first, last) = normal(len(samplings), 301), decoder.vocab_range
     logits = whole[:, first:last].contiguous()
     scores = logits if not ruled else whole.masked_fill(torch.arange(301) % 3 == 0, -torch.inf)
-    drawings = build_drawings(samplings, np.arange(len(samplings)), DEVICE)
-    return list(draw_rows(GpuOps(), scores, logits, drawings, *numbers(len(samplings)), decoder, []))
+    settings = build_sampling_tensors(samplings, np.arange(len(samplings)), DEVICE)
+    return list(draw_rows(GpuOps(), scores, logits, settings, *numbers(len(samplings)), decoder, []))
 
 
 @pytest.mark.skipif(COMPILED, reason="gloo ranks, in the interpreter")
@@ -316,8 +316,8 @@ def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
     samplings = [SamplingConfig(), SamplingConfig(temperature=0.6, top_p=0.9), SamplingConfig(temperature=0.0)]
     keys, positions = (each.cpu() for each in numbers(8))
     cpu = torch.device("cpu")
-    drawings, alike = build_drawings(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
-    tokens, log_probs, at_one = draw_rows(decoder.ops, logits, logits, drawings, keys, positions, decoder, alike)
+    tensors, alike = build_sampling_tensors(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
+    tokens, log_probs, at_one = draw_rows(decoder.ops, logits, logits, tensors, keys, positions, decoder, alike)
     u = uniform(keys, positions)
     for row, kind in enumerate(kinds):
         one, s = logits[row : row + 1], samplings[kind]
@@ -326,7 +326,7 @@ def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
             assert torch.equal(log_probs_of(decoder, one, tokens[row : row + 1], t), got[row : row + 1])
     ruled = logits.clone()
     ruled[3] = -torch.inf
-    assert draw_rows(decoder.ops, ruled, logits, drawings, keys, positions, decoder, alike)[2].isnan().tolist() == [
+    assert draw_rows(decoder.ops, ruled, logits, tensors, keys, positions, decoder, alike)[2].isnan().tolist() == [
         row == 3 for row in range(8)
     ]
     same = replace(samplings[0], temperature=0.7)
@@ -335,7 +335,7 @@ def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
         decoder.ops,
         logits,
         logits,
-        build_drawings([same], one_kind, cpu),
+        build_sampling_tensors([same], one_kind, cpu),
         keys,
         positions,
         decoder,

@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import tasks
-from rlhf_spmd.kernels import choice, devices
+from rlhf_spmd.kernels import devices, dispatch
 from rlhf_spmd.parallel.world import World
 
 
 @contextlib.contextmanager
 def nccl_branches() -> Iterator[None]:
     """CPU tensors of this process are taken for those of a device with nccl and without exact bits; torch computes, without a GPU."""
-    before, unavailable = devices._CPU, choice.unavailable
+    before, unavailable = devices._CPU, dispatch.unavailable
     devices._CPU = replace(before, nccl=True, batch_invariant=False)
-    choice.unavailable = lambda *_: "here is no GPU"
+    dispatch.unavailable = lambda *_: "here is no GPU"
     try:
         yield
     finally:
-        devices._CPU, choice.unavailable = before, unavailable
+        devices._CPU, dispatch.unavailable = before, unavailable
 
 
 def train_here(world: World, config: str, overrides: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 import tasks
 from rlhf_spmd import train
 from rlhf_spmd.training.job import trace
-from rlhf_spmd.training.memory import StepFacts, step_facts
+from rlhf_spmd.training.memory_estimate import StepFacts, step_facts
 
 GIB = 1 << 30
 H100, H200 = 79.2 * GIB, 139.8 * GIB  # as their drivers report them

@@ -255,7 +255,7 @@ def _dtype(tensor: Any) -> str:
 def as_on_nccl() -> Iterator[None]:
     """Devices of this process exchange as GPUs do, and are not exact. torch computes, whatever else there is."""
     from rlhf_spmd.generation import backends
-    from rlhf_spmd.kernels import choice, devices
+    from rlhf_spmd.kernels import devices, dispatch
 
     def none(*_: Any) -> str:
         return "the device is a CPU"
@@ -264,7 +264,7 @@ def as_on_nccl() -> Iterator[None]:
     with (
         mock.patch.object(devices, "_CPU", able),
         mock.patch.object(backends, "unavailable", none),
-        mock.patch.object(choice, "unavailable", none),
+        mock.patch.object(dispatch, "unavailable", none),
     ):
         yield
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from launches import counted_launches
 from places import ROOT
-from rlhf_spmd.kernels import Ops, grouped, triton_experts
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.mixture import CORRECTION
 from rlhf_spmd.models.spec import Experts
@@ -73,7 +73,7 @@ def test_outputs_and_gradients_equal_float64(blocks: int, per_token: int, normal
 def test_what_grouped_products_do_not_take_is_a_loop(dtype: torch.dtype, hidden: int) -> None:
     parts, experts = [part.to(DEVICE, dtype) for part in draw(9, 1, hidden)], Experts(COUNT, 2, WIDTH, True)
     found, plain = (mix(ops, parts, experts) for ops in (GpuOps(), Ops()))
-    assert not grouped.fits(parts[0], parts[3].view(COUNT, 1, hidden, -1))
+    assert not grouped_gemm.fits(parts[0], parts[3].view(COUNT, 1, hidden, -1))
     torch.testing.assert_close(found, plain, atol=2e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
 
 
@@ -91,6 +91,7 @@ LAYERS = {
         4096,
         Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True),
     ),
+    "gpt-oss-20b": (2880, Experts(32, 4, 2880, False, scoring="chosen", biased=True, clamp=(1.702, 7.0), fused=True)),
     "DeepSeek-V3": (
         7168,
         Experts(256, 8, 2048, True, (), "sigmoid", 2.5, 8, 4, corrected=True, shared_size=2048, wide_router=True),
@@ -122,6 +123,9 @@ def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes = {"router": (count, hidden), "gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
     shapes |= {
         "correction": (count, 3),
+        "router_bias": (count,),
+        "gate_up_bias": (count * 2 * width,),
+        "down_bias": (count * hidden,),
         "shared_gate_up": (2 * shared, hidden),
         "shared_down": (hidden, shared),
         "shared_gate": (1, hidden),
@@ -140,6 +144,8 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_sum_rows",
         "_sum_rows_backward",
         "_clear_idle",
+        "_clamped_gate",
+        "_clamped_gate",
         *["_route"] * 2,
         *["_route_backward"] * 2,
     ]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_definition import Calls, Row, attend, flash_on_cpus
-from rlhf_spmd.kernels import AttentionRule, Ops, Packing, flash
-from rlhf_spmd.kernels.flash import FlashAttn, TorchFlash, choose_packed
+from rlhf_spmd.kernels import AttentionRule, Ops, Packing, flash_attention
+from rlhf_spmd.kernels.flash_attention import FlashAttn, TorchFlash, choose_packed
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import spec_from_config
@@ -23,7 +23,7 @@ from small_models import CONFIGS
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 
 CPU = torch.device("cpu")
 RULES = [AttentionRule(0.25), AttentionRule(0.3, window=1), AttentionRule(0.1, window=7), AttentionRule(0.2, window=1000)]
@@ -47,7 +47,7 @@ def parts_of(qkv: Tensor) -> Row:
     return q, k, v
 
 
-@pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", flash_attention.DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("lengths", CASES, ids=str)
 def test_outputs_and_gradients_equal_float64(calls: Calls, lengths: list[int], rule: AttentionRule, dtype: torch.dtype) -> None:
@@ -159,10 +159,10 @@ def test_flash_attn_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_chosen_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_packed(torch.bfloat16) is None and GpuOps().name == "torch"
-    monkeypatch.setattr(flash, "model_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(flash_attention, "model_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for package, name in ((None, "flash_attn"), ("it is not installed", "flash")):
-        monkeypatch.setattr(flash, "unavailable", lambda *_, why=package: why)
+        monkeypatch.setattr(flash_attention, "unavailable", lambda *_, why=package: why)
         packed = choose_packed(torch.bfloat16)
         assert packed is not None and packed.name == GpuOps(packed).name == name
         assert choose_packed(torch.float32) is None
@@ -170,7 +170,7 @@ def test_it_is_chosen_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_packed(torch.float16) is None
 
 
-@pytest.mark.parametrize("dtype", flash.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", flash_attention.DTYPES, ids=str)
 def test_shapes_and_strides_on_meta(dtype: torch.dtype) -> None:
     device = torch.device("meta")
     qkv = torch.empty(10, 8, 16, dtype=dtype, device=device, requires_grad=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flash_definition import attend
 from rlhf_spmd.kernels import AttentionRule, Packing
-from rlhf_spmd.kernels.flash import DTYPES, TorchFlash, choose_packed
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.flash_attention import DTYPES, TorchFlash, choose_packed
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 RULES = [AttentionRule(0.1), AttentionRule(0.1, window=1), AttentionRule(0.1, window=100), AttentionRule(0.1, 20.0, 64)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from launches import counted_launches
 from places import ROOT
 from rlhf_spmd.kernels import Ops
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.ops import LogitShape
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs

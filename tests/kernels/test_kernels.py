@@ -26,7 +26,7 @@ from rlhf_spmd import kernels
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import AttentionRule, Ops, build, choice, choose_ops
+from rlhf_spmd.kernels import AttentionRule, Ops, build, choose_ops, dispatch
 from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -48,8 +48,8 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """As built for this processor, and for vectors of 8 floats, which every x86 processor of today has, without AMX."""
     if request.param != "native":
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    monkeypatch.setenv(choice.TARGET, request.param)
-    choice._load.cache_clear()
+    monkeypatch.setenv(dispatch.TARGET, request.param)
+    dispatch._load.cache_clear()
     try:
         build.build(request.param)
     except ValueError as error:
@@ -57,7 +57,7 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     ops = choose_ops(torch.float32, torch.device("cpu"))
     assert isinstance(ops, kernels.CppOps), "a compiler is here, yet the kernels do not build"
     yield ops
-    choice._load.cache_clear()
+    dispatch._load.cache_clear()
 
 
 def ops_of(x: Tensor) -> Ops:
@@ -371,7 +371,7 @@ def test_draws_follow_the_cumulative_distribution(found: kernels.CppOps) -> None
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    choice._load.cache_clear()
+    dispatch._load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert not any(isinstance(ops_of(torch.empty(0)), kernels.CppOps) for _ in range(2))
@@ -383,7 +383,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, capl
         out = PackedAttention([3, 4]).attend(0, *(torch.ones(7, 2, 8),) * 3, AttentionRule(1.0))
         assert torch.equal(out, torch.ones(7, 2, 8))
     finally:
-        choice._load.cache_clear()
+        dispatch._load.cache_clear()
 
 
 def test_choices(found: kernels.CppOps) -> None:
@@ -441,7 +441,7 @@ def test_training_is_exact_on_processors_with_avx2(tmp_path: Path, monkeypatch: 
     """A run that asks for exact log-probs, of which torch's products for AVX2 have none."""
     if "avx2" not in build._cpu_flags().split():
         pytest.skip("this processor has no AVX2")
-    for name, value in ((choice.TARGET, "x86-64-v3"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
+    for name, value in ((dispatch.TARGET, "x86-64-v3"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
         monkeypatch.setenv(name, value)
     settings = tasks.settings(
         tmp_path, 1, "models.actor.generation.reuse_rollout_log_probs=true", "models.actor.dtype=bfloat16"
@@ -534,7 +534,7 @@ def test_gradients_of_bfloat16_do_not_take_slow_products(monkeypatch: pytest.Mon
 )
 def test_a_target_that_cannot_be_is_refused(target: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_cpu_flags", lambda: "flags : sse4_2 avx2 fma avx512cd avx512dq avx512vl\n")
-    monkeypatch.setenv(choice.TARGET, target)
-    choice._load.cache_clear()
+    monkeypatch.setenv(dispatch.TARGET, target)
+    dispatch._load.cache_clear()
     with pytest.raises(ValueError, match=re.escape(said)):
         choose_ops(torch.float32, torch.device("cpu"))

@@ -11,7 +11,7 @@ from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, triton_layers, triton_qkv
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.decoder import Block, Decoder

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import devices, pinned
-from rlhf_spmd.kernels.pinned import ARENA_SLAB, PAGE, PinnedArena, host_empty, host_like, host_zeros
+from rlhf_spmd.kernels import devices, pinned_memory
+from rlhf_spmd.kernels.pinned_memory import ARENA_SLAB, PAGE, PinnedArena, host_empty, host_like, host_zeros
 from rlhf_spmd.models.activations import save_on_host
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.optim_config import OptimConfig
@@ -53,9 +53,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     monkeypatch.setattr(devices, "_CPU", replace(devices._CPU, pinned=True))
-    pinned._arena.cache_clear()
+    pinned_memory._arena.cache_clear()
     yield found
-    pinned._arena.cache_clear()
+    pinned_memory._arena.cache_clear()
     gc.collect()
     assert not found.registered, "memory stays registered with nobody who holds it"
 
@@ -66,7 +66,7 @@ def test_tensors_lie_in_one_slab_that_is_not_rounded_to_a_power_of_two(driver: D
     assert [(tuple(x.shape), x.dtype) for x in made] == [(tuple(shape), dtype) for shape, dtype in forms]
     assert len(driver.registered) == 1 and sum(driver.registered.values()) == 6 * PAGE
     assert all(not x.any() for x in made)
-    assert all(driver.holds(x) and x.data_ptr() % pinned.ALIGNMENT == 0 for x in made if x.numel())
+    assert all(driver.holds(x) and x.data_ptr() % pinned_memory.ALIGNMENT == 0 for x in made if x.numel())
     assert len({x.untyped_storage().data_ptr() for x in made if x.numel()}) == 3, "each may be given up by itself"
     last = made[-1][100:]
     del made
@@ -128,7 +128,7 @@ def test_an_arena_that_grows_gives_up_slabs_in_which_nothing_lies(driver: Driver
 
 
 def test_random_lives_never_overlap(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "ARENA_SLAB", 4 * PAGE)
+    monkeypatch.setattr(pinned_memory, "ARENA_SLAB", 4 * PAGE)
     arena, generator, live = PinnedArena(CPU), torch.Generator().manual_seed(3), dict[int, Tensor]()
     for number in range(600):
         if len(live) > 12:
@@ -198,7 +198,7 @@ def test_saved_activations_come_from_the_arena_and_go_back(driver: Driver) -> No
     wanted = gradient(False)
     for _ in range(3):
         assert torch.equal(gradient(True), wanted)
-    arena = pinned._arena(CPU)
+    arena = pinned_memory._arena(CPU)
     gc.collect()
     arena._collect()
     assert arena.nbytes == ARENA_SLAB and arena._free == [[(0, ARENA_SLAB)]]

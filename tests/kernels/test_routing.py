@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import Ops, RoutingRule
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.routing import as_parts, from_parts
 from triton_device import DEVICE
 

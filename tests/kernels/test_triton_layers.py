@@ -15,7 +15,7 @@ from torch import Tensor
 
 from places import ROOT
 from rlhf_spmd.kernels import HeadShape, Ops, PageTarget, triton_layers, triton_qkv
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.packing import Norms
 from triton_device import DEVICE
 

@@ -24,11 +24,11 @@ from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.generation.triton_attention import TritonAttention
-from rlhf_spmd.kernels import AttentionRule, Packing, paged_tiles, triton_products
+from rlhf_spmd.kernels import AttentionRule, Packing, triton_paged_attention, triton_products
 from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps, _packed
-from rlhf_spmd.kernels.drawings import Drawings
-from rlhf_spmd.kernels.flash import TorchFlash
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.flash_attention import TorchFlash
+from rlhf_spmd.kernels.gpu_ops import GpuOps
+from rlhf_spmd.kernels.sampling_tensors import SamplingTensors
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -45,8 +45,8 @@ PLAIN = AttentionRule(0.25)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows have several blocks and splits."""
-    monkeypatch.setattr(paged_tiles, "SPLIT_KEYS", 64)
-    monkeypatch.setattr(paged_tiles, "BLOCK_BYTES", 1 << 9)
+    monkeypatch.setattr(triton_paged_attention, "SPLIT_KEYS", 64)
+    monkeypatch.setattr(triton_paged_attention, "BLOCK_BYTES", 1 << 9)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 3) -> Tensor:
@@ -221,8 +221,8 @@ def test_a_row_that_is_not_finite_has_a_log_prob_that_is_not() -> None:
     logits[1, 7] = torch.nan
     ones, zeros = torch.ones(3, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
     for tempered in (False, True):
-        drawings = Drawings(0.7 * ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=tempered)
-        found = BatchInvariantGpuOps().draw_rows(logits, logits, drawings, zeros, zeros)
+        settings = SamplingTensors(0.7 * ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=tempered)
+        found = BatchInvariantGpuOps().draw_rows(logits, logits, settings, zeros, zeros)
         assert [each.isfinite().tolist() for each in found[1:]] == [[True, False, True]] * 2
 
 
@@ -231,7 +231,7 @@ def test_launches_of_a_step() -> None:
     counts, draws = [], []
     logits = drawn(8, 101, dtype=torch.float32)
     ones, zeros = torch.ones(8, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    drawings = Drawings(ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=False)
+    settings = SamplingTensors(ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=False)
     for ops in (GpuOps(), BatchInvariantGpuOps()):
         decoder = build("qwen3-tied", torch.bfloat16, ops)
         cache = KVCache(
@@ -242,7 +242,7 @@ def test_launches_of_a_step() -> None:
             decoder(zeros, TritonAttention.decoding(zeros, table, cache, 4))
         counts.append(len(launches.names))
         with counted_launches() as launches:
-            ops.draw_rows(logits, logits, drawings, zeros, zeros)
+            ops.draw_rows(logits, logits, settings, zeros, zeros)
         draws.append(launches.names)
     assert counts[1] == counts[0]
     assert "_statistics" in draws[1] and len(draws[1]) == len(draws[0]) + 5, draws

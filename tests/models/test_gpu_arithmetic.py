@@ -13,7 +13,7 @@ from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
 from rlhf_spmd.generation import Generator, SamplingConfig
 from rlhf_spmd.kernels import Ops
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -71,7 +71,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 DENSE = ["llama-tied-bias", "qwen3-tied", "gemma2", "gemma3", "phi4-mini", "olmo2", "smollm3", "granite", "glm4", "ministral3"]
 
 
-@pytest.mark.parametrize("name", [*DENSE, "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe"])
+@pytest.mark.parametrize("name", [*DENSE, "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"])
 def test_log_probs_and_gradients_are_those_of_torch(name: str) -> None:
     expected = results_of(Ops(), name, solo())
     for checkpointing in CHECKPOINTING if name == "qwen3-tied" else ("none",):

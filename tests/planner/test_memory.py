@@ -26,9 +26,9 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.shapes import ModelShape, Workload, adapter_numel, call_settings, quantized_numel, shape_of
-from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.model_weights import held_tensors
 from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.train_engine import Packed, TrainEngine
 
 CONFIG = {
     "model_type": "llama",

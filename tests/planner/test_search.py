@@ -20,7 +20,7 @@ from rlhf_spmd.planner.search.phase_scheduling import LoadBound
 
 
 def random_problem(seed: int, ahead: int = 0) -> Problem:
-    """3 to 8 ranks, 2 or 3 roles, up to 5 calls, of which some are lent; memory that binds. Whole numbers, so sums are exact. At most
+    """3 to 8 ranks, 2 or 3 roles, up to 5 calls, some movable; memory that binds. Whole numbers, so sums are exact. At most
     8,000 plans."""
     rng = random.Random(seed)
     while True:

@@ -15,7 +15,7 @@ from rlhf_spmd import generate, plan, train
 from rlhf_spmd.config.keys import check_names
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.inference.loaded_model import read_config
+from rlhf_spmd.inference.inference_program import read_config
 from rlhf_spmd.process import arguments
 
 SLIPS = [

@@ -75,7 +75,7 @@ def test_how_a_rank_ends_is_how_the_job_ends(tmp_path: Path) -> None:
         assert status["message"] == said[kind][-1] and status["step"] == 2
     assert len(said["kill"]) == len(said["vanish"]) == 1
     assert "os._exit(0)" in "\n".join(said["exit"]), "the traceback says where"
-    assert "without the seal of this job" in said["forged"][-1] and status_of(tmp_path / "forged")["class"] == "error"
+    assert "without the signature of this job" in said["forged"][-1] and status_of(tmp_path / "forged")["class"] == "error"
     (line,) = said["bad_config"]
     assert line.startswith("config error: data.train_batch_size = 7: dp(2) does not divide it; use 6 or 8 [rank ")
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other in a store that others can reach: seals, the key of the job, and the limits of a start."""
+"""What ranks say to each other in a store that others can reach: signatures, the key of the job, and the limits of a start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from rlhf_spmd.parallel.launch import JOB_KEY, Launch, connect_store
-from rlhf_spmd.process import exit, launcher, messages, startup_checks
+from rlhf_spmd.process import exit as process_exit
+from rlhf_spmd.process import launcher, messages, startup_checks
 from rlhf_spmd.process.board import Board, Failure
 from rlhf_spmd.process.messages import ALL_ENDED, FAILURE, ForgedMessage, Messages, agree_on_key
 from rlhf_spmd.telemetry.run_dir import read_exit_status
@@ -32,7 +33,7 @@ def test_only_what_the_job_has_sealed_is_read() -> None:
     assert own.put_first("c", "first") == own.put_first("c", "second") == "first"
     store.set("b", store.get("a"))  # under another name
     for name, reader in (("a", other), ("b", own)):
-        with pytest.raises(ForgedMessage, match=f"message \\({name}\\) without the seal"):
+        with pytest.raises(ForgedMessage, match=f"message \\({name}\\) without the signature"):
             reader.get(name)
 
 
@@ -128,7 +129,7 @@ def test_a_service_that_never_answers_is_named_in_time(monkeypatch: pytest.Monke
 
 
 def test_what_a_terminal_would_obey_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    exit.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
+    process_exit.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
     assert capsys.readouterr().err == "line\\x1b[31m\n\tline\na\\x1b]0;title\\x07 b\\x9b2J c\\u202ed\n"
 
 
@@ -140,9 +141,9 @@ def test_a_line_is_printed_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     codes: list[int] = []
-    monkeypatch.setattr(exit, "_exit", codes.append)
-    exit.announce("the last word")
-    exit.end_process(0)
+    monkeypatch.setattr(process_exit, "_exit", codes.append)
+    process_exit.announce("the last word")
+    process_exit.end_process(0)
     assert capsys.readouterr().err == "the last word\n" and codes == [0]
 
 
@@ -189,7 +190,7 @@ def test_ranks_with_another_version_are_told_apart(monkeypatch: pytest.MonkeyPat
 def test_a_node_that_does_not_see_the_directory_of_the_key_ends_all_with_its_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It cannot seal what it says, and the others must not wait for it."""
+    """It cannot sign what it says, and the others must not wait for it."""
     monkeypatch.delenv(JOB_KEY, raising=False)
     (tmp_path / "b").mkdir()
     assert codes_of_two_nodes(monkeypatch, [tmp_path / "a", tmp_path / "b"]) == [2, 2]

@@ -11,7 +11,7 @@ import pytest
 import tasks
 from rlhf_spmd.config.load import load
 from rlhf_spmd.generate import GenerateConfig
-from rlhf_spmd.process.startup_checks import file_digests, run_digests, text_digest
+from rlhf_spmd.process.input_digests import file_digests, run_digests, text_digest
 from rlhf_spmd.train import prepare
 
 

@@ -18,8 +18,8 @@ from rlhf_spmd import evaluate as program
 from rlhf_spmd import generate
 from rlhf_spmd import train as training
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.inference import loaded_model as jobs
-from rlhf_spmd.inference.loaded_model import Journal
+from rlhf_spmd.inference import output_files
+from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
@@ -219,7 +219,7 @@ def test_a_job_of_several_sets_reads_its_journal_once(
     capsys.readouterr()
     monkeypatch.setattr(Journal, "append", lambda *_: pytest.fail("a row was made again"))
     monkeypatch.setattr(
-        jobs, "json", SimpleNamespace(loads=lambda line: parsed.append(line) or json.loads(line), dumps=json.dumps)
+        output_files, "json", SimpleNamespace(loads=lambda line: parsed.append(line) or json.loads(line), dumps=json.dumps)
     )
     program.main(argv)
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows and len(parsed) == 5 * K

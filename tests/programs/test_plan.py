@@ -26,7 +26,7 @@ from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_pr
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.training import checks
 from rlhf_spmd.training.memory_check import check_memory
-from rlhf_spmd.training.planning import placed_roles
+from rlhf_spmd.training.plan_roles import placed_roles
 
 STEPS = 2
 STRATEGIES = ("colocate", "split", "standalone", "interleave", "separate")
@@ -416,7 +416,7 @@ def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def measured_profile(world: Any, directory: str) -> float:
-    from rlhf_spmd.training.profiling import profile
+    from rlhf_spmd.training.plan_profile import profile
 
     spec = read_spec(tasks.task() / "actor")
     found = profile(world, {(spec, "lm"): GenerationConfig()}, Workload(4, 12, (12.0,), group=2), 64, torch.float32)

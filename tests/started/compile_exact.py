@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rlhf_spmd.kernels import triton_products as products
-from rlhf_spmd.kernels.paged_tiles import SPLIT_KEYS, TileShape
+from rlhf_spmd.kernels.triton_paged_attention import SPLIT_KEYS, TileShape
 
 HEADS = ((2, 128, 0), (6, 80, 700), (8, 256, 700), (20, 128, 0))  # query heads of a KV head, head_dim, window
 

@@ -12,7 +12,8 @@ from rlhf_spmd.kernels import triton_route
 
 TYPES = {"places": "*i64", "ends": "*i32", "hidden": "i32", "size": "i32"}
 TYPES |= {"chosen": "*i64", "logits": "*fp32", "grad_logits": "*fp32", "count": "i32", "scale": "fp32", "tiny": "fp32"}
-UNALIGNED = ("places", "weights", "grad_weights", "chosen", "scale", "tiny")  # read one by one
+TYPES |= {"alpha": "fp32", "limit": "fp32", "n": "i32"}
+UNALIGNED = ("places", "weights", "grad_weights", "chosen", "scale", "tiny", "alpha", "limit")  # read one by one
 
 
 def compile_kernel(kernel: Any, options: dict[str, Any], **sizes: Any) -> Any:
@@ -30,6 +31,8 @@ if __name__ == "__main__":
         (ours._sum_rows, {"K": 8, "WEIGHTED": False}),
         (ours._sum_rows_backward, {"K": 8}),
         (ours._clear_idle, {}),
+        (ours._clamped_gate, {"BACK": False}),
+        (ours._clamped_gate, {"BACK": True}),
     ]
     softmax = {"K": 8, "SCORING": 0, "NORMALISE": True, "BLOCK_K": 8}  # Qwen3-30B-A3B; then DeepSeek-V3
     sigmoid = {"K": 8, "SCORING": 1, "NORMALISE": True, "BLOCK_K": 8}

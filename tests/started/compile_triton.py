@@ -14,8 +14,8 @@ from compile_head import usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlhf_spmd.kernels import paged_kernels
-from rlhf_spmd.kernels.paged_tiles import SPLIT_KEYS, TileShape
+from rlhf_spmd.kernels import triton_paged_attention
+from rlhf_spmd.kernels.triton_paged_attention import SPLIT_KEYS, TileShape
 
 TYPES = {
     "tiles": "*i32",
@@ -43,7 +43,7 @@ INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma.sync": "mma.sync", "cp.async": 
 
 
 def compile_kernel(name: str, dtype: str, options: dict[str, Any], **sizes: Any) -> Any:
-    kernel = getattr(paged_kernels, name)
+    kernel = getattr(triton_paged_attention, name)
     names = kernel.arg_names
     pointers = dict.fromkeys(("q", "k", "v", "pages", "out"), f"*{dtype}")
     types = {name: "constexpr" if name in sizes else (pointers | TYPES).get(name, "i32") for name in names}

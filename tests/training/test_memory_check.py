@@ -24,11 +24,11 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.telemetry.run_dir import create_run_dir
-from rlhf_spmd.training import memory_check as fitting
+from rlhf_spmd.training import memory_check
 from rlhf_spmd.training.banner import describe
 from rlhf_spmd.training.job import trace
-from rlhf_spmd.training.memory import StepFacts, measure, step_facts
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
+from rlhf_spmd.training.memory_estimate import StepFacts, measure, step_facts
 from role_workers import build
 
 SMALL = str(tasks.task() / "ppo.json")
@@ -279,11 +279,11 @@ def test_auto_takes_the_first_that_fits(root: Path) -> None:
 
 def small_run(world: World, run_dir: str, room: float) -> str:
     """A run of the small task on devices of ``room`` bytes; returns what it begins with."""
-    fitting.total_bytes = lambda *_: room
+    memory_check.total_bytes = lambda *_: room
     try:
         ready = train.prepare(SMALL, tasks.settings(Path(run_dir), 2), world.size, launch=world.launch)
     finally:
-        fitting.total_bytes = total_bytes
+        memory_check.total_bytes = total_bytes
     create_run_dir(ready.config.run.dir)
     train.train(ProgramContext(world, Board(world.launch, world.store), ready))
     return describe(ready, world)

@@ -74,21 +74,21 @@ def test_replicas_have_prompts_in_flight_in_proportion_to_their_speeds() -> None
     for _ in range(4):
         flying.begin()
         flying.next()
-        held = np.bincount(flying.homes, minlength=3)
+        held = np.bincount(flying.replicas, minlength=3)
         assert held.tolist() == [5, 2, 1] and flying.prompts is not None
         order = flying.prompts.row_ids.numpy()
-        ended = [order[flying.homes == replica][:gives] for replica, gives in enumerate(flying.num_groups)]
+        ended = [order[flying.replicas == replica][:gives] for replica, gives in enumerate(flying.num_groups)]
         flying.take_ended(np.concatenate(ended).tolist())
         flying.commit()
-    state, homes = flying.state_dict(), flying.homes.tolist()
+    state, replicas = flying.state_dict(), flying.replicas.tolist()
     for other, same in ((speeds, True), ((1.0, 0.6, 0.01), False)):
         resumed = InFlightStream(stream().loader, n=1, in_flight=8, num_replicas=3, speeds=other)
         resumed.load_state_dict(state)
-        assert (resumed.homes.tolist() == homes) == same
-        assert np.bincount(resumed.homes, minlength=3).sum() == 4
+        assert (resumed.replicas.tolist() == replicas) == same
+        assert np.bincount(resumed.replicas, minlength=3).sum() == 4
         resumed.begin()
         resumed.next()
-        assert (np.bincount(resumed.homes, minlength=3) >= resumed.num_groups).all()
+        assert (np.bincount(resumed.replicas, minlength=3) >= resumed.num_groups).all()
 
 
 def test_rows_of_two_streams_are_never_the_same_rows() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import tasks
-from rlhf_spmd.kernels import choice, devices
+from rlhf_spmd.kernels import devices, dispatch
 from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.checks import exact_rollouts
-from rlhf_spmd.workers import engine
+from rlhf_spmd.workers import train_engine
 from small_models import CONFIGS
 from triton_device import DEVICE
 
@@ -28,7 +28,7 @@ EXACT = "models.actor.generation.reuse_rollout_log_probs=true"
 def inexact_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products depend on the batch, as cuBLAS's do; other roles have torch's arithmetic, which takes less time than the interpreter."""
     monkeypatch.setattr(devices, "_CPU", replace(devices._CPU, batch_invariant=False))
-    monkeypatch.setattr(choice, "unavailable", lambda *_: "the interpreter is slow")
+    monkeypatch.setattr(dispatch, "unavailable", lambda *_: "the interpreter is slow")
 
 
 def config_of(*roles: str) -> str:
@@ -38,13 +38,13 @@ def config_of(*roles: str) -> str:
 def test_a_run_takes_the_generators_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What updates compare with them, over micro-batches of other rows, is the same to the last bit."""
     chosen = []
-    choose = engine.choose_ops
+    choose = train_engine.choose_ops
 
     def noted(*arguments: object, **options: object) -> object:
         chosen.append(type(choose(*arguments, **options)))  # type: ignore[arg-type]
         return choose(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine, "choose_ops", noted)
+    monkeypatch.setattr(train_engine, "choose_ops", noted)
     more = ["data.train_batch_size=1", "sampling.n=2", "data.max_response_length=3", "algorithm.ppo_mini_batch_size=1"]
     settings = tasks.settings(tmp_path, 1, EXACT, "models.actor.dtype=float32", *more)
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.kernels.devices import unavailable
-from rlhf_spmd.kernels.pinned import host_like, host_zeros
+from rlhf_spmd.kernels.pinned_memory import host_like, host_zeros
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -292,7 +292,7 @@ def test_exact_generation_has_the_log_probs_of_training(name: str, dtype: torch.
     """Bit for bit, with graphs and without, of 64 rows and of a few, in other orders and chunks; prompts of several splits."""
     device = torch.device("cuda")
     spec = spec_from_config(EXACT_MODEL if name == "qwen3" else {**CONFIGS["gemma2"], "max_position_embeddings": 4096}, "test")
-    decoder = Decoder(spec, "lm", 0, 1, alone()[1].tp, dtype, device, ops=choose_ops(dtype, device, exact_gpu=True))
+    decoder = Decoder(spec, "lm", 0, 1, alone()[1].tp, dtype, device, ops=choose_ops(dtype, device, batch_invariant_gpu=True))
     init_random(decoder, 7)
     draw = torch.Generator().manual_seed(5)
     lengths = [1, 3, 40, 64, 130, 515, 700, 1200] * 8

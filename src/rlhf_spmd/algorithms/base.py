@@ -263,7 +263,7 @@ def validate(models: Any, data: Any, config: Any, global_step: int, stream: str 
 
     Collective over the world: every rank of it must call, in program order.
     """
-    return data.validate_rewards(stream, lambda *given: _answer_and_score(models, global_step, *given))
+    return data.validation.evaluate_rewards(stream, lambda *given: _answer_and_score(models, global_step, *given))
 
 
 def _answer_and_score(

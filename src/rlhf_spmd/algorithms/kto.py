@@ -85,7 +85,7 @@ def objective(data: Any, config: Config, baseline: float, desirable: float) -> O
 
 def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
     """Return the objective's statistics; ``val/accuracy`` is the share of log-ratios on their label's side of the batch's baseline."""
-    desirable = float(data.validation["responses"].dataset.numbers["desirable"].mean())
+    desirable = float(data.validation.rows["responses"].dataset.numbers["desirable"].mean())
 
     def evaluate(rows: Reference) -> Reference:
         rows = reference_log_probs(models, rows)

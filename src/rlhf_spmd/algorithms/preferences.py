@@ -158,7 +158,7 @@ def validate_by(data: Any, stream: str, evaluate: Callable[[Reference], Referenc
     Collective over the world: every rank of it must call, in program order.
     """
     sums: dict[str, float] = {}
-    for part in data.validate_rows(stream, evaluate):
+    for part in data.validation.evaluate_rows(stream, evaluate):
         for name, share in part.items():
             sums[name] = sums.get(name, 0.0) + share
     rows = sums.pop("rows")

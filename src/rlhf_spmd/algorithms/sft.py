@@ -68,11 +68,11 @@ def likelihood(loss_agg_mode: LossAggMode) -> Objective:
 def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
     """Return the loss of the validation responses, and the reward of answers to the validation prompts, whichever exist."""
     found: dict[str, float] = {}
-    if "responses" in data.validation:
+    if "responses" in data.validation.rows:
         total, tokens = 0.0, 0
-        for part in data.validate_rows("responses", lambda rows: models.actor.compute_loss(rows)):
+        for part in data.validation.evaluate_rows("responses", lambda rows: models.actor.compute_loss(rows)):
             total, tokens = total + part["sum"], tokens + part["tokens"]
         found["val/loss"] = total / tokens
-    if "val_prompts" in data.validation:
+    if "val_prompts" in data.validation.rows:
         found |= validate_rewards(models, data, config, global_step, "val_prompts")
     return found

@@ -16,11 +16,14 @@ from rlhf_spmd.kernels import capabilities, choose_ops
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
 
 
-def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str) -> str:
-    """The name of the backend that ``wanted`` stands for. Raises ValueError if it cannot run here.
+def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str, sinks: bool = False) -> str:
+    """The name of the backend that ``wanted`` stands for. Raises ValueError if it cannot run here, or the model's attention has
+    ``sinks`` and the backend none.
 
     ``auto`` is triton on CUDA devices where it can run. Elsewhere it is ``of_role``, the attention that training uses.
     """
+    if sinks and wanted == "flash_attn":
+        raise ValueError(f"{where}=flash_attn: it has no sinks, which the model's attention has; set it to auto or triton")
     check_attention(wanted, device, where, dtype)
     if wanted == "auto":
         ours = not capabilities(device).batch_invariant and unavailable("triton", device, dtype) is None
@@ -36,7 +39,7 @@ def build_backend(name: str, dtype: torch.dtype, device: torch.device, alike: bo
     ops = choose_ops(dtype, device, "torch" if name in EXTRAS else name)
     if name == "triton":
         from rlhf_spmd.generation.triton_attention import TritonAttention
-        from rlhf_spmd.kernels.paged_tiles import TileShape
+        from rlhf_spmd.kernels.triton_paged_attention import TileShape
 
         for_step = partial(TritonAttention.for_step, shape_of=TileShape.of_alike) if alike else TritonAttention.for_step
         return Backend(for_step, TritonAttention.decoding, ops, capturable=True)

@@ -26,7 +26,7 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import CppOps, Ops, capabilities, on_device
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
-from rlhf_spmd.kernels.pinned import host_empty
+from rlhf_spmd.kernels.pinned_memory import host_empty
 from rlhf_spmd.models.attention import Attention
 from rlhf_spmd.models.decoder import Block, Decoder
 

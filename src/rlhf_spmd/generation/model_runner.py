@@ -29,12 +29,19 @@ from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
 from rlhf_spmd.generation.kv_cache import KVCache, fill_lines
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
-from rlhf_spmd.generation.sampler import Drawings, SamplingGroups, build_drawings, draw_rows, group_by_sampling, row_keys
+from rlhf_spmd.generation.sampler import (
+    SamplingGroups,
+    SamplingTensors,
+    build_sampling_tensors,
+    draw_rows,
+    group_by_sampling,
+    row_keys,
+)
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState, SequenceWork
 from rlhf_spmd.generation.stopping import StopCriteria
 from rlhf_spmd.kernels import capabilities, on_device
 from rlhf_spmd.kernels.devices import HostCopy
-from rlhf_spmd.kernels.drawings import DrawsRows
+from rlhf_spmd.kernels.sampling_tensors import RowSampler
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.parallel.mesh import Mesh
@@ -93,7 +100,7 @@ class ModelRunner:
         processors = self.rules is not None and self.rules.processors
         # with other stages, guesses or users' functions the next step depends on the host
         repeatable = decoder.pp == 1 and not config.speculative_tokens and not processors
-        self._in_one_pass = isinstance(decoder.ops, DrawsRows)
+        self._in_one_pass = isinstance(decoder.ops, RowSampler)
         self.captures = repeatable and self._can_capture(config)
         each = config.steps_per_sync or (GRAPH_STEPS_PER_SYNC if self.captures else 1)
         self.max_repeats = each if repeatable and (each > 1 or self.captures) else 0
@@ -250,7 +257,7 @@ class ModelRunner:
         state[3, padding] = len(self.row_ids) * self.most - state[4, padding]
         return on_device(state, self.device)
 
-    def _draw(self, hidden: Tensor, state: Tensor, drawings: Drawings, groups: SamplingGroups, history: Tensor) -> None:
+    def _draw(self, hidden: Tensor, state: Tensor, settings: SamplingTensors, groups: SamplingGroups, history: Tensor) -> None:
         """Draw a token after each of ``hidden`` [B, hidden], and write it and its log-probs to the buffers.
 
         ``history``: the buffer's tokens, as far as these rows have any. ``groups``: the rows by their settings, if those are
@@ -264,7 +271,7 @@ class ModelRunner:
         if self.rules is not None:
             scores = self.rules.apply(whole, lines, lengths, history)
         ops, numbers = self.decoder.ops, lengths - prompts
-        drawn, log_probs, at_one = draw_rows(ops, scores, logits, drawings, keys, numbers, self.decoder, groups)
+        drawn, log_probs, at_one = draw_rows(ops, scores, logits, settings, keys, numbers, self.decoder, groups)
         self.tokens.index_copy_(0, tokens_from + lengths, drawn)
         places = log_probs_from + lengths
         self.log_probs[-1].index_copy_(0, places, at_one)
@@ -275,11 +282,11 @@ class ModelRunner:
             self.top_ids.index_copy_(0, places, top)
             self.top_log_probs.index_copy_(0, places, log_probs_of(self.decoder, logits, top))
 
-    def _settings(self, lines: NDArray[np.int64]) -> tuple[Drawings, SamplingGroups]:
+    def _settings(self, lines: NDArray[np.int64]) -> tuple[SamplingTensors, SamplingGroups]:
         """How these rows are sampled. Groups are made only for ops that do not draw all rows in one pass."""
         kinds = self._sampling_of[lines]
         groups = [] if self._in_one_pass else group_by_sampling(self.samplings, kinds, self.device)
-        return build_drawings(self.samplings, kinds, self.device), groups
+        return build_sampling_tensors(self.samplings, kinds, self.device), groups
 
     def _decode(self, rows: Sequence[SequenceState], repeats: int) -> None:
         """Run ``repeats`` steps of one token per row."""
@@ -288,12 +295,12 @@ class ModelRunner:
         width = max(len(row.pages) for row in rows)
         lines = np.array([row.index for row in padded])
         state = self._state(lines, np.array([row.length for row in padded]), num_padding)
-        drawings, groups = self._settings(lines)
+        settings, groups = self._settings(lines)
         page_table = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
         if not self.captures:
             history = self.history[:, : max(row.length for row in rows) + repeats]
             for _ in range(repeats):
-                self._decode_once(state, page_table, drawings, groups, history)
+                self._decode_once(state, page_table, settings, groups, history)
             return
         n, most, take = len(padded), self._most_rows, partial(self.graphs.arena.take, device=self.device)
         width = self.graphs.arena.size("pages", -(-(self.width - 1) // self.cache.page_size))
@@ -301,14 +308,14 @@ class ModelRunner:
         held.copy_(state)
         table.zero_()
         table[:, : page_table.shape[1]] = page_table
-        settings = drawings._replace(
-            temperature=take("temperature", (most,), torch.float32)[:n].copy_(drawings.temperature),
-            top_p=take("top_p", (most,), torch.float32)[:n].copy_(drawings.top_p),
-            min_p=take("min_p", (most,), torch.float32)[:n].copy_(drawings.min_p),
-            top_k=take("top_k", (most,), torch.int32)[:n].copy_(drawings.top_k),
+        static = settings._replace(
+            temperature=take("temperature", (most,), torch.float32)[:n].copy_(settings.temperature),
+            top_p=take("top_p", (most,), torch.float32)[:n].copy_(settings.top_p),
+            min_p=take("min_p", (most,), torch.float32)[:n].copy_(settings.min_p),
+            top_k=take("top_k", (most,), torch.int32)[:n].copy_(settings.top_k),
         )
-        step = partial(self._decode_once, held, table, settings, groups, self.history)
-        flags = drawings.filters, drawings.greedy, drawings.tempered
+        step = partial(self._decode_once, held, table, static, groups, self.history)
+        flags = settings.filters, settings.greedy, settings.tempered
         key = n, flags, groups[0][0].overrides if groups else None
         self.graphs.run(step, repeats, key, self._addresses())
 
@@ -319,13 +326,13 @@ class ModelRunner:
         return self.cache.pages.data_ptr(), self.cache.pages.shape, weights, rules
 
     def _decode_once(
-        self, state: Tensor, page_table: Tensor, drawings: Drawings, groups: SamplingGroups, history: Tensor
+        self, state: Tensor, page_table: Tensor, settings: SamplingTensors, groups: SamplingGroups, history: Tensor
     ) -> None:
         """Draw the next token of each row and add 1 to the lengths in ``state``. The host reads no tensor here."""
         _, lengths, _, _, _, limits, _, tokens_from = state
         inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
         attention = self.cache.backend.decoding(lengths - 1, page_table, self.cache, self.num_heads)
-        self._draw(self.decoder(inputs, attention), state, drawings, groups, history)
+        self._draw(self.decoder(inputs, attention), state, settings, groups, history)
         lengths += lengths + 1 < limits
 
     def _can_capture(self, config: GenerationConfig) -> bool:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import Ops, capabilities, choose_ops, on_device
-from rlhf_spmd.kernels.drawings import Drawings, Drawn, DrawsRows
+from rlhf_spmd.kernels.sampling_tensors import Drawn, RowSampler, SamplingTensors
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, log_probs_of
 
 __all__ = [
-    "Drawings",
     "SamplingGroups",
-    "build_drawings",
+    "SamplingTensors",
+    "build_sampling_tensors",
     "draw_rows",
     "filter_weights",
     "group_by_sampling",
@@ -141,14 +141,16 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
     return weights.where(above | ties, 0.0)
 
 
-def build_drawings(samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device) -> Drawings:
+def build_sampling_tensors(
+    samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device
+) -> SamplingTensors:
     """The settings of rows as tensors; row i follows ``samplings[kinds[i]]``."""
     present = [samplings[kind] for kind in np.unique(kinds)]
     floats = [(each.temperature, each.top_p, each.min_p) for each in samplings]
     columns = on_device(np.ascontiguousarray(np.array(floats, dtype=np.float32).reshape(-1, 3)[kinds].T), device)
     temperature, top_p, min_p = columns.unbind()
     top_k = on_device(np.array([each.top_k for each in samplings], dtype=np.int32)[kinds], device)
-    return Drawings(
+    return SamplingTensors(
         temperature,
         top_p,
         min_p,
@@ -170,7 +172,7 @@ def draw_rows(
     ops: Ops,
     scores: Tensor,
     logits: Tensor,
-    drawings: Drawings,
+    settings: SamplingTensors,
     keys: Tensor,
     positions: Tensor,
     decoder: Decoder,
@@ -183,27 +185,27 @@ def draw_rows(
     - logits: this rank's slice [B, V_local] (``local_logits``), from which log-probs are computed
     - scores: what tokens are drawn from: ``logits`` itself if no rules changed them, else the whole vocabulary [B, V]
     - keys, positions: int64 [B], the arguments of :func:`uniform`
-    - groups: the rows by their settings; read only by ops without :class:`DrawsRows`, which draw group by group
+    - groups: the rows by their settings; read only by ops without :class:`RowSampler`, which draw group by group
 
     A row whose logits or scores are not finite gets some token of the vocabulary, and a log-prob at 1 that is not finite. The two
-    log-probs are one tensor if ``drawings`` are not tempered. With :class:`DrawsRows` the host does not wait.
+    log-probs are one tensor if ``settings`` are not tempered. With :class:`RowSampler` the host does not wait.
     Collective over tp: every rank of it must call, in program order; tokens and log-probs are the same on all.
     """
-    if not isinstance(ops, DrawsRows):
-        return _draw_groups(scores, logits, drawings, keys, positions, decoder, groups)
+    if not isinstance(ops, RowSampler):
+        return _draw_groups(scores, logits, settings, keys, positions, decoder, groups)
     tp, (first, last) = decoder.tp, decoder.vocab_range
     if tp.size == 1:
-        return ops.draw_rows(scores, logits, drawings, keys, positions)
-    if drawings.filters and not drawings.greedy:
+        return ops.draw_rows(scores, logits, settings, keys, positions)
+    if settings.filters and not settings.greedy:
         whole = gather_logits(decoder, logits)
-        drawn = ops.draw_rows(whole if scores is logits else scores, whole, drawings, keys, positions)
-        for each in drawn[: 2 + drawings.tempered]:  # devices of different kinds may round differently
+        drawn = ops.draw_rows(whole if scores is logits else scores, whole, settings, keys, positions)
+        for each in drawn[: 2 + settings.tempered]:  # devices of different kinds may round differently
             tp.broadcast(each, 0, "generation:tokens")
         return drawn
     local = logits if scores is logits else scores[:, first:last]
-    sums = ops.tile_sums(local, logits, drawings, -(-decoder.spec.vocab_size // tp.size))
+    sums = ops.tile_sums(local, logits, settings, -(-decoder.spec.vocab_size // tp.size))
     tiles = torch.stack(tp.all_gather(sums, "generation:tile_sums"))
-    found = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, drawings, keys, positions)
+    found = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, settings, keys, positions)
     found = tp.all_reduce(found, "generation:tokens")  # only the rank that owns a token has it; the others have zeros
     log_probs = found[1:].to(logits.dtype)
     return found[0].to(torch.int64), log_probs[0], log_probs[1]
@@ -212,7 +214,7 @@ def draw_rows(
 def _draw_groups(
     scores: Tensor,
     logits: Tensor,
-    drawings: Drawings,
+    settings: SamplingTensors,
     keys: Tensor,
     positions: Tensor,
     decoder: Decoder,
@@ -222,7 +224,7 @@ def _draw_groups(
     ruled = scores is not logits
     if not ruled:
         scores = gather_logits(decoder, logits)
-    draws = positions if drawings.greedy else uniform(keys, positions)
+    draws = positions if settings.greedy else uniform(keys, positions)
     parts: list[Drawn] = []
     for sampling, chosen in groups:
         some, some_scores, some_draws = logits, scores, draws

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from rlhf_spmd.generation.kv_cache import KVCache, slot_mapping
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import AttentionRule, PageTarget, on_device, paged_kernels, paged_tiles
-from rlhf_spmd.kernels.paged_tiles import TileShape, score_factors
+from rlhf_spmd.kernels import AttentionRule, PageTarget, on_device, triton_paged_attention
+from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
 
 PROGRAMS = 1 << 12  # for single tokens: an H100 holds some 400 at a time
 
@@ -59,7 +59,7 @@ class TritonAttention:
         self.cache, self.positions, self.slots, self.page_table = cache, positions, slots, page_table
         self.singles, self.chunks, self.arrived = singles, chunks, arrived
         self.group_size = num_heads // cache.kv_heads
-        self.num_splits = -(-longest // paged_tiles.SPLIT_KEYS)
+        self.num_splits = -(-longest // triton_paged_attention.SPLIT_KEYS)
         self.sharing = max(min(self.num_splits, PROGRAMS // max(arrived.numel(), 1)), 1)
         size = (len(arrived), num_heads, self.num_splits, cache.head_dim + 2) if self.sharing > 1 else (0,)
         self.parts = torch.empty(size, dtype=torch.float32, device=positions.device)
@@ -94,7 +94,7 @@ class TritonAttention:
         slots = torch.empty_like(positions)
         arrived = torch.empty(len(positions), cache.kv_heads, dtype=torch.int32, device=positions.device)
         sizes = page_table.stride(0), cache.kv_heads, cache.page_size, triton.next_power_of_2(cache.kv_heads)
-        paged_kernels.locate_rows[(len(positions),)](positions, page_table, slots, arrived, *sizes, num_warps=1)
+        triton_paged_attention.locate_rows[(len(positions),)](positions, page_table, slots, arrived, *sizes, num_warps=1)
         return cls(cache, num_heads, positions, slots, page_table, None, None, page_table.shape[1] * cache.page_size, arrived)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
@@ -113,10 +113,17 @@ class TritonAttention:
         scale, cap = score_factors(rule)
         has_sinks, sinks = rule.sinks is not None, q if rule.sinks is None else rule.sinks.float()
         strides = (*q.stride()[:2], pages.stride(1), self.page_table.stride(0))
-        sizes = (self.group_size, cache.page_size, dim, rule.window or 0, rule.softcap is not None, paged_tiles.SPLIT_KEYS)
+        sizes = (
+            self.group_size,
+            cache.page_size,
+            dim,
+            rule.window or 0,
+            rule.softcap is not None,
+            triton_paged_attention.SPLIT_KEYS,
+        )
         if self.chunks is not None:
             tiles, shape = self.chunks
-            paged_kernels.attend_chunks[(heads, len(tiles))](
+            triton_paged_attention.attend_chunks[(heads, len(tiles))](
                 q, pages, out, out, sinks, tiles, self.page_table, *strides, heads, 0,
                 scale, cap, False, has_sinks, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip
@@ -124,7 +131,7 @@ class TritonAttention:
             shape = TileShape.of_singles(dim, q.itemsize, cache.page_size, self.group_size)
             tiles = self.positions if self.singles is None else self.singles
             forms = self.singles is not None, self.sharing > 1, has_sinks
-            paged_kernels.attend_singles[(len(self.arrived), heads, self.sharing)](
+            triton_paged_attention.attend_singles[(len(self.arrived), heads, self.sharing)](
                 q, pages, out, self.parts, self.arrived, self.positions, sinks, tiles, self.page_table, *strides, heads,
                 self.num_splits,
                 scale, cap, *forms, *sizes, *shape[:3], **shape.options,
@@ -137,4 +144,4 @@ def write_pages(cache: KVCache, layer_index: int, slots: Tensor, k: Tensor, v: T
     assert k.stride(2) == v.stride(2) == 1, "the elements of a head must lie together"
     pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.head_dim
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
-    paged_kernels.write[(len(k), heads)](k, v, pages, slots, *strides, heads, dim, triton.next_power_of_2(dim))
+    triton_paged_attention.write[(len(k), heads)](k, v, pages, slots, *strides, heads, dim, triton.next_power_of_2(dim))

@@ -1,10 +1,21 @@
-"""Models that only generate or score (F7). Read in this order:
+"""Models that generate or score without being trained.
 
-- ``loaded_model``: where weights are read, and the command line that ``generate``, ``evaluate``, ``score`` and ``serve`` share
-- ``engine``: a loaded model that deals rows to replicas, generates and gathers
-- ``prompt_sets``: files of prompts, answered and scored, for ``generate`` and ``evaluate``
-- ``sampling_params``, ``requests``, ``llm``: vLLM's ``SamplingParams``, requests made from them, and ``LLM``
-- ``openai_forms``, ``service``, ``endpoint``: OpenAI's JSON, the queue in front of the engine, and HTTP, for ``serve``
+Floor F7. This package must not know ``training``.
 
-This package must not know ``training``.
+Read in this order. For ``generate``, ``evaluate`` and ``score``, which read and write files:
+
+- ``inference_program``: the command line of these programs and of ``serve``
+- ``loaded_model``: where a model's weights are read: a Hugging Face directory, a run or a checkpoint
+- ``inference_engine``: distributes rows over replicas, generates, gathers results
+- ``prompt_sets``: files of prompts, answered and scored
+- ``output_files``: results, and finished rows from which a killed job goes on
+
+For ``LLM`` and ``serve``, which answer requests:
+
+- ``sampling_params``: vLLM's ``SamplingParams`` and outputs
+- ``requests``: turns prompts into requests of the engine, and completions into outputs
+- ``llm``: vLLM's class ``LLM``
+- ``openai_forms``: OpenAI's JSON
+- ``service``: the queue in front of the engine
+- ``endpoint``: HTTP
 """

@@ -30,11 +30,13 @@ from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.stopping import build_stop_criteria
-from rlhf_spmd.inference.engine import Engine, check_generation, gather_records
-from rlhf_spmd.inference.loaded_model import InferenceConfig, Journal, LoadedModel, not_finite
+from rlhf_spmd.inference.inference_engine import InferenceEngine, check_generation, gather_records
+from rlhf_spmd.inference.inference_program import InferenceConfig
+from rlhf_spmd.inference.loaded_model import LoadedModel, not_finite
+from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.process.startup_checks import sample_of
+from rlhf_spmd.process.input_digests import sample_of
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -96,7 +98,7 @@ class InferJob(LoadedModel):
     keeps_tokens: bool = True
 
     @property
-    def alike(self) -> dict[str, str]:
+    def must_match(self) -> dict[str, str]:
         """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         return {"model, set of prompts or setting": self.journal.job}
 
@@ -188,7 +190,7 @@ def answer(
     FloatingPointError if a log-prob is not finite.
     """
     config, started = ready.config, time.perf_counter()
-    engine = Engine(ready, world, tick)
+    engine = InferenceEngine(ready, world, tick)
     loaded = time.perf_counter()
     runs = [PromptSetRun(ready, number, engine) for number in range(len(ready.sets))]
     places = {(run.number, request.row_id) for run in runs for group in run.groups for request in group}
@@ -222,7 +224,7 @@ class PromptSetRun:
     ``groups``: the requests of each prompt that this replica answers; ``num_before``: responses that an earlier start had made.
     """
 
-    def __init__(self, ready: InferJob, number: int, engine: Engine) -> None:
+    def __init__(self, ready: InferJob, number: int, engine: InferenceEngine) -> None:
         self.ready, self.number, self.engine = ready, number, engine
         self.set = ready.sets[number]
         groups = self.set.requests()

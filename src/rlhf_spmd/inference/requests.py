@@ -18,7 +18,7 @@ from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
-from rlhf_spmd.inference.engine import Engine, check_cache, check_generation, gather_records
+from rlhf_spmd.inference.inference_engine import InferenceEngine, check_cache, check_generation, gather_records
 from rlhf_spmd.inference.loaded_model import LoadedConfig, LoadedModel, read_weights
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
@@ -99,7 +99,7 @@ class RequestProcessor:
 
     def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError."""
-        self.engine = Engine(ready, world, tick)
+        self.engine = InferenceEngine(ready, world, tick)
         self.seed, self.spec, self.tokenizer = ready.config.seed, ready.spec, ready.tokenizer
         self.path = ready.config.model.path
         self.longest = ready.config.max_model_len or ready.spec.max_position_embeddings

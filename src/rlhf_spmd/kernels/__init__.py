@@ -1,17 +1,52 @@
-"""The arithmetic of models by device (floor F1), and what a device can.
+"""The arithmetic of models on each kind of device.
 
-A model is built over an :class:`Ops`. :func:`choose_ops` chooses its class once, from dtype and device: torch's (``ops``), on CPUs
-torch's in an order that the batch does not change (``batch_invariant``) or C++ (``cpp_ops``), on GPUs Triton's (``gpu``). The C++
-library is compiled at first use (a C++ compiler, some seconds), kept in the user's cache directory and loaded with ctypes.
-Everything about a result's bits is in the headers of the sources.
-:func:`capabilities` says what a device can, by the ability's name; nobody else asks which kind a device is.
+Floor F1. This package must not know modules, models or ranks.
 
-Must not know: modules, models, ranks.
+A model calls the methods of one :class:`Ops`. :func:`choose_ops` picks its class once, when the model is built:
+
+==========================  ====================================================================  =====================
+device and dtype            setting or condition                                                  class
+==========================  ====================================================================  =====================
+CPU, fp32 or bf16           the C++ kernels compile, ``attention`` is not torch                   ``CppOps``
+CPU, any                    otherwise                                                             ``BatchInvariantOps``
+GPU, fp32, bf16 or fp16     Triton compiles for the GPU, ``attention`` is not torch               ``GpuOps``
+GPU, fp32, bf16 or fp16     ``generation.reuse_rollout_log_probs=true``                           ``BatchInvariantGpuOps``
+GPU, any                    otherwise                                                             ``Ops``
+==========================  ====================================================================  =====================
+
+Any device:
+
+- ``ops``: class ``Ops``, every operation in torch; start here
+- ``dispatch``: :func:`choose_ops`
+- ``packing``: which keys a query sees; packed sequences as rectangles
+- ``gradients``: makes an operation of a forward and a backward half one autograd node
+- ``devices``: :func:`capabilities`, what a device can; only this module tells kinds of devices apart
+
+CPUs:
+
+- ``batch_invariant``: class ``BatchInvariantOps``, torch in an order of sums that the batch does not change
+- ``cpp_ops``: class ``CppOps``, the C++ kernels, bound with ctypes
+- ``build``: compiles the C++ kernels at first use and caches the library; headers of the sources say how bits come about
+
+GPUs:
+
+- ``gpu_ops``: class ``GpuOps``, torch's matrix products and Triton kernels
+- ``batch_invariant_gpu``: class ``BatchInvariantGpuOps``, as slow as batch invariance makes it
+- ``flash_attention``: attention of training, over packed sequences
+- ``triton_qkv``: q, k and v from the qkv product: norm, rotation, cache
+- ``triton_paged_attention``: attention of generation, over the pages of the KV cache
+- ``triton_layers``: norms and the gated activation
+- ``grouped_gemm``, ``triton_experts``: products and row sums of a mixture of experts
+- ``triton_lm_head``: log-probs and entropies from logits, and their gradients
+- ``sampling_tensors``, ``triton_draw``, ``triton_filter``: tokens from logits, without and with top_k, top_p and min_p
+- ``triton_products``: matrix products of ``BatchInvariantGpuOps``
+- ``pinned_memory``: page-locked host memory for copies to and from a GPU
+- ``cuda_settings``: environment variables that CUDA reads before its first use
 """
 
-from rlhf_spmd.kernels.choice import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.cpp_ops import CppOps
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
+from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, Packing, PageTarget

@@ -1,9 +1,13 @@
-"""Exact arithmetic on CPUs by torch.
+"""Batch-invariant arithmetic on CPUs, in torch.
 
-Exact means: a row's output bits depend on that row and the weights alone; a query's on that query, its keys and its values, not
-on what else is in the batch, how many queries are computed at once or how far keys are padded. The rules that give this, measured
-with both MKL and oneDNN matrix products: enough rows in every product (``min_rows``); key lengths in multiples of KEY_BLOCK;
-probabilities times values in blocks of KEY_BLOCK keys, added in order, so that blocks beyond a query's keys add exactly 0.
+Batch-invariant means: a row's output bits depend on that row and the weights alone. A query's bits depend on that query, its keys and
+its values alone: not on the rest of the batch, how many queries are computed at once, or how far keys are padded.
+
+Three rules give this, measured with matrix products of both MKL and oneDNN:
+
+- Every product has enough rows (``min_rows``).
+- Key lengths are multiples of KEY_BLOCK.
+- Probabilities times values are computed in blocks of KEY_BLOCK keys and added in order, so blocks beyond a query's keys add exactly 0.
 
 Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows (S queries * G), L keys, D head_dim, T tokens.
 """
@@ -110,7 +114,7 @@ class BatchInvariantOps(Ops):
 
 @cache
 def _multiplies_exactly(dtype: torch.dtype, precision: str) -> bool:
-    """Whether torch's products on this processor, at its present float32 ``precision``, follow the rules above, by trying some.
+    """Returns True if torch's products on this processor, at its present float32 ``precision``, follow the rules above; tries some.
 
     MKL's for AVX2 do not, nor do oneDNN's in bf16 where there is AMX: these round 8 rows of 32 by 32 otherwise than 9, and 36 of 2048
     by 517 otherwise than 37."""

@@ -1,8 +1,12 @@
-"""Exact arithmetic on GPUs: a row's bits depend on that row and the weights alone, so generation has those of training.
+"""Batch-invariant arithmetic on GPUs: a row's bits depend on that row and the weights alone, so generation has those of training.
 
-What :class:`~rlhf_spmd.kernels.gpu.GpuOps` leaves to torch's libraries, which choose kernels and splits by the number of rows, is
-Triton here: products (:mod:`triton_products`); the attention of packed sequences by the kernel that reads the pages of
-generation, with tiles that give a query the same bits; log-probs of drawn tokens by the reduction of training's head.
+torch's libraries choose kernels and splits by the number of rows. So this class replaces what
+:class:`~rlhf_spmd.kernels.gpu_ops.GpuOps` leaves to them by Triton:
+
+- matrix products: :mod:`triton_products`
+- attention over packed sequences: the kernel that reads the pages of generation, with tiles that give a query the same bits
+- log-probs of drawn tokens: the reduction of training's LM head
+
 Gradients stay torch's, since nothing is compared with them.
 
 Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V vocabulary.
@@ -17,14 +21,14 @@ import torch
 import triton
 from torch import Tensor
 
-from rlhf_spmd.kernels import paged_kernels, paged_tiles, triton_lm_head
-from rlhf_spmd.kernels.drawings import Drawings, Drawn
-from rlhf_spmd.kernels.flash import TorchFlash
-from rlhf_spmd.kernels.gpu import GpuOps
+from rlhf_spmd.kernels import triton_lm_head, triton_paged_attention
+from rlhf_spmd.kernels.flash_attention import TorchFlash
+from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import LogitShape, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Packing
-from rlhf_spmd.kernels.paged_tiles import TileShape, score_factors
+from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
+from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
 from rlhf_spmd.kernels.triton_products import product
 
 PAGE_SIZE = 64  # of packed sequences' keys: a multiple of every block
@@ -83,15 +87,15 @@ class BatchInvariantGpuOps(GpuOps):
     def cap_logits(self, logits: Tensor, softcap: float) -> Tensor:
         return triton_lm_head.cap_logits(logits, softcap)
 
-    def draw_rows(self, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor) -> Drawn:
+    def draw_rows(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor) -> Drawn:
         """Log-probs are those that training's head computes from these logits, at a temperature that fp32 holds."""
-        tokens, tempered, at_one = super().draw_rows(scores, logits, drawings, keys, positions)
-        if drawings.tempered:
-            temperature = drawings.temperature.double()
+        tokens, tempered, at_one = super().draw_rows(scores, logits, settings, keys, positions)
+        if settings.tempered:
+            temperature = settings.temperature.double()
             scales = torch.where(temperature == 0, 1.0, 1.0 / temperature).float()
             tempered = self._log_probs(logits, tokens, tempered, scales)
         at_one = self._log_probs(logits, tokens, at_one, None)
-        return tokens, tempered if drawings.tempered else at_one, at_one
+        return tokens, tempered if settings.tempered else at_one, at_one
 
     @staticmethod
     def _log_probs(logits: Tensor, tokens: Tensor, drawn: Tensor, scales: Tensor | None) -> Tensor:
@@ -103,18 +107,18 @@ class BatchInvariantGpuOps(GpuOps):
 def _packed(
     packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """The attention of packed sequences, whose keys and values are laid out as a cache would have them."""
+    """Attention over packed sequences: writes keys and values to pages as a cache has them, then reads these."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (tokens, heads, dim), group = k.shape, q.shape[1] // k.shape[1]
     shape = TileShape.of_alike(dim, q.element_size(), PAGE_SIZE, group)
     held = packing.tiles(shape.rows // group, PAGE_SIZE)
     pages = k.new_empty(2, heads, held.num_pages, PAGE_SIZE * dim)
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
-    paged_kernels.write[(tokens, heads)](k, v, pages, held.slots, *strides, heads, dim, triton.next_power_of_2(dim))
+    triton_paged_attention.write[(tokens, heads)](k, v, pages, held.slots, *strides, heads, dim, triton.next_power_of_2(dim))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(q.shape[1], tokens, dtype=torch.float32)
-    sizes = group, PAGE_SIZE, dim, rule.window or 0, rule.softcap is not None, paged_tiles.SPLIT_KEYS
-    paged_kernels.attend_chunks[(heads, len(held.tiles))](
+    sizes = group, PAGE_SIZE, dim, rule.window or 0, rule.softcap is not None, triton_paged_attention.SPLIT_KEYS
+    triton_paged_attention.attend_chunks[(heads, len(held.tiles))](
         q, pages, out, log_sums, q, held.tiles, held.table, *q.stride()[:2], pages.stride(1), held.table.stride(0), heads, tokens,
         *score_factors(rule), True, False, *sizes, *shape[:3], **shape.options,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compiles the kernels on this machine, once per user, source, compiler, target and CPU."""
+"""Compiles the C++ kernels on this machine, once per user, source, compiler, target and CPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TIMEOUT_S = 300
 
 
 def build(target: str = "native") -> Path:
-    """The library compiled for ``target``, one of TARGETS.
+    """Returns the library compiled for ``target``, one of TARGETS.
 
-    Raises OSError where there is no compiler or it fails, ValueError if the target is not known or does not run on this processor.
+    Raises OSError if there is no compiler or it fails, ValueError if the target is unknown or does not run on this processor.
 
-    Ranks of one machine build it once: the others wait for the lock, which the system drops with the process that holds it.
+    One rank of a machine compiles; the others wait for its file lock, which the system releases if that process dies.
     """
     if target not in TARGETS:
         raise ValueError(f"target {target!r} of the C++ kernels is not known; allowed: {', '.join(TARGETS)}")
@@ -50,7 +50,7 @@ def build(target: str = "native") -> Path:
 
 
 def cache_directory() -> Path:
-    """The user's own, or where there is no writable home a directory in /tmp that nobody else can write to."""
+    """Returns the user's cache directory, or without a writable home a directory in /tmp that nobody else can write to."""
     fallback = Path(tempfile.gettempdir()) / f"rlhf_spmd-{os.getuid()}"
     for directory in (Path.home() / ".cache" / "rlhf_spmd" / "kernels", fallback):
         with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
-"""The arithmetic of a model on CPUs by kernels in C++, bound with ctypes.
+"""The arithmetic of models on CPUs by C++ kernels, bound with ctypes.
 
-Where the kernels do not serve (bfloat16 products where there is AMX, an entropy's gradient), the exact arithmetic of torch does.
+Where the kernels do not serve (bfloat16 products on a processor with AMX, an entropy's gradient), torch computes
+(:mod:`batch_invariant`).
 
 Shape legend: T tokens or rows, H KV heads, G query heads per KV head, D head_dim.
 """
@@ -25,7 +26,7 @@ from rlhf_spmd.kernels.packing import AttentionRule, Context, LayerOptions, Pack
 
 
 class _Pointer:
-    """To a tensor's elements; None is null."""
+    """A pointer to a tensor's elements; None is a null pointer."""
 
     @staticmethod
     def from_param(value: Tensor | None) -> ctypes.c_void_p:

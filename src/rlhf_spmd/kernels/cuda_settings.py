@@ -1,15 +1,15 @@
-"""What CUDA, torch's allocator and NCCL read from the environment before their first use, where the user has not set it.
+"""Environment variables that CUDA, torch's allocator and NCCL read before their first use; set unless the user has set them.
 
-- ``CUDA_DEVICE_MAX_CONNECTIONS=32``: hardware queues for the streams of a process, 8 by itself. Streams that share a queue wait for
-  each other although nothing says so. A rank has those of its computation, FSDP2 (four), tp, each direction of the pipeline, gathers
-  and loans. 1 is Megatron's setting, which on cards before Hopper orders a product's launch behind a collective; FSDP2, whose copies
-  would then follow its collectives in one line, does not want it, nor does tensor parallelism here.
-- ``PYTORCH_ALLOC_CONF=expandable_segments:True``: generation and training take turns with blocks of other sizes, and blocks of one
-  phase are holes in the next. Segments that grow are mapped page by page instead. CUDA graphs may hold such memory: a private pool's
-  pages stay mapped. What does not go together: CUDA IPC of tensors and NCCL's registration of users' buffers, neither of which is used
-  here. Pinned memory is another allocator's.
-- ``NCCL_GRAPH_REGISTER=0`` beside it: NCCL would register the buffers of captured collectives by itself, and reads outside of them
-  where they lie in segments that grow.
+- ``CUDA_DEVICE_MAX_CONNECTIONS=32``: hardware queues for the streams of a process; CUDA's default is 8. Streams that share a queue
+  wait for each other for no reason. A rank has streams for its computation, FSDP2 (four), tp, each direction of the pipeline,
+  gathers and weight sync. Megatron sets 1, which on GPUs before Hopper orders a product's launch behind a collective. That does not
+  suit FSDP2, whose copies would then queue behind its collectives, nor tensor parallelism here.
+- ``PYTORCH_ALLOC_CONF=expandable_segments:True``: generation and training take turns with blocks of different sizes, so blocks of
+  one phase would leave holes in the next. Expandable segments are mapped page by page instead. CUDA graphs may hold such memory,
+  because a private pool's pages stay mapped. CUDA IPC of tensors and NCCL's registration of user buffers would not work with them;
+  neither is used here. Pinned memory has another allocator.
+- ``NCCL_GRAPH_REGISTER=0``, needed with it: NCCL would register the buffers of captured collectives by itself, and would read outside
+  of them in expandable segments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def usual_settings(given: Mapping[str, str]) -> dict[str, str]:
-    """What is to be added to the environment ``given``. Pure."""
+    """Returns what to add to the environment ``given``. Pure."""
     usual = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if not any(name in given for name in ALLOCATOR):
         usual[ALLOCATOR[0]] = EXPANDABLE

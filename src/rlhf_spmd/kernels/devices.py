@@ -1,4 +1,7 @@
-"""What a device can. Other modules ask for an ability by its name; here alone the kinds of devices are told apart."""
+"""What a device can. Other modules ask :func:`capabilities` for an ability by its name.
+
+Only this module tells kinds of devices apart.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ MIN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class DeviceCapabilities:
-    """What code may rest on, of one kind of device.
+    """What code may rely on, for one kind of device.
 
-    - batch_invariant: a row's bits do not depend on what is computed beside it, on its position in a tensor that ranks add up, or on
-      the rank, if that holds for matrix products: ``Ops.is_batch_invariant`` tests that.
-    - streams: work is queued and the host goes on, so it waits for what it wants to read (:func:`wait`).
+    - batch_invariant: a row's bits depend neither on the rest of the batch, nor on its position in a tensor that ranks add up, nor
+      on the rank. This needs batch-invariant matrix products, for which ``Ops.is_batch_invariant`` tests.
+    - streams: work is queued and the host goes on, so the host must wait before it reads a result (:func:`wait`).
     - pinned: copies to and from pinned host memory run in a stream; from other memory the host waits.
     - graphs: launches can be captured and replayed (CUDA graphs).
-    - nccl: ranks exchange tensors without the host. Otherwise gloo does, which copies all that it is given.
-    - dtype: of models whose configuration leaves it open.
+    - nccl: ranks exchange tensors without the host. Otherwise gloo does, which copies its inputs.
+    - dtype: the dtype of models whose configuration names none.
     """
 
     batch_invariant: bool
@@ -50,18 +53,21 @@ def capabilities(device: torch.device) -> DeviceCapabilities:
 
 
 def model_device() -> torch.device:
-    """The kind of device that this process's models are on, without a number."""
+    """Returns the kind of device that this process's models are on, without an index."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def has_amx() -> bool:
-    """Whether torch multiplies with AMX here, which the processor must have and ONEDNN_MAX_CPU_ISA, where it is set, must allow."""
+    """True if torch multiplies with AMX: the processor has it, and ONEDNN_MAX_CPU_ISA does not forbid it."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return torch.cpu._is_amx_tile_supported() and (limit in ("", "ALL", "DEFAULT") or "AMX" in limit)
 
 
 def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """On a GPU by way of pinned memory: from other memory the host would wait for all work that was started before."""
+    """Returns the values on ``device``.
+
+    They reach a GPU through pinned memory: from other memory the host would wait for all queued work.
+    """
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if tensor.numel() and tensor.device != device and not capabilities(tensor.device).pinned and capabilities(device).pinned:
         tensor = tensor.pin_memory()
@@ -69,7 +75,10 @@ def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """``values``, int64 [n], on their way to the host. The present stream copies them: what is queued later is not waited for."""
+    """An asynchronous copy of ``values``, int64 [n], to the host, in the current stream.
+
+    Reading it does not wait for work that is queued later.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -88,20 +97,26 @@ class HostCopy:
 
 
 def wait(device: torch.device | None = None) -> None:
-    """Let the host wait for the work of the present stream, of ``model_device`` if no device is given."""
+    """Makes the host wait for the work of the current stream of ``device``, by default ``model_device()``."""
     if capabilities(device or model_device()).streams:
         torch.cuda.current_stream(device).synchronize()
 
 
 @cache
 def side_stream() -> torch.cuda.Stream:
-    """One for all that moves beside this process's computation: torch's allocator keeps the blocks of each stream for itself."""
+    """Returns the one stream for transfers beside this process's computation.
+
+    There is only one, because torch's allocator keeps the blocks of each stream apart.
+    """
     return torch.cuda.Stream()
 
 
 def free_bytes(device: torch.device, local_size: int = 1) -> float:
-    """Memory that a rank could take: on GPUs what the driver has left plus what torch holds unused, on CPUs its share of what the host
-    has available and the container leaves."""
+    """Returns how much memory a rank could still take.
+
+    On GPUs: what the driver has left, plus what torch holds unused. On CPUs: the rank's share of what the host has
+    available within the limit of its container.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -111,25 +126,27 @@ def free_bytes(device: torch.device, local_size: int = 1) -> float:
 
 
 def total_bytes(device: torch.device, local_size: int) -> float:
-    """What a rank's device has, before there is anything on it: all of a GPU; on CPUs :func:`free_bytes`."""
+    """Returns the memory of a rank's device when nothing is on it: all of a GPU; on CPUs :func:`free_bytes`."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return free_bytes(device, local_size)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What the tensors of this process take of a GPU."""
+    """Returns how much memory of a GPU this process's tensors take."""
     return torch.cuda.memory_allocated(device)
 
 
 def host_bytes() -> float:
-    """What all processes of a host could still take of its memory together."""
+    """Returns how much memory all processes of a host could still take together."""
     return free_bytes(torch.device("cpu"))
 
 
 def container_bytes(root: Path) -> float:
-    """What the control group whose files are in ``root`` (version 2, or ``memory`` of version 1) leaves of its limit; files that are
-    only cached give way. Infinite without a limit."""
+    """Returns what a container may still take: the limit of its control group, minus use without cached files.
+
+    ``root``: directory of the control group's files, of version 2 or 1. Infinite without a limit.
+    """
     for limit, used, cached in (
         (root / "memory.max", root / "memory.current", "inactive_file"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -141,19 +158,22 @@ def container_bytes(root: Path) -> float:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """The GPU's UUID: every process reads the same one, whatever number the GPU has there."""
+    """Returns the GPU's UUID, which all processes read alike; its index may differ between them."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most so far: of the GPU's allocator, on CPUs the resident size of the process."""
+    """Returns the peak use so far: of the GPU's allocator; on CPUs the peak resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Why the kernels of one of EXTRAS cannot serve here, or None. ``dtype`` None: not known yet, nor which GPU."""
+    """Returns why the kernels of ``package``, one of EXTRAS, do not serve here, or None.
+
+    ``dtype`` None: dtype and GPU are not known yet.
+    """
     if find_spec(package) is None:
         return f"{package} is not installed: pip install 'rlhf_spmd[{EXTRAS[package]}]'"
     on_gpu = device.type == "cuda"
@@ -170,7 +190,7 @@ def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = 
 
 @cache
 def _broken(package: str) -> str | None:
-    """Why an installed package does not work on this machine, or None."""
+    """Returns why an installed package does not work on this machine, or None."""
     if package == "triton":
         compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
         return None if compiler else "triton needs a C compiler (gcc, clang, or the one that CC names)"

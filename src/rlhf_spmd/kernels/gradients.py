@@ -1,4 +1,4 @@
-"""An operation as one node of autograd, made of two halves."""
+"""Makes one autograd node from the forward and backward functions of an operation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.autograd.function import once_differentiable
 def differentiable(
     forward: Callable[..., tuple[Tensor, Sequence[Tensor]]], backward: Callable[..., Any], *inputs: Tensor | None
 ) -> Tensor:
-    """``forward(*inputs)``'s first result; its second is saved, and ``backward(needed, gradient, *saved)`` gives the inputs'
-    gradients (any where ``needed`` says that there is no use for it).
+    """Returns the first result of ``forward(*inputs)`` as one autograd node.
 
-    What the halves keep beside that may not be activations: only what is saved goes to the host or is computed again.
+    The second result is saved. ``backward(needed, gradient, *saved)`` returns the inputs' gradients; where ``needed`` is
+    False any value will do. The functions must not hold activations in any other way: only saved tensors can be
+    offloaded or recomputed.
     """
     return _Node.apply(forward, backward, *inputs) if torch.is_grad_enabled() else forward(*inputs)[0]
 
@@ -26,7 +27,7 @@ def differentiable_several(
     backward: Callable[..., Any],
     *inputs: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """:func:`differentiable` of several results: ``backward(needed, *gradients, *saved)``."""
+    """As :func:`differentiable`, for several results: ``backward(needed, *gradients, *saved)``."""
     return _Node.apply(forward, backward, *inputs) if torch.is_grad_enabled() else forward(*inputs)[0]
 
 

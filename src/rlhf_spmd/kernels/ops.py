@@ -1,8 +1,7 @@
-"""The arithmetic of a model, one object per device: by torch, on any device, in the form that suits GPUs.
+"""The operations of a model, in torch, on any device, in the form that suits GPUs.
 
-What a model calls is differentiable (``linear`` to ``attend_packed``); the halves that its autograd nodes are made of, and what the
-head and the sampler take, are not. :mod:`batch_invariant` and :mod:`cpp_ops` replace what CPUs compute otherwise; a kernel for another
-device replaces a method in the same way, and no model changes.
+A model calls differentiable methods (``linear`` to ``attend_packed``). The head, the sampler and the autograd nodes call the others,
+which have no gradients. Subclasses replace methods by kernels for one device; no model changes.
 
 Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V local vocabulary.
 """
@@ -32,22 +31,22 @@ Groups = Sequence[int] | Tensor  # of rows by expert, see Ops.expert_groups
 
 
 class LogitShape(NamedTuple):
-    """What becomes of a head's logits: softcap * tanh(logits / softcap), where there is a ``softcap``, divided by ``temperature``."""
+    """What is done to a head's logits: softcap * tanh(logits / softcap) if there is a ``softcap``, then division by ``temperature``."""
 
     temperature: float = 1.0
     softcap: float | None = None
 
 
 class Ops:
-    """The operations of a model on one kind of device, in torch. Subclasses replace some of them by kernels.
+    """The operations of a model, in torch. Subclasses replace some of them by kernels for one kind of device.
 
     - name: the attention's name in ``models.<role>.attention``.
     - joins_layers: :meth:`layer` can run the attention over packed sequences as one of its steps.
     - chunk_logits: the most logits that the head computes at once.
     - backward_rows: the most rows of a chunk in the head's backward pass.
     - small_head: up to this many logits, the head's backward pass computes a chunk of rows over the whole vocabulary.
-    - keeps_logits: such a chunk's logits are kept from the forward pass and not computed again.
-    - head_columns: larger chunks are cut into blocks of the vocabulary, whose width is a multiple of this.
+    - keeps_logits: such a chunk's logits are kept from the forward pass instead of recomputed.
+    - head_columns: larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this.
     - alike_chunks: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
     - wide_head: the products of the head's backward pass are in fp32 for half-precision weights too.
     """
@@ -57,7 +56,7 @@ class Ops:
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
     def min_rows(self, numel: int, inner: int) -> int:
-        """The fewest rows with which x @ w is batch-invariant. ``numel``: elements of w, with its batch; ``inner``: columns of x."""
+        """Returns the fewest rows with which x @ w is batch-invariant. ``numel``: elements of all w; ``inner``: columns of x."""
         return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
 
     def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
@@ -72,13 +71,13 @@ class Ops:
     # -- differentiable
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
-        """x [T, in] times the transpose of ``weight`` [out, in], plus ``bias``: with at least :meth:`min_rows` rows a row's bits do
-        not depend on the others. ``recomputed``: only what the backward pass needs is wanted, the result need not be there."""
+        """x [T, in] times the transpose of ``weight`` [out, in], plus ``bias``. With at least :meth:`min_rows` rows a row's bits do
+        not depend on the others. ``recomputed``: only the saved tensors are needed, the result may be left out."""
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """weight * x / sqrt(mean(x^2) + eps) over the last dim; ``plus_one``: (1 + weight) * ..."""
-        if not torch.is_grad_enabled():  # before the halves are made: decoding has no host time to spare
+        if not torch.is_grad_enabled():  # early, because decoding has no host time to spare
             return self.norm(x, weight, eps, plus_one)[0]
 
         def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
@@ -93,8 +92,8 @@ class Ops:
         return total, self.rms_norm(total, weight, eps, plus_one)
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D]; q and k normed where there are weights for it in ``norms``,
-        then rotated by cos and sin [T, 1, D / 2], or fewer: of the first dims alone."""
+        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D]. q and k are normed if ``norms`` has weights, then rotated
+        by cos and sin [T, 1, D / 2], or fewer: of the first dims alone."""
         queries, keys, dim = shape.queries, shape.keys, shape.dim
         per_head = qkv.view(qkv.shape[0], queries + 2 * keys, dim)
         if shape.blocks > 1:
@@ -122,7 +121,7 @@ class Ops:
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
-        """q of :meth:`heads`, without gradients; k and v of the first tokens, as many as have slots, go to ``pages``."""
+        """Returns q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.slots)`` tokens to ``pages``."""
         q, k, v = self.heads(qkv, norms, cos, sin, shape)
         for block, x in zip(pages.pages.view(2, shape.keys, -1, shape.dim), (k, v), strict=True):
             block.index_copy_(1, pages.slots, x[: len(pages.slots)].transpose(0, 1))
@@ -157,16 +156,15 @@ class Ops:
         return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
 
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
-        """What :meth:`per_expert` is told of the rows of ``count`` experts: here how many each has, as numbers on the host. ``experts``
-        [N]: of each row, sorted."""
+        """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's."""
         return torch.bincount(experts, minlength=count).tolist()
 
     def waits_for_experts(self, weight: Tensor) -> bool:
-        """Whether :meth:`per_expert` with ``weight`` [E, blocks, out, in] lets the host wait for the device."""
+        """True if :meth:`per_expert` with ``weight`` [E, blocks, out, in] makes the host wait for the device."""
         return True
 
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """x [N, in], rows of each expert in turn, times that expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``:
+        """x [N, in], sorted by expert, times each row's expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``: from
         :meth:`expert_groups`."""
         assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
         halves = partial(expert_rows.multiply, self, groups), partial(expert_rows.multiply_backward, self, groups)
@@ -181,14 +179,14 @@ class Ops:
         return expert_rows.clamped_gate(gate_up, alpha, limit)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
-        """x [T, hidden] -> a row of each token for each of its experts, by expert [T * per_token, hidden]. Row i belongs to the pair
-        ``order[i]`` of token and choice; pair j lies at ``places[j]``."""
+        """x [T, hidden] -> one row per token and expert of it, sorted by expert [T * per_token, hidden]. Row i belongs to the (token,
+        choice) pair ``order[i]``; pair j lies at ``places[j]``."""
         copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
         return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
 
     def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """Add up each token's rows, which lie as :meth:`expert_rows` has them, times ``weights`` [T, per_token] -> [T, hidden]. The
-        order is that of the token's own choices."""
+        """Sums each token's rows, sorted as by :meth:`expert_rows`, times ``weights`` [T, per_token] -> [T, hidden], in the order of
+        the token's choices."""
         parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
         total, *others = parts.unbind(1)
         for part in others:
@@ -196,8 +194,8 @@ class Ops:
         return total
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
-        """Rows q over keys k and values v [B, H, L, D] -> as q, for generation, without gradients. ``allowed`` (bool, broadcasts to the
-        scores): which keys a row sees, the rule's window included."""
+        """Attention for generation, without gradients: rows q over keys k and values v [B, H, L, D], returned in the shape of q.
+        ``allowed`` (bool, broadcasts to the scores): which keys a row sees, with the rule's window applied."""
         return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[1], q.shape[2]))
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
@@ -215,8 +213,10 @@ class Ops:
     def layer(
         self, parts: Sequence[Any], sizes: Sequence[int], options: LayerOptions, rule: AttentionRule, index: int
     ) -> Callable[..., Tensor | None] | None:
-        """A whole layer on one rank as one function, with the bits of its operations and without gradients: of x [R, hidden], cos,
-        sin, the attention and the number of tokens -> [R, hidden], or None where the attention is another one. None: there is none.
+        """Returns one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
+
+        The function takes x [R, hidden], cos, sin, the attention and the number of tokens, and returns [R, hidden], or None
+        for an attention that it does not know.
 
         ``parts`` have a weight and a bias, or are None: norm, qkv, norms of q and k, out, norm, norm, gate_up, down, norm. ``sizes``:
         query heads, KV heads, head_dim, inner; ``index``: the attention's name for the layer.
@@ -229,10 +229,10 @@ class Ops:
         """``out`` [n, m] += ``scale`` * ``left`` [n, k] times ``right`` [k, m], summed in fp32 at least and rounded once."""
         out.addmm_(left, right, alpha=scale)
 
-    # -- halves of the above
+    # -- forward and backward functions of the above
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-        """The norm and its scales [..., 1], in fp32 for bf16."""
+        """Returns the norm and its scales [..., 1]; computes in fp32 for bf16."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if plus_one:
@@ -242,7 +242,7 @@ class Ops:
     def norm_backward(
         self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of x and of the weight from that of :meth:`norm`'s first result, its inputs and the scales."""
+        """Returns gradients of x and of the weight, from ``grad`` of :meth:`norm`'s first result, its inputs and the scales."""
         normal, grad = x.to(scale.dtype) * scale, grad.to(scale.dtype)
         grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_normal = grad * (1 + weight.to(grad.dtype) if plus_one else weight)
@@ -250,17 +250,17 @@ class Ops:
         return grad_normal.addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), grad_weight
 
     def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
-        # views with gaps: contiguous silu gives a tensor's last elements another rounding on CPUs; of these all rows end alike
+        # of views with gaps: on CPUs, silu of a contiguous tensor rounds the last elements differently; here all rows end alike
         gate, up = gate_up.chunk(2, -1)
         return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
 
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
-        """The gradient of [gate; up] from that of :meth:`gate`'s result."""
+        """Returns the gradient of [gate; up] from the gradient of :meth:`gate`'s result."""
         gate, up = gate_up.chunk(2, -1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, -1)
         torch.mul(grad, up, out=grad_gate)
-        aten = torch.ops.aten  # with their results in place: copies of such matrices cost as much as the arithmetic
+        aten = torch.ops.aten  # with ``out``: copies of such matrices cost as much as the arithmetic
         if gelu:
             aten.gelu.out(gate, approximate="tanh", out=grad_up)
             aten.gelu_backward.grad_input(grad_gate, gate, approximate="tanh", grad_input=grad_gate)
@@ -286,13 +286,13 @@ class Ops:
         return (self.turn(grad.contiguous(), cos, -sin, interleaved),)
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [n, k] times right [k, m], where bits may depend on the number of rows."""
+        """left [n, k] times right [k, m]; bits may depend on the number of rows."""
         return torch.mm(left, right)
 
     # -- the head and the sampler
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden [T, in] times the transpose of ``weight`` [V, in], in fp32 (fp64 for fp64), in enough rows to be exact."""
+        """hidden [T, in] times the transpose of ``weight`` [V, in], in fp32 (fp64 for fp64), with enough rows to be batch-invariant."""
         padded = pad_rows(hidden, self.min_rows(weight.numel(), weight.shape[1]))
         if hidden.dtype in (torch.float32, torch.float64):
             return F.linear(padded, weight)[: len(hidden)]
@@ -303,9 +303,9 @@ class Ops:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
-        """fp32 or fp64 logits [T, V] of the vocabulary from ``first`` on -> [4, T]: largest, sum of exp(l - largest), the label's
-        logit (0 where it lies elsewhere), and with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. Overwrites
-        the logits unless ``keeps_logits``."""
+        """Logits [T, V], fp32 or fp64, of the vocabulary from ``first`` on -> [4, T]: largest; sum of exp(l - largest); the label's
+        logit, 0 if it lies in another slice; with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. Overwrites the
+        logits unless ``keeps_logits``."""
         local = labels - first
         inside = (local >= 0) & (local < logits.shape[1])
         at_label = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
@@ -319,9 +319,9 @@ class Ops:
     def logit_gradients(
         self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Gradients of log-probs of ``labels`` [T] times ``grads`` [T, 1] in the logits [T, V] of the vocabulary from ``first`` on,
-        which are overwritten. ``log_z`` [T, 1]: log-sum-exps over the whole vocabulary; ``entropy``: the entropies and their
-        gradients, [T, 1] each."""
+        """Returns the gradients of the logits [T, V] of the vocabulary from ``first`` on, and overwrites the logits. ``grads`` [T, 1]:
+        gradients of the log-probs of ``labels`` [T]; ``log_z`` [T, 1]: log-sum-exps over the whole vocabulary; ``entropy``: the
+        entropies and their gradients, [T, 1] each."""
         local = labels - first
         log_p = logits.sub_(log_z)
         if entropy is None:
@@ -333,17 +333,17 @@ class Ops:
         return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grads.masked_fill(~inside, 0))
 
     def cap_logits(self, logits: Tensor, softcap: float) -> Tensor:
-        """``logits``, overwritten with softcap * tanh(logits / softcap)."""
+        """Overwrites ``logits`` with softcap * tanh(logits / softcap)."""
         return logits.div_(softcap).tanh_().mul_(softcap)
 
     def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
-        """``logits``, overwritten with their ``shape``; unless the statistics and gradients of the head make it as they read them."""
+        """Applies ``shape`` in place. Subclasses whose head kernels apply it as they read return ``logits`` unchanged."""
         if shape.softcap is not None:
             logits = self.cap_logits(logits, shape.softcap)
         return logits if shape.temperature == 1.0 else logits.div_(shape.temperature)
 
     def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
-        """:meth:`logit_statistics` of what :meth:`shape_logits` gave."""
+        """Returns :meth:`logit_statistics` of the result of :meth:`shape_logits`."""
         return self.logit_statistics(logits, labels, first, entropy)
 
     def head_gradients(
@@ -357,15 +357,15 @@ class Ops:
         shape: LogitShape,
         dtype: torch.dtype,
     ) -> Tensor:
-        """:meth:`logit_gradients` of what :meth:`shape_logits` gave, as gradients of the head's product, in ``dtype``."""
+        """Returns gradients of the head's matrix product, in ``dtype``. ``logits``: the result of :meth:`shape_logits`."""
         slope = None if shape.softcap is None else 1 - (logits * (shape.temperature / shape.softcap)).square_()
         grad = self.logit_gradients(logits, labels, first, log_z, grads, entropy)
         grad = grad if slope is None else grad.mul_(slope)
         return (grad if shape.temperature == 1.0 else grad.div_(shape.temperature)).to(dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
-        """``total`` [n, m] += a [n, k] times b [k, m], or where it ``begins``, the product alone. ``total`` may have a wider dtype, to
-        which the product is not rounded on its way."""
+        """``total`` [n, m] += a [n, k] times b [k, m]; if ``begins``, ``total`` = the product. ``total`` may have a wider dtype; the
+        product is not rounded before it is added."""
         if begins:
             total.zero_()
         if total.dtype == a.dtype:
@@ -374,10 +374,9 @@ class Ops:
             total += self.wide_product(a, b.t())
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """Where the largest of logits [T, V] is, the first of equal ones: int64 [T]."""
+        """Returns int64 [T]: the index of the largest of logits [T, V], the first of equal ones."""
         return logits.argmax(-1)
 
     def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor | None:
-        """Token ids int64 [T] from logits [T, V]: the first whose cumulative probability exceeds ``uniforms`` fp64 [T]. None: not
-        by one kernel here."""
+        """Returns token ids int64 [T], the first with cumulative probability above ``uniforms`` fp64 [T]; None: no kernel does."""
         return None

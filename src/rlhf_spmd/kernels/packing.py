@@ -1,4 +1,4 @@
-"""Which keys a query sees, and packed sequences gathered into rectangles.
+"""The rule which keys a query sees, and packed sequences gathered into rectangles.
 
 Shape legend: B sequences, S queries of each, H KV heads, G query heads per KV head, L keys, D head_dim, T tokens.
 """
@@ -24,11 +24,12 @@ QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the 
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How a layer turns scores into probabilities: softmax(softcap * tanh(q k^T * scale / softcap)), without the tanh where
-    ``softcap`` is None; a query at position i sees the keys j with i - ``window`` < j <= i, all j <= i where it is None.
+    """How a layer turns scores into probabilities.
 
-    ``sinks`` [query heads]: one more score of each head, as of a key whose value is 0. A parameter, and no part of what rules are
-    compared by."""
+    - scale, softcap: softmax(softcap * tanh(q k^T * scale / softcap)); without softcap, softmax(q k^T * scale)
+    - window: a query at position i sees keys j with i - window < j <= i; without window, all j <= i
+    - sinks [query heads]: one more score of each head, as of a key whose value is 0. A parameter; rules are compared without
+    """
 
     scale: float
     softcap: float | None = None
@@ -48,9 +49,14 @@ Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queri
 
 @dataclass(frozen=True)
 class HeadShape:
-    """How a token's row of the qkv product is divided: ``queries``, ``keys`` and as many values' heads of ``dim`` elements, in
-    ``blocks`` equal parts that each have all three; with ``eps`` and ``plus_one`` of the norms of queries and keys. ``interleaved``:
-    neighbours are rotated together, not a dim of the first half and one of the second."""
+    """How a token's row of the qkv product is divided into heads.
+
+    - queries, keys: number of query heads and of key heads; there are as many value heads as key heads
+    - dim: elements of a head
+    - blocks: number of equal parts of the row, each with queries, keys and values
+    - eps, plus_one: options of the norms of queries and keys
+    - interleaved: neighbours are rotated together, not a dim of the first half and one of the second
+    """
 
     queries: int
     keys: int
@@ -74,15 +80,17 @@ class LayerOptions(NamedTuple):
 
 
 class PageTarget(NamedTuple):
-    """Where a step's keys and values of a layer go: ``pages`` [2, H, N, page_size * D] and ``slots`` int64 [T], page * page_size +
-    offset of each token."""
+    """Where a step's keys and values of a layer go.
+
+    ``pages`` [2, H, N, page_size * D]; ``slots`` int64 [T]: page * page_size + offset of each token.
+    """
 
     pages: Tensor
     slots: Tensor
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which keys (positions [L]) each query (positions [..., R]) sees: [..., R, L]."""
+    """Returns which keys (positions [L]) each query (positions [..., R]) sees: bool [..., R, L]."""
     ahead = queries[..., None] - keys
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
@@ -92,7 +100,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
-    """``x`` with ``dim`` extended to ``rows`` by zeros (itself if it is long enough)."""
+    """Returns ``x`` with ``dim`` extended to ``rows`` by zeros, or ``x`` itself if it is long enough."""
     missing = rows - x.shape[dim]
     if missing <= 0:
         return x
@@ -102,10 +110,14 @@ def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
 
 
 class Alike:
-    """Sequences of similar length, padded to one: ``index`` [B, S] says which packed row lies where.
+    """Packed sequences of similar length as one rectangle, padded to the longest.
 
-    Padded queries point at row 0 of the batch: their outputs are dropped (not ``valid``; ``real`` says where the others lie),
-    and being in the future of every real query they are never seen as keys. Computed on the host, which knows the lengths.
+    - index: packed row of each place [B, S]; padding points at row 0 of the batch
+    - valid: which places are no padding [B, S]; the others' outputs are dropped
+    - real, target: the places that are no padding, and their packed rows
+
+    Padding comes after every real query of its sequence, so no query sees it as a key. The host computes the indices,
+    because it knows the lengths.
     """
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
@@ -124,7 +136,7 @@ class Alike:
         return x.index_select(0, self.index).view(self.num_sequences, self.num_queries, *x.shape[1:])
 
     def picked(self, x: Tensor) -> Tensor:
-        """[B, S, ...] -> the rows that are no padding, of ``target``."""
+        """[B, S, ...] -> the rows that are no padding, in the order of ``target``."""
         flat = x.reshape(-1, *x.shape[2:])
         return flat if self.full else flat.index_select(0, self.real)
 
@@ -150,8 +162,12 @@ class Alike:
 
 
 class PackedTiles(NamedTuple):
-    """Packed sequences as :mod:`paged_kernels` read them, whose keys lie in pages of their own. ``tiles`` int32 [n, 4]: first token,
-    its position, number of queries, sequence; ``table`` int32 [sequences, P]: pages; ``slots`` int64 [T]: of each token."""
+    """Packed sequences as :mod:`triton_paged_attention` reads them: with keys in pages.
+
+    - tiles: int32 [n, 4]: first token, its position, number of queries, sequence
+    - table: int32 [sequences, P]: the pages of each sequence
+    - slots: int64 [T]: the slot of each token
+    """
 
     tiles: Tensor
     table: Tensor
@@ -160,7 +176,10 @@ class PackedTiles(NamedTuple):
 
 
 class Packing:
-    """Sequences of ``lengths`` tokens behind each other. ``bounds`` int64 [sequences + 1]: where they begin and end, on the host."""
+    """Sequences of ``lengths`` tokens, one after the other.
+
+    ``bounds`` int64 [sequences + 1], on the host: their beginnings and ends.
+    """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths, self.device = lengths, device
@@ -171,16 +190,16 @@ class Packing:
 
     @cached_property
     def filled(self) -> tuple[Tensor, int]:
-        """Where the sequences that have tokens begin and end, int32 [n + 1] on the device, and the length of the longest."""
+        """Beginnings and ends of the sequences that have tokens, int32 [n + 1] on the device, and the longest's length."""
         bounds = [0, *itertools.accumulate(n for n in self.lengths if n)]
         return on_device(torch.tensor(bounds, dtype=torch.int32), self.device), max(self.lengths, default=0)
 
     def context(self, layer_index: int) -> Context:
-        """For the kernel that computes a whole layer."""
+        """Returns what the C++ kernel of a whole layer needs to know of the packing."""
         return self.bounds.data_ptr(), len(self.lengths), 0, 0, 0, 0, 0
 
     def alike(self, num_heads: int, max_scores: float) -> list[Alike]:
-        """The sequences that have tokens, those of similar length together, of which a block's scores are ``max_scores`` at most."""
+        """Groups the sequences that have tokens by similar length, so that a block of a group has at most ``max_scores`` scores."""
         key = num_heads, max_scores
         if key not in self._alike:
             starts, lengths = self.bounds.tolist(), self.lengths
@@ -197,14 +216,14 @@ class Packing:
         return self._alike[key]
 
     def places(self, num_heads: int, max_scores: float) -> Tensor:
-        """int64 [T]: where each token lies among those of :meth:`alike`'s parts, one part behind the other."""
+        """Returns int64 [T]: where each token lies in the concatenated groups of :meth:`alike`."""
         key = num_heads, max_scores
         if key not in self._places:
             self._places[key] = torch.argsort(torch.cat([part.target for part in self.alike(*key)]))
         return self._places[key]
 
     def tiles(self, width: int, page_size: int) -> PackedTiles:
-        """Tiles of up to ``width`` queries, those with most keys first."""
+        """Returns tiles of up to ``width`` queries, those with most keys first."""
         key = width, page_size
         if key not in self._tiles:
             lengths, firsts = np.array(self.lengths, dtype=np.int64), self.bounds[:-1].numpy()

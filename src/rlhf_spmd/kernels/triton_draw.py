@@ -1,4 +1,4 @@
-"""Draws and log-probs in Triton: one pass over the logits, then a look at one tile of each row.
+"""Samples tokens from logits in Triton, with their log-probs: one pass over the logits, then a look at one tile of each row.
 
 The first kernel reduces tiles of TILE tokens: their maximum, and sums of exp((x - maximum) / temperature). Exponentials are fp32, as
 the weights of a draw are; sums are fp64. The second kernel has one program per row. It brings the tiles' sums to the row's
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.drawings import Drawings, Drawn
+from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 
 TILE, BLOCK = 4096, 64  # tokens of a tile; of a block, by which a tile is searched
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}  # kernels that compute the same weight must round alike
@@ -50,7 +50,7 @@ def weights_of(x: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.t
 
 @triton.jit
 def first_above(weights: tl.tensor, goal: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Where in fp64 ``weights`` [SIZE] the cumulative one exceeds ``goal``; the last above 0 if nowhere; 0 if none is."""
+    """Returns where the cumulative sum of fp64 ``weights`` [SIZE] first exceeds ``goal``; else the last weight above 0; else 0."""
     at = tl.arange(0, SIZE)
     counts = weights > 0.0
     first = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & counts, at, SIZE), 0)
@@ -100,8 +100,8 @@ def _sum_tiles(
 
 @triton.jit
 def totals_of(tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Maxima of the tiles at ``offset`` fp64 [N], of the row, and weights of the tiles beside the row's maximum; then the sum at
-    ``temperature`` 1 from the field after. Tiles without a finite score weigh 0."""
+    """Returns the tiles' maxima at ``offset`` fp64 [N], the row's maximum, the tiles' weights relative to it, and the sum at
+    ``temperature`` 1 from the next field. Tiles without a finite score weigh 0."""
     maxima = tl.load(tiles + offset, mask=inside, other=float("-inf"))
     sums = tl.load(tiles + offset + step, mask=inside, other=0.0)
     largest = tl.max(maxima, 0)
@@ -124,7 +124,7 @@ def note_log_probs(
 def filters_row(
     top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, temperature: tl.tensor, vocabulary: tl.tensor
 ) -> tl.tensor:
-    """Whether anything of a row's distribution is cut off."""
+    """True if a filter removes tokens of a row's distribution."""
     return (temperature > 0.0) & ((top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < vocabulary)))
 
 
@@ -135,7 +135,7 @@ def _pick(
     vocabulary: tl.tensor, num_tiles: tl.tensor, num_ranks: tl.tensor, rank: tl.tensor, first: tl.tensor,
     SIZE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``vocabulary``: of this rank, from ``first`` on; ``num_tiles``: of each rank; TILES: those of all, a power of two at least."""
+    """``vocabulary``: this rank's tokens, from ``first`` on; ``num_tiles``: per rank; TILES: at least those of all ranks, 2^n."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < num_tiles * num_ranks
@@ -178,29 +178,29 @@ def num_tiles(width: int) -> int:
     return max(triton.cdiv(width, TILE), 1)
 
 
-def sum_tiles(scores: Tensor, logits: Tensor, drawings: Drawings, width: int) -> Tensor:
-    """Statistics fp64 [5, B, tiles] of logits [B, V] with at most ``width`` tokens: as many tiles as those have."""
+def sum_tiles(scores: Tensor, logits: Tensor, settings: SamplingTensors, width: int) -> Tensor:
+    """Returns statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens."""
     rows, vocabulary = scores.shape
     _check(scores, logits)
     out = torch.empty(5, rows, num_tiles(width), dtype=torch.float64, device=scores.device)
     if rows:
         same = scores is logits
         _sum_tiles[(rows, num_tiles(width))](
-            scores, logits, drawings.temperature, out, scores.stride(0), logits.stride(0), vocabulary,
-            same, drawings.greedy, drawings.tempered, TILE, num_warps=4, **OPTIONS,
+            scores, logits, settings.temperature, out, scores.stride(0), logits.stride(0), vocabulary,
+            same, settings.greedy, settings.tempered, TILE, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return out
 
 
 def pick(
-    tiles: Tensor, rank: int, first: int, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor,
+    tiles: Tensor, rank: int, first: int, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor,
     out: Drawn,
 ) -> None:  # fmt: skip
-    """Fill ``out`` by the statistics of all ranks ``tiles`` [tp, 5, B, N]: zeros where the token lies in another rank's slice."""
+    """Fills ``out`` from the statistics of all ranks, ``tiles`` [tp, 5, B, N]; zeros for tokens in another rank's slice."""
     ranks, _, rows, tiles_each = tiles.shape
     if rows:
         _pick[(rows,)](
-            scores, logits, drawings.temperature, keys, positions, tiles, *out, scores.stride(0), logits.stride(0), scores.shape[1],
+            scores, logits, settings.temperature, keys, positions, tiles, *out, scores.stride(0), logits.stride(0), scores.shape[1],
             tiles_each, ranks, rank, first, TILE, triton.next_power_of_2(ranks * tiles_each), BLOCK, num_warps=4, **OPTIONS,
         )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""What a mixture of experts does with rows between its products, in Triton: sums of a token's rows, and gradients of these.
+"""Sums the expert outputs of each token (mixture of experts) in Triton, forward and backward.
+
+:mod:`grouped_gemm` computes these outputs.
 
 Shape legend: T tokens, K experts of each, N = T * K rows by expert, E experts, H hidden.
 """
@@ -108,8 +110,10 @@ def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: fl
 
 
 def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
-    """For each token the sum of its K rows of ``rows`` [N, H], which lie at ``places`` int64 [N], times ``weights`` [T, K]: [T, H],
-    added in fp32 in the order of the token's choices."""
+    """Returns, per token, the sum of its K rows of ``rows`` [N, H] times ``weights`` [T, K]: [T, H].
+
+    ``places`` int64 [N]: where the rows lie. Adds in fp32, in the order of the token's choices.
+    """
     assert rows.is_contiguous() and places.is_contiguous()
     tokens, hidden = len(places) // per_token, rows.shape[1]
     out = rows.new_empty(tokens, hidden)
@@ -121,7 +125,7 @@ def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | Non
 
 
 def sum_rows_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of the weights [T, K] from that of :func:`sum_rows`'s result."""
+    """Returns gradients of the rows and of the weights [T, K] from the gradient of :func:`sum_rows`'s result."""
     weights, per_token = weights.contiguous(), weights.shape[1]
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     if len(places):
@@ -131,6 +135,6 @@ def sum_rows_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tenso
 
 
 def clear_idle(ends: Tensor, out: Tensor) -> None:
-    """Zeros for the experts that have no rows: ``ends`` int32 [E] of the experts' rows, ``out`` [E, ...] contiguous."""
+    """Zeroes ``out`` [E, ...], contiguous, for experts without rows. ``ends`` int32 [E]: ends of the experts' rows."""
     size = out[0].numel()
     _clear_idle[len(ends), triton.cdiv(size, BLOCK)](ends, out, size, BLOCK=BLOCK, **OPTIONS)

@@ -1,4 +1,4 @@
-"""Draws with min_p, top_k and top_p in Triton: a threshold instead of a sort, and no look of the host.
+"""Samples tokens from logits with min_p, top_k and top_p in Triton: by a threshold, without a sort and without waiting for the host.
 
 Weights exp((score - maximum) / temperature) lie in [0, 1], so their bits, read as integers, are in their order. A row keeps the weights
 from a threshold on; of those equal to it only the first ones, where top_p cuts between them. Four steps:
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.drawings import Drawings, Drawn
+from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 from rlhf_spmd.kernels.triton_draw import (
     OPTIONS,
     TILE,
@@ -66,7 +66,7 @@ def _count_weights(
     counts: tl.tensor, masses: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, num_tiles: tl.tensor, SIZE: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``counts`` int32 [B, BINS] of zeros; ``masses`` fp64 [B, N]: of each tile what min_p leaves."""
+    """Adds to ``counts`` int32 [B, BINS], zeros at first. Writes ``masses`` fp64 [B, N]: what min_p leaves of each tile."""
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * num_tiles
     temperature, largest, _, _, m, _, active = _row(
@@ -94,8 +94,8 @@ def _gather_candidates(
     counts: tl.tensor, gathered: tl.tensor, ids: tl.tensor, plans: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor,
     num_tiles: tl.tensor, SIZE: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``plans`` int32 [B, 3]: the number of candidates, or -1: the row's own scores are; least bits of those that can stay; least bits
-    of the k-th weight's bin."""
+    """Writes ``plans`` int32 [B, 3]: the number of candidates, or -1 if the row's own scores are the candidates; least bits of weights
+    that can stay; least bits of the k-th weight's bin."""
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * num_tiles
     temperature, largest, total, p, m, k, active = _row(
@@ -140,7 +140,7 @@ def _sums_from(
     at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, bounds: tl.tensor, BY_MASS: tl.constexpr,
     SIZE: tl.constexpr, TRIES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """For each of ``bounds`` [TRIES] the mass of the weights whose bits are not below, or their number: fp64."""
+    """Returns, for each of ``bounds`` [TRIES], the mass or the number of the weights whose bits are not below it: fp64."""
     sums = tl.zeros([SIZE, TRIES], tl.float64)
     for start in range(0, count, SIZE):
         place = start + tl.arange(0, SIZE)
@@ -162,8 +162,8 @@ def _search(
     at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, low: tl.tensor, high: tl.tensor,
     goal: tl.tensor, BY_MASS: tl.constexpr, SIZE: tl.constexpr, TRIES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The most bits in ``low`` .. ``high`` - 1 from which on the sum reaches ``goal``, that sum, and the sum from one more bit on.
-    ``low`` need not be tried; ``high`` is at least 2 more."""
+    """Returns the largest bound in ``low`` .. ``high`` - 1 whose sum reaches ``goal``, that sum, and the sum of the next bound.
+    ``low`` is known to reach it; ``high`` is at least 2 more."""
     lane = tl.arange(0, TRIES)
     reached = goal * 0.0
     missed = goal * 0.0  # right where ``high`` never falls: no weight has so many bits
@@ -238,8 +238,8 @@ def _walk(
     at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, last: tl.tensor, room: tl.tensor,
     goal: tl.tensor, SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The place of the first candidate at which the kept weight exceeds ``goal``: those of more bits than ``last``, and of as many
-    bits the first ``room``. The last kept one where rounding leaves the goal unreached."""
+    """Returns the place of the first candidate at which the cumulative kept weight exceeds ``goal``. Kept are candidates with more bits
+    than ``last``, and the first ``room`` with equal bits. If rounding leaves the goal unreached: the last kept one."""
     start, found = count * 0, count * 0
     before, ties = goal * 0.0, goal * 0.0
     going = count > 0
@@ -261,9 +261,12 @@ def _walk(
 
 
 def pick_filtered(
-    tiles: Tensor, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor, out: Drawn
+    tiles: Tensor, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor, out: Drawn
 ) -> None:
-    """Overwrite in ``out`` what rows with filters draw. ``tiles`` [5, B, N]: :func:`triton_draw.sum_tiles` of all the vocabulary."""
+    """Overwrites in ``out`` the draws of rows with filters.
+
+    ``tiles`` [5, B, N]: :func:`triton_draw.sum_tiles` of the whole vocabulary.
+    """
     (_, rows, num_tiles), device = tiles.shape, scores.device
     if not rows:
         return
@@ -271,16 +274,16 @@ def pick_filtered(
     gathered = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
     masses = torch.empty(rows, num_tiles, dtype=torch.float64, device=device)
     ids, plans = torch.empty_like(gathered, dtype=torch.int32), torch.empty(rows, 3, dtype=torch.int32, device=device)
-    settings, sizes = drawings[:4], (scores.shape[1], num_tiles)
+    tensors, sizes = settings[:4], (scores.shape[1], num_tiles)
     padded = triton.next_power_of_2(num_tiles)
     _count_weights[(rows, num_tiles)](
-        scores, *settings, tiles, counts, masses, scores.stride(0), *sizes, TILE, padded, num_warps=4, **OPTIONS
+        scores, *tensors, tiles, counts, masses, scores.stride(0), *sizes, TILE, padded, num_warps=4, **OPTIONS
     )  # fmt: skip
     _gather_candidates[(rows,)](
-        scores, *settings, tiles, counts, gathered, ids, plans, scores.stride(0), *sizes, TILE, padded, CANDIDATES,
+        scores, *tensors, tiles, counts, gathered, ids, plans, scores.stride(0), *sizes, TILE, padded, CANDIDATES,
         num_warps=8, **OPTIONS,
     )  # fmt: skip
     _pick_filtered[(rows,)](
-        scores, logits, *settings, keys, positions, tiles, masses, gathered, ids, plans, *out, scores.stride(0),
+        scores, logits, *tensors, keys, positions, tiles, masses, gathered, ids, plans, *out, scores.stride(0),
         logits.stride(0), *sizes, padded, CANDIDATES, CHUNK, PIVOTS, num_warps=8, **OPTIONS,
     )  # fmt: skip

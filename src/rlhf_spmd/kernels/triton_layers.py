@@ -1,5 +1,4 @@
-"""The small operations of a transformer layer in Triton: norm with the addition before it, and the gated activation
-(:mod:`triton_qkv` has a layer's heads).
+"""RMS norm, alone or after the residual addition, and the gated activation of the MLP, in Triton.
 
 Each is one launch forward and one backward; gradients of norm weights are parts of PROGRAMS programs, which one more launch adds
 in a fixed order. Sizes of blocks follow from a row's length alone, so a row's bits do not depend on the batch. All arithmetic is
@@ -24,13 +23,13 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 @triton.jit
 def rounded(x: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """As a tensor of the elements that ``like`` points to would keep it."""
+    """Returns the value rounded to the dtype that ``like`` points to."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def scaled(normal: tl.tensor, weight: tl.tensor, like: tl.tensor, PLUS_ONE: tl.constexpr) -> tl.tensor:
-    """The norm's result from a normal row, with the rounding of ``Ops.norm``."""
+    """Returns the norm's result from a normalised row, rounded as in ``Ops.norm``."""
     product = normal * (1.0 + weight) if PLUS_ONE else rounded(normal, like) * weight
     return rounded(product, like)
 
@@ -148,7 +147,7 @@ def _gate_backward(
 
 
 def rows_of(n: int) -> tuple[int, int, int]:
-    """For rows of ``n`` elements: rows of a program, elements of a block, warps."""
+    """Returns, for rows of ``n`` elements: rows of a program, elements of a block, warps."""
     block = triton.next_power_of_2(n)
     return max(TILE // block, 1), block, min(max(block // 512, 4), 16)
 
@@ -178,7 +177,7 @@ def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 def norm_backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normed, ``x``, and of the weight: from that of the norm's result, plus ``grad_total`` in x's."""
+    """Returns gradients of the norm's input ``x``, to which ``grad_total`` is added, and of the weight."""
     n, rows, x, grad = x.shape[-1], scales.numel(), x.contiguous(), grad.contiguous()
     other, out = grad if grad_total is None else grad_total.contiguous(), torch.empty_like(x)
     block_r, block_n, warps = rows_of(n)
@@ -202,7 +201,7 @@ def gate(gate_up: Tensor, gelu: bool) -> Tensor:
 
 
 def gate_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
-    """The gradient of [gate; up] from that of :func:`gate`'s result."""
+    """Returns the gradient of [gate; up] from the gradient of :func:`gate`'s result."""
     gate_up, (rows, n) = gate_up.contiguous(), grad.shape
     out, block = torch.empty_like(gate_up), min(triton.next_power_of_2(n), TILE // 2)
     _gate_backward[(rows, triton.cdiv(n, block))](grad.contiguous(), gate_up, out, n, gelu, block, **OPTIONS)

@@ -1,7 +1,8 @@
-"""The head's two reductions over logits in Triton: each reads the logits once, and with them makes temperature and softcap.
+"""Log-probs and entropies from the logits of the LM head in Triton, and their gradients, each in one pass over the logits.
 
-A program of the statistics walks over a row, every lane with a maximum and sums of its own, which are put together at the end: what
-a row comes to depends on that row alone. A program of the gradients has a block of one row.
+Both kernels apply temperature and softcap as they read. A program of the statistics walks over one row. Each lane has its own maximum
+and sums, which are combined at the end, so a row's result depends on that row alone. A program of the gradients computes a
+block of one row.
 
 Shape legend: T tokens, V logits of a row.
 """
@@ -36,7 +37,7 @@ def _statistics(
     scale: tl.tensor, cap: tl.tensor, scales: tl.tensor, SCALES: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """SCALES: each row has its own, in place of ``scale``."""
+    """SCALES: each row has its own scale, in place of ``scale``."""
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * stride
     if SCALES:
@@ -111,8 +112,10 @@ def _check(logits: Tensor, labels: Tensor) -> None:
 def logit_statistics(
     logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape, scales: Tensor | None = None
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] before ``shape``, which stay as they are.
-    ``scales`` fp32 [T]: what each row is multiplied by, in place of the temperature's inverse."""
+    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] to which ``shape`` is not yet applied.
+
+    The logits stay unchanged. ``scales`` fp32 [T]: factor of each row, in place of the temperature's inverse.
+    """
     _check(logits, labels)
     rows, width = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
@@ -134,8 +137,10 @@ def logit_gradients(
     shape: LogitShape,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.head_gradients`, of fp32 ``logits`` [T, V] before ``shape``; in their place if ``dtype`` is
-    theirs."""
+    """As :meth:`~rlhf_spmd.kernels.Ops.head_gradients`, of fp32 ``logits`` [T, V] to which ``shape`` is not yet applied.
+
+    Overwrites the logits if ``dtype`` is theirs.
+    """
     _check(logits, labels)
     rows, width = logits.shape
     in_place = dtype == logits.dtype and logits.is_contiguous()
@@ -156,7 +161,7 @@ def _cap(logits: tl.tensor, cap: tl.tensor, number: tl.tensor, BLOCK: tl.constex
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
-    """``logits`` fp32, which lie together, overwritten with what the statistics make of a softcap, bit for bit."""
+    """Overwrites contiguous fp32 ``logits`` with their softcap, bit for bit as the statistics compute it."""
     assert logits.dtype == torch.float32 and logits.is_contiguous(), "fp32 logits that lie together"
     if logits.numel():
         grid = (triton.cdiv(logits.numel(), BLOCK),)
@@ -165,5 +170,5 @@ def cap_logits(logits: Tensor, softcap: float) -> Tensor:
 
 
 def _factors(shape: LogitShape) -> tuple[float, float]:
-    """The temperature is fp32, as that of a row which generation draws."""
+    """Rounds the temperature to fp32, as generation does for a row that it draws."""
     return 1.0 / float(np.float32(shape.temperature)), 1.0 if shape.softcap is None else float(shape.softcap)

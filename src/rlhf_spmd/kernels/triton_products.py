@@ -1,9 +1,9 @@
-"""Matrix products in Triton in which an element's bits depend on its row and its column alone, not on how many rows there are.
+"""The linear layers' matrix products in Triton, batch-invariant: an element's bits do not depend on the number of rows.
 
 An element is one chain: the inner dimension in steps of BLOCK_K from its beginning, each step added to the same fp32 accumulator,
-never in parts by several programs. Tiles differ in rows and columns only, by the number of rows. What the tensor cores do within
-a step is one kind of instruction for all of them: on Hopper wgmma m64 n? k16, whose rows are at least 64, so tiles of few
-rows are filled up; before Hopper mma.sync m16n8k16. That an element of wgmma is the same for every n is assumed, not documented.
+never in parts by several programs. The number of rows changes only the rows and columns of a tile. Within a step the tensor cores
+execute the same kind of instruction for all tiles: on Hopper wgmma m64 n? k16, so tiles of fewer than 64 rows are filled up; before
+Hopper mma.sync m16n8k16. That an element of wgmma is the same for every n is assumed, not documented.
 
 Shape legend: M rows, N columns (rows of the weight), K inner.
 """

@@ -1,7 +1,8 @@
-"""A layer's heads in Triton: from the qkv product to normed and rotated queries and keys, in one launch forward and one backward.
+"""Queries, keys and values from the qkv product in Triton: norm and rotary embedding, one launch forward and one backward.
 
-In generation keys and values go to the cache's pages in the same launch. Bits are as :mod:`triton_layers` says: q, k and v are those
-of :meth:`Ops.heads <rlhf_spmd.kernels.ops.Ops.heads>` but for the order of the norms' sums and rsqrt, without norms exactly those.
+In generation the same launch writes keys and values to the cache's pages. Bits are as :mod:`triton_layers` says. q, k and v are
+those of :meth:`Ops.heads <rlhf_spmd.kernels.ops.Ops.heads>` up to the order of the norms' sums and rsqrt; without norms they
+are equal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rlhf_spmd.kernels.triton_layers import OPTIONS, PROGRAMS, TILE, rounded, sc
 
 @triton.jit
 def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
-    """Where a head, counted over all query heads, then keys', then values', lies in a row of BLOCKS blocks of all three."""
+    """Where a head lies in a row of BLOCKS blocks. Heads are numbered: all queries, then keys, then values."""
     place = head
     if BLOCKS > 1:
         own_q: tl.constexpr = Q // BLOCKS
@@ -33,7 +34,7 @@ def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.conste
 def _rotated(
     a: tl.tensor, b: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, BACK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves turned, or turned back, each product and sum rounded, as ``Ops.turn`` does."""
+    """Returns both halves rotated, or rotated back; rounds each product and sum as ``Ops.turn`` does."""
     if BACK:
         first = rounded(a * cos, like) + rounded(b * sin, like)
         second = rounded(b * cos, like) - rounded(a * sin, like)
@@ -65,7 +66,7 @@ def _right(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAV
 
 @triton.jit
 def _weights(q_weight: tl.tensor, k_weight: tl.tensor, column: tl.tensor, inside: tl.tensor, is_q: tl.tensor) -> tl.tensor:
-    """Those of each head's norm, [heads, columns]."""
+    """Returns the weights of each head's norm, [heads, columns]."""
     of_q = tl.load(q_weight + column, mask=inside, other=0.0).to(tl.float32)
     of_k = tl.load(k_weight + column, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_q[:, None], of_q[None, :], of_k[None, :])
@@ -78,7 +79,7 @@ def _heads(
     Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, PAGED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Norm and rotate the first HEADS heads of a token. PAGED: keys and values go to ``k``, the pages of a layer."""
+    """Norms and rotates the first HEADS heads of a token. PAGED: keys and values go to ``k``, the pages of a layer."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
@@ -195,7 +196,7 @@ def head_blocks(shape: HeadShape, heads: int) -> tuple[int, int]:
 def heads(
     qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape, pages: PageTarget | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``Ops.heads``. Of one block, v is a view of qkv. With ``pages`` keys and values are written there, and only there."""
+    """See ``Ops.heads``. With one block, v is a view of qkv. With ``pages``, keys and values are written only there."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     tokens, count, (of_q, of_k) = len(qkv), shape.queries + shape.keys, norms
     q = qkv.new_empty(tokens, shape.queries, shape.dim)
@@ -230,7 +231,7 @@ def heads(
 def heads_backward(
     grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of qkv and of the norms' weights from those of q, k and v."""
+    """Returns gradients of qkv and of the norms' weights from the gradients of q, k and v."""
     grads_of = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
     strides = [stride for grad in grads_of for stride in grad.stride()[:2]]
     qkv, (of_q, of_k) = qkv.contiguous(), norms

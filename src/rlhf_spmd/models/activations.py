@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_spmd.kernels.pinned import host_like
+from rlhf_spmd.kernels.pinned_memory import host_like
 from rlhf_spmd.parallel.zero import local_part
 
 CHECKPOINTING = ("none", "selective", "full")

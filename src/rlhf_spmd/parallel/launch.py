@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 LAUNCHER = "RLHF_SPMD_LAUNCHER"  # the process that started this rank in place of torchrun
 SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node use its first GPU; only for tests, since nccl refuses it
-JOB_KEY = "RLHF_SPMD_KEY"  # the key that authenticates messages between a job's processes
+JOB_KEY = "RLHF_SPMD_KEY"  # the key that signs messages between a job's processes
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # the number of processes that srun or mpirun started
 
 START_S = 120.0  # the longest wait for the store on one machine, whose processes start together

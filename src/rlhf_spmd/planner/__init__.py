@@ -1,11 +1,21 @@
-"""Where roles and calls should run (F5): from placement settings to ranks, and from the calls of a step to the fastest plan. Pure.
+"""Where roles and calls should run. Pure.
 
-Placement: ``cluster`` has what a strategy gets and returns, each ``strategies/<name>.py`` is one function ``place``, and ``placement``
-joins a strategy's answer with the pools that the configuration names.
+Floor F5. This package must not know workers, algorithms or any role's name.
 
-Plans: ``planning`` turns calls into a ``problem`` and a found plan into a ``plan_file``; ``plan_page`` shows it. Each
-``search/<name>.py`` is one function ``search``. ``costs`` and ``profile`` have seconds, ``memory`` has bytes, both over ``shapes``;
-``machine`` describes devices.
+Placement, from settings to ranks:
 
-This package must not know workers, algorithms or any role's name.
+- ``cluster``: what a placement strategy gets and returns
+- ``strategies/<name>``: one function ``place`` each
+- ``placement``: ranks of each role, from ``placement.pools`` or a strategy
+
+Plans, from the calls of a step to the fastest plan; read in this order:
+
+- ``problem``: the nouns of a plan (option, home, movable call), the search problem, and the simulation of a plan
+- ``machine``: devices, hosts and links
+- ``shapes``: a model's sizes, a call's rows and its settings, which costs and memory count
+- ``costs``, ``profile``: seconds of a call, by formulas or from measured layers
+- ``memory``: bytes on a rank
+- ``planning``: from calls to a problem, and from the best plan to a plan file (``best_plan``)
+- ``search/<name>``: one function ``search`` each
+- ``plan_file``, ``plan_page``: ``plan.yaml``, and a page about it
 """

@@ -1,5 +1,7 @@
-"""``plan.yaml``: where and how every call of a step runs. ``plan`` writes it, and ``train plan=FILE`` takes its settings from
-it."""
+"""``plan.yaml``: ranks, layout and settings of every call of a step.
+
+``rlhf-spmd plan`` writes it, and ``train plan=FILE`` applies it to its configuration (:func:`apply_plan`).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ from rlhf_spmd.planner.problem import RankRange
 class PlacedCall:
     """A call on its ranks, with its settings and predictions.
 
-    ``ranks``: "first-last", or one rank. ``home``: the role keeps its weights here, in this layout. Fields that do not concern
-    a call keep their defaults. Predictions, which are not read back: ``micro_batches`` of a mini-batch, ``start`` and
-    ``seconds``, and ``memory_gb``, GiB on each rank.
+    - ranks: "first-last", or one rank
+    - home: the role's weights stay here between calls, in this layout
+    - micro_batches (of a mini-batch), start, seconds, memory_gb (GiB on each rank): predictions, which are not read back
+
+    Fields that do not concern a call keep their defaults.
     """
 
     ranks: str

@@ -1,8 +1,14 @@
-"""What is searched: the calls of a step, the options of each, and when the calls of a plan run. Numbers only: no models, no
-roles by name.
+"""The search problem: the calls of a step, the options of each, and a simulation of a plan. Numbers only: no models, no roles by name.
 
-Terms are ReaL's (section 4): a plan gives every call a range of ranks and one of its options there. :func:`simulate` is ReaL's
-algorithm 1 with this trainer's queue, the order of the script.
+- An *option* is one way to run a call on a number of ranks: pp, tp, ZeRO and other settings, with predicted seconds and bytes.
+- A *plan* gives every call a range of ranks and one of its options (a :class:`Choice`), as ReaL's execution plan (section 4).
+- A role's *home* is where its weights and optimizer stay between calls: the ranks and option of one of its calls.
+- A call is *tied* if it must run at its role's home, and *movable* if it may run on other ranks or in another layout. A movable call
+  gets a copy of the weights for its duration, which takes seconds and bytes (:meth:`Problem.move`).
+- *held* bytes are those that a home needs during the whole step; *active* bytes are needed in addition while a call runs.
+
+For example: ``actor.update`` trains on ranks 0-7 and is the actor's home; ``actor.generate`` is movable and may run on ranks 4-7 with
+another tp. :func:`simulate` is ReaL's algorithm 1; each rank runs its calls in the order of the script.
 """
 
 from __future__ import annotations
@@ -50,11 +56,12 @@ WeightLayout = tuple[int, int, int, int]  # how weights lie: pp, tp, STORAGE of 
 class Option:
     """One way to run a call on ``size`` ranks.
 
-    ``held``: bytes that the role keeps on each of its ranks during the whole step; only at the role's home. ``active``: bytes
-    more while the call runs, without weights that come from the home: :meth:`Problem.move` counts those. ``cache``: those of
-    ``active`` that a KV cache takes. ``zero``: ZeRO stage. ``zero_size``: ranks that share one copy; 0: all replicas.
-    ``in_place``: at home the call uses the weights as they lie there, so ``zero`` must be the home's. ``settings``: what the
-    option sets, by the fields of ``PlacedCall``; the search does not read them.
+    - held: bytes on each rank during the whole step; counts only at the role's home
+    - active: bytes more on each rank while the call runs, without copies of weights, which :meth:`Problem.move` counts
+    - cache: the part of ``active`` that a KV cache takes
+    - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas
+    - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
+    - settings: what the option sets, by the fields of ``PlacedCall``; the search does not read them
     """
 
     size: int
@@ -76,11 +83,13 @@ class Option:
 
 @dataclass(frozen=True)
 class CallNode:
-    """A call of the dataflow graph. ``after``: the indices of calls that must have ended, all of them smaller than its own.
+    """A call of the dataflow graph.
 
-    Each role has one ``home``: its first call that trains, or its first call if none trains. The weights stay on the home's
-    ranks in the home's layout. ``at_home``: another call that must run there, by the option with the same index. All others may
-    run elsewhere.
+    - after: the indices of calls that must have ended, all smaller than its own
+    - home: this call is its role's home. One call per role is: the first that trains, or the first if none trains
+    - at_home: another call that is tied to the home, with the option of the same index
+
+    A call that is neither is movable.
     """
 
     name: str
@@ -103,12 +112,15 @@ Plan = tuple[Choice, ...]  # one for each call
 
 @dataclass(frozen=True)
 class Problem:
-    """``calls`` in program order. A rank runs its calls in this order; a call starts when all its ranks are free and the calls
-    before it have ended.
+    """What a search gets.
 
-    ``memory``: usable bytes of each rank. ``weights``: bytes of each role's weights. ``link`` and ``network``: bytes/s of a
-    rank inside a host of ``local_size`` ranks and between hosts. ``ahead``: steps that generation runs ahead of training
-    (``max_staleness``); ``generating``: the indices of the calls that do.
+    - calls: in program order. A call starts when all its ranks are free and the calls in its ``after`` have ended
+    - local_size: ranks of a host
+    - memory: usable bytes of each rank
+    - weights: bytes of each role's weights
+    - link, network: bytes/s of a rank inside a host and between hosts
+    - ahead: steps that generation runs ahead of training (``max_staleness``)
+    - generating: indices of the calls that run ahead
     """
 
     calls: tuple[CallNode, ...]
@@ -135,7 +147,7 @@ class Problem:
 
     @cached_property
     def memory_runs(self) -> list[tuple[RankRange, float]]:
-        """Ranges of ranks that have equal memory, and how much."""
+        """Ranges of ranks with equal memory, and their memory."""
         memory = self.memory
         starts = [rank for rank in range(self.size) if rank == 0 or memory[rank] != memory[rank - 1]]
         return [(RankRange(a, b - a), memory[a]) for a, b in pairwise([*starts, self.size])]
@@ -152,12 +164,12 @@ class Problem:
 
     @cached_property
     def least_held(self) -> dict[str, float]:
-        """Role -> the fewest bytes that it can hold on all of its ranks together."""
+        """Role -> the fewest held bytes, summed over its ranks."""
         return {role: min(o.held * o.size for o in self.calls[node].options) for role, node in self.homes.items()}
 
     @cached_property
     def homes(self) -> dict[str, int]:
-        """Role -> the call that is its home."""
+        """Role -> index of the call that is its home."""
         return {call.role: node for node, call in enumerate(self.calls) if call.home}
 
     @cached_property
@@ -170,8 +182,8 @@ class Problem:
         return {role: tuple(nodes) for role, nodes in found.items()}
 
     @cached_property
-    def lent(self) -> tuple[int, ...]:
-        """The calls that may run elsewhere than at their role's home."""
+    def movable(self) -> tuple[int, ...]:
+        """Indices of the movable calls."""
         return tuple(node for node, call in enumerate(self.calls) if not call.home and not call.at_home)
 
     def on_one_host(self, *ranges: RankRange) -> bool:
@@ -181,21 +193,26 @@ class Problem:
         return self.calls[self.homes[role]].options[home.option].layout
 
     def move(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
-        """Seconds and bytes on each of its ranks that a call needs more because its role's weights rest at ``home``.
+        """Returns seconds, and bytes on each rank of the call, for the weights that come from ``home``.
 
-        On the same ranks in the same layout nothing moves. Where generation's layout is a part of the home's, each rank keeps
-        what it has and gets the rest of its shard (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights).
-        Everywhere else a whole shard comes beside what is there (ReaL, section 6). The slower of receiving and of sending
-        counts; the home's ranks share the sending. ``IMPOSSIBLE`` where the trainer cannot do it: a call with ``zero`` runs
-        only as its home lies.
+        - Same ranks, same layout: nothing moves.
+        - Same ranks, and the call's pp and tp divide the home's: each rank keeps its part and gets the rest of its shard
+          (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights).
+        - Otherwise each rank gets a whole shard beside what it has (ReaL, section 6).
+
+        The slower of receiving and sending counts; the home's ranks share the sending. ``IMPOSSIBLE`` if the trainer cannot do
+        it: a call with ``zero`` runs only in its home's layout.
         """
         same_ranks, near = home.rank_range == choice.rank_range, self.on_one_host(home.rank_range, choice.rank_range)
         layout = self.home_layout(call.role, home) if same_ranks else None
         return self.moved(call.role, layout, home.rank_range.count, call.options[choice.option], near)
 
     def moved(self, role: str, layout: WeightLayout | None, holders: int, option: Option, near: bool) -> tuple[float, float]:
-        """:meth:`move` by what it depends on. ``layout``: the home's, if the ranks are the same; between different ranks only
-        the number of ``holders`` matters, and the search relies on that. ``near``: all ranks are on one host."""
+        """As :meth:`move`, from what it depends on.
+
+        ``layout``: the home's if the ranks are the same, else None. ``holders``: number of the home's ranks; between different
+        ranks only this number matters, and the search relies on that. ``near``: all ranks are on one host.
+        """
         if layout == option.layout:
             return 0.0, 0.0
         if option.zero or (layout and option.in_place and layout[:2] == option.layout[:2]):
@@ -215,9 +232,11 @@ class Problem:
 class Schedule:
     """When the calls of a plan run, and what each rank needs.
 
-    ``spans``: start and end of each call in seconds; weights that move come first. ``seconds``: of a step. Where generation
-    runs ahead, spans are those of the steady state, and each step's are ``seconds`` later than the last one's. ``peaks``: bytes
-    on each rank. ``excess``: by which share of its memory the fullest rank exceeds it, 0 where all fit.
+    - spans: start and end of each call in seconds, transfers of weights included. If generation runs ahead: of the steady state,
+      in which each step is ``seconds`` later than the last
+    - seconds: of a step
+    - peaks: bytes on each rank
+    - excess: share of its memory by which the fullest rank exceeds it; 0 if all fit
     """
 
     spans: tuple[tuple[float, float], ...]
@@ -256,7 +275,7 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
 def rank_peaks(
     size: int, held: Sequence[tuple[RankRange, float]], needs: Sequence[tuple[RankRange, float]]
 ) -> tuple[float, ...]:
-    """Bytes on each rank: all that is held on it and the largest need."""
+    """Returns bytes on each rank: the sum of what is held on it, plus the largest need."""
     cuts = sorted({0, size, *(edge for ranks, _ in (*held, *needs) for edge in (ranks.first, ranks.end))})
     peaks: list[float] = []
     for first, end in pairwise(cuts):
@@ -269,10 +288,10 @@ def rank_peaks(
 def start_times(
     problem: Problem, nodes: Sequence[int], ranges: Sequence[RankRange | None], seconds: Sequence[float]
 ) -> tuple[list[float], float]:
-    """Starts of all calls (0 for those that are not among ``nodes``), and seconds of a step.
+    """Returns starts of all calls (0 for calls outside ``nodes``), and the seconds of a step.
 
-    ``nodes`` ascend and wait only for each other. A call without ranks takes time but no ranks; then both results are lower
-    bounds.
+    ``nodes`` ascend and wait only for each other. A call without ranks takes time but occupies none; then both results are
+    lower bounds.
     """
     if problem.ahead:
         return _steady_state(problem, ranges, seconds)

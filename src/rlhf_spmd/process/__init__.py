@@ -4,9 +4,22 @@ Floor F3. This package must not know models, roles or algorithms.
 
 - ``arguments``, ``command_line``: the command line of all programs; ``arguments`` needs no torch
 - ``launcher``: starts the ranks of one machine
-- ``startup_checks``: all ranks agree that their input is good and the same
-- ``program``: the process boundary: runs a program and turns any ending into an exit code
-- ``board``, ``failure_detector``: heartbeats, and the failure that ends the job
-- ``messages``: sealed texts in the store that all ranks share
+- ``program``: the process boundary (``run_program``): runs a program and turns any ending into an exit code
+- ``startup_checks``, ``input_digests``: all ranks agree that their input is good and the same
+- ``messages``: signed texts in the store that all ranks share
+- ``board``: the error board: publishes this rank's heartbeat and the one failure that ends the job
+- ``failure_detector``: what heartbeats say about the ranks
 - ``exit``: classes of endings, lines for people, the exit itself
+
+When a rank dies:
+
+1. ``failure_detector``: rank 0 misses its heartbeats, and ``Watch.judge`` returns a ``Finding``. Under ``launcher``,
+   ``_Job.look`` sees the process end first.
+2. ``program``: a survivor whose connection breaks raises. ``_fail`` classifies the exception and waits in
+   ``Board.await_verdict`` for the real cause; only if none comes does it post its own failure.
+3. ``board``: ``Board._post`` puts the failure into the store; the first one counts. Its finder prints one line and writes
+   exit_status.json (``exit.announce``, ``exit.record_status``).
+4. ``board``: the thread of every rank reads the failure within half a second. ``Board._end`` writes stacks, kills a
+   stopped process on the same host, and waits up to 3 s for the main thread and the other ranks.
+5. ``exit``: ``end_process`` ends each rank with the failure's exit code.
 """

@@ -63,8 +63,10 @@ def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def help_text(parser: Parser, keys: Iterable[Key], arguments: Sequence[str]) -> str:
-    """What ``--help`` prints: everything, or only the keys whose names contain a word of ``arguments``. Raises ValueError where no key
-    does."""
+    """Returns what ``--help`` prints: everything, or only the keys whose names contain a word of ``arguments``.
+
+    Raises ValueError if no key does.
+    """
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
     words = [one for one in arguments if "=" not in one]
     if not words:

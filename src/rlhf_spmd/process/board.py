@@ -59,7 +59,7 @@ class Board:
     """One per process. The program reads and sets the plain fields ``preempted``, ``run_dir`` and ``last_checkpoint``."""
 
     def __init__(self, launch: Launch, store: dist.Store, limits: WatchLimits | None = None, key: bytes = b"") -> None:
-        """``key`` seals the messages between ranks; see :func:`~rlhf_spmd.process.messages.agree_on_key`."""
+        """``key`` signs the messages between ranks; see :func:`~rlhf_spmd.process.messages.agree_on_key`."""
         self.launch = launch
         self.limits = limits or WatchLimits()
         self.preempted = False
@@ -144,7 +144,7 @@ class Board:
         store, size = self._main.store, self.launch.size
         self._main.set(f"board/ended/{self.launch.rank}", "1")
         if store.add("board/ended", 1) >= size:
-            self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # checks the seals, not only the count
+            self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # checks the signatures, not only the count
             self._main.set(ALL_ENDED, "1")
         store.wait([ALL_ENDED], timedelta(seconds=self.limits.stall_s))
         self._main.get(ALL_ENDED)

@@ -2,7 +2,7 @@
 
 Each rank is a process with torchrun's environment and a store that outlives it, so a run is bit for bit the one that
 torchrun starts. The launcher names a rank that ends before the job, and returns the job's own exit code; torchrun
-writes 40 lines and returns 1. The store listens on this machine only, and the launcher makes the key that seals
+writes 40 lines and returns 1. The store listens on this machine only, and the launcher makes the key that signs
 messages.
 """
 
@@ -126,9 +126,8 @@ class _Job:
                 return self.messages.find(DONE if number == 0 else ALL_ENDED) is not None
             if self.messages.find(VERDICT) not in (None, "ok") or self.messages.find(FAILURE) is not None:
                 return True
-            return (
-                code > 0 and self.messages.find(f"board/beat/{number}") is None
-            )  # refused by itself, before it was one of the job
+            # without a heartbeat, the rank refused its input before it joined the job
+            return code > 0 and self.messages.find(f"board/beat/{number}") is None
         except ForgedMessage:  # the rank has reported it if it ended by itself
             return code > 0
 
@@ -151,7 +150,7 @@ class _Job:
         self._post(Failure(error_class, f"{line}: {places}", number, call, step, place))
 
     def _beats(self) -> dict[int, Heartbeat]:
-        """Returns the latest sealed heartbeat of each rank that has sent one."""
+        """Returns the latest signed heartbeat of each rank that has sent one."""
         found: dict[int, Heartbeat] = {}
         for number in range(len(self.ranks)):
             with suppress(ForgedMessage):

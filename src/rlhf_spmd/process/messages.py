@@ -1,7 +1,7 @@
-"""Messages in the store that all ranks share, sealed with a key that only the job's processes have.
+"""Messages in the store that all ranks share, signed with a key that only the job's processes have.
 
 The store asks for no password: whoever reaches its port can write into it, but cannot write what a rank takes for a
-message of the job. Counters are not sealed, so a stranger can make ranks wait or fail, but not end well.
+message of the job. Counters are not signed, so a stranger can make ranks wait or fail, but not end well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.parallel.launch import JOB_KEY, Launch
 
-SEAL = 64  # characters of the seal, which precedes the text
+SIGNATURE_LENGTH = 64  # characters of the signature, which precedes the text
 VERDICT = "prepare/verdict"  # about the input: "ok", or the refusal
 FAILURE = "board/failure"  # the failure that ends the job
 ALL_ENDED = "board/all_ended"  # the script has ended on every rank
@@ -32,14 +32,14 @@ class ForgedMessage(RuntimeError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"the store that all ranks share holds a message ({name}) without the seal of this job: another process writes "
+            f"the store that all ranks share holds a message ({name}) without the signature of this job: another process writes "
             "there, or a rank has not got the job's key"
         )
 
 
 @dataclass(frozen=True)
 class Messages:
-    """``store`` with sealed texts. Reading raises :class:`ForgedMessage`, or RuntimeError if the store does not answer.
+    """``store`` with signed texts. Reading raises :class:`ForgedMessage`, or RuntimeError if the store does not answer.
 
     ``key_file``: the file through which rank 0 gives the key to the others.
     """
@@ -49,7 +49,7 @@ class Messages:
     key_file: Path | None = None
 
     def set(self, name: str, text: str) -> None:
-        self.store.set(name, self._seal(name, text) + text)
+        self.store.set(name, self._sign(name, text) + text)
 
     def get(self, name: str) -> str:
         """Waits until the message is there."""
@@ -66,7 +66,7 @@ class Messages:
 
     def put_first(self, name: str, text: str) -> str:
         """Writes the text unless the name is taken. Returns what is stored then."""
-        return self._opened(name, self.store.compare_set(name, "", self._seal(name, text) + text))
+        return self._opened(name, self.store.compare_set(name, "", self._sign(name, text) + text))
 
     def forget_key_file(self) -> None:
         """Removes the key file, once all ranks have read it or the job ends."""
@@ -74,12 +74,12 @@ class Messages:
             with suppress(OSError):
                 self.key_file.unlink(missing_ok=True)
 
-    def _seal(self, name: str, text: str) -> str:
+    def _sign(self, name: str, text: str) -> str:
         return hmac.new(self.key, f"{name}\0{text}".encode(), "sha256").hexdigest()
 
     def _opened(self, name: str, value: bytes) -> str:
-        seal, text = value[:SEAL], value[SEAL:].decode(errors="replace")
-        if not hmac.compare_digest(seal, self._seal(name, text).encode()):
+        signature, text = value[:SIGNATURE_LENGTH], value[SIGNATURE_LENGTH:].decode(errors="replace")
+        if not hmac.compare_digest(signature, self._sign(name, text).encode()):
             raise ForgedMessage(name)
         return text
 

@@ -1,7 +1,8 @@
 """Before any process group exists, all ranks agree that their input is good and the same.
 
 They agree through the store that all ranks share: every rank reports that it is ready, or the first that is not says
-why. Each rank reads files of its own host, which may be other copies; so they compare digests.
+why. Each rank reads files of its own host, which may be other copies, so ranks compare digests
+(input_digests.py).
 """
 
 from __future__ import annotations
@@ -9,26 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
-from rlhf_spmd.config.interpolation import compared
-from rlhf_spmd.config.load import flatten, to_dict
-from rlhf_spmd.config.registry import split_name
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.launch import Launch, connect_store, start_limit
 from rlhf_spmd.process.exit import ToldToEnd, announce, await_all, classify, end_rank, error_text, one_line
@@ -40,7 +36,7 @@ T = TypeVar("T")
 
 TELL_LATE_S = 300.0  # then ranks that are still checking their input are named
 PREPARE_TIMEOUT_S = 4200.0  # longest check of the input; a rank may wait for another process to fill data.cache_dir
-NO_KEY = "key/none"  # unsealed: why a rank lacks the key of the job
+NO_KEY = "key/none"  # unsigned: why a rank lacks the key of the job
 InputRefusal = tuple[str, str, str]  # class, line, traceback (only for defects of the program)
 
 
@@ -117,7 +113,7 @@ def agree_on_input(
         _post_verdict(launch, messages, refusal)
         _await_verdict(launch, messages, PREPARE_TIMEOUT_S, run_dir_hint)
     except ForgedMessage as error:
-        _end_without_key(launch, messages, refusal or _unsealed(launch, messages, error), run_dir_hint)
+        _end_without_key(launch, messages, refusal or _explain_forged(launch, messages, error), run_dir_hint)
     except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
         if launch.local_rank == 0:
             announce(
@@ -143,15 +139,15 @@ def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, Input
         return agree_on_key(launch, store, run_dir_hint), None
     except ValueError as error:
         refusal = _refusal(launch, error)
-        store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # unsealed: nobody would believe its seal
+        store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # unsigned: this rank has no key to sign with
         return Messages(store, b""), refusal
     except RuntimeError:
         line = f"rank {launch.rank} has waited {start_limit(launch):.0f} s for rank 0 to start"
         return Messages(store, b""), ("hang", line, "")
 
 
-def _unsealed(launch: Launch, messages: Messages, error: ForgedMessage) -> InputRefusal:
-    """Explains a message without the job's seal: a rank that lacks the key may have said why."""
+def _explain_forged(launch: Launch, messages: Messages, error: ForgedMessage) -> InputRefusal:
+    """Explains a message without the signature: a rank that lacks the key may have said why."""
     try:
         error_class, line, _ = json.loads(messages.store.get(NO_KEY)) if messages.store.check([NO_KEY]) else ("", "", 0)
     except (ValueError, TypeError):
@@ -206,7 +202,7 @@ def _post_verdict(launch: Launch, messages: Messages, refusal: InputRefusal | No
     ready = [f"prepare/ok/{rank}" for rank in range(launch.size)]
     messages.set(ready[launch.rank], "1")
     if messages.store.add("prepare/ok", 1) >= launch.size:
-        messages.get_all(ready)  # checks the seals, not only the count
+        messages.get_all(ready)  # checks the signatures, not only the count
         messages.put_first(VERDICT, "ok")
 
 
@@ -264,77 +260,3 @@ def _refusal(launch: Launch, error: BaseException) -> InputRefusal:
     if error_class == "error":
         return error_class, f"{type(error).__name__}: {error_text(error)}{origin}", traceback.format_exc()
     return error_class, f"{error_class} error: {error_text(error)}{origin}", ""
-
-
-LARGEST = 16 << 20  # largest file to hash, in bytes; larger ones are data, which are compared by their rows
-READS = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json")
-OWN = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ between hosts, but not the contents
-
-
-def run_digests(ready: Any) -> dict[str, str]:
-    """Returns what must be equal on all ranks of a checked run, by name: settings, and digests of data, weights and named
-    files.
-
-    Weights are sampled, not read whole.
-    """
-    settings = flatten(to_dict(ready.config, compared))
-    found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in OWN}
-    found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
-    found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
-    paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}
-    digests = {path: (weights_digest(path), text_digest(path)) for path in {*paths.values()}}
-    for role, path in paths.items():
-        found[f"models.{role}.path (its weights)"], found[f"models.{role}.path (its tokenizer and configuration)"] = digests[
-            path
-        ]
-    return found | file_digests(ready.config)
-
-
-def file_digests(config: Any) -> dict[str, str]:
-    """Returns digests, by key, of the files that settings name: the user's functions and templates."""
-    found = {}
-    for key, text in flatten(to_dict(config)).items():
-        if not set(OWN) & set(key.split(".")):
-            for file in _named_files(text):
-                found[f"{key} (its file)"] = f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
-    return found
-
-
-def _named_files(text: str) -> Iterator[Path]:
-    """Yields the file of ``file.py:function``, of ``package.module:function`` (outside this package), or of a path."""
-    name, function = split_name(text)
-    if not (
-        function or re.search(r"/|\.[a-zA-Z]", name)
-    ):  # most settings are no path: a thousand ranks need not ask the file system
-        return
-    module = sys.modules.get(name) if (function or "." in name) and not name.startswith("rlhf_spmd.") else None
-    path = Path(str(getattr(module, "__file__", None) or name)).expanduser()
-    try:
-        if 0 < len(name) < 4096 and path.is_file() and path.stat().st_size <= LARGEST:
-            yield path
-    except (OSError, ValueError):  # a text that cannot be a path
-        return
-
-
-def text_digest(directory: Path) -> str:
-    """Returns a digest of a model's tokenizer and configuration files."""
-    digest = hashlib.sha256()
-    for file in sorted({file for name in READS for file in directory.glob(name)}):
-        digest.update(f"{file.name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def weights_digest(directory: Path) -> str:
-    """Returns names and sizes of a model's weight files, and a digest of samples of the first."""
-    files = sorted(directory.glob("*.safetensors"))
-    return json.dumps([*([file.name, file.stat().st_size] for file in files), *map(sample_of, files[:1])])
-
-
-def sample_of(path: Path) -> str:
-    """Returns a hash of 64 parts of a file, spread over it."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        for part in range(64):
-            file.seek(part * size // 64)
-            digest.update(file.read(4096))
-    return digest.hexdigest()

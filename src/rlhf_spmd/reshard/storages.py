@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.kernels.devices import side_stream
-from rlhf_spmd.kernels.pinned import host_zeros
+from rlhf_spmd.kernels.pinned_memory import host_zeros
 
 
 class Storages:

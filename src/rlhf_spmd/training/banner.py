@@ -116,7 +116,8 @@ def _attention(ready: Any, device: torch.device) -> Iterator[str]:
     yield attention
     if plan.generation is not None:
         where = f"models.{exported}.generation.attention"
-        yield choose_backend(plan.config.generation.attention, attention, dtype, device, where)
+        sinks = plan.spec is not None and plan.spec.names.sinks is not None
+        yield choose_backend(plan.config.generation.attention, attention, dtype, device, where, sinks)
 
 
 def _warnings(ready: Any) -> Iterator[str]:

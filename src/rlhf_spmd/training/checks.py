@@ -271,7 +271,9 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
     elif capabilities(device).batch_invariant and settings.attention not in ("auto", plan.config.attention):
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
-    elif not choose_ops(dtype, device, plan.config.attention, exact_gpu=True).is_batch_invariant(dtype, config.run.threads):
+    elif not choose_ops(dtype, device, plan.config.attention, batch_invariant_gpu=True).is_batch_invariant(
+        dtype, config.run.threads
+    ):
         against = (
             f"with run.threads={config.run.threads} torch's products are not exact on this processor, and it computes some"
         )

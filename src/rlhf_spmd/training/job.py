@@ -22,8 +22,9 @@ from rlhf_spmd.parallel.launch import Launch, lone_store
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.training import checks, roles
-from rlhf_spmd.training.streams import Data, InFlightStream, RowStream, ValidationRows
+from rlhf_spmd.training.streams import Data, InFlightStream, RowStream
 from rlhf_spmd.training.train_config import TrainConfig
+from rlhf_spmd.training.validation import Validation, ValidationRows
 from rlhf_spmd.workers import WorkerContext
 
 VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
@@ -101,7 +102,7 @@ def build_data(job: TrainJob, controller: Controller) -> Data:
             streams[name] = InFlightStream(loader, config.sampling.n, num_in_flight, replicas.num_parts, replicas.speeds)
         else:
             streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
-    validation = {
+    rows = {
         name: ValidationRows(
             dataset,
             sections[name].val_batch_size,
@@ -110,8 +111,8 @@ def build_data(job: TrainJob, controller: Controller) -> Data:
         )
         for name, dataset in job.validation.items()
     }
-    sampling = job.sampling(), job.sampling(validates=True)
-    return Data(controller, streams, validation, *sampling, job.tokenizer, config.run.log_samples)
+    validation = Validation(controller, rows, job.sampling(validates=True), job.tokenizer, config.run.log_samples)
+    return Data(controller, streams, validation, job.sampling())
 
 
 def run_script(job: TrainJob, models: Any, data: Data, global_step: int) -> list[Reference]:

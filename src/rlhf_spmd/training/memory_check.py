@@ -1,4 +1,7 @@
-"""Whether a run fits into the memory of its devices and hosts, before anything is built, and what would make it fit."""
+"""Checks that a run fits into the memory of its devices and hosts, before anything is built, and says which settings would fit.
+
+``memory_estimate.py`` computes what each rank needs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.training.disk import check_disk
-from rlhf_spmd.training.memory import MemoryReport, StepFacts, measure, step_facts
+from rlhf_spmd.training.memory_estimate import MemoryReport, StepFacts, measure, step_facts
 from rlhf_spmd.training.placing import lay_out
 from rlhf_spmd.training.roles import RolePlan
 
@@ -42,14 +45,16 @@ def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, st
 
 
 def with_checkpointing(plans: Plans, chosen: str) -> dict[str, RolePlan]:
-    """``plans`` with ``chosen`` in place of ``activation_checkpointing=auto``."""
+    """Returns ``plans`` with ``chosen`` in place of ``activation_checkpointing=auto``."""
     auto = {role: plan for role, plan in plans.items() if plan.config.activation_checkpointing == "auto"}
     return {**plans, **{role: _set(plan, "activation_checkpointing", chosen) for role, plan in auto.items()}}
 
 
 def decide_checkpointing(plans: Plans, step: StepFacts, memory: Sequence[float] | float, rank: int | None = None) -> str:
-    """The level that ``activation_checkpointing=auto`` becomes: the least with which the ranks fit, or with which ``rank``
-    fits; if none does, the level that needs least. Arguments as of :func:`check_memory`."""
+    """Returns the level for ``activation_checkpointing=auto``: the lowest with which all ranks fit, or ``rank`` if it is given.
+
+    If none fits: the level that needs least memory. Arguments as of :func:`check_memory`.
+    """
     if all(plan.config.activation_checkpointing != "auto" for plan in plans.values()):
         return CHECKPOINTING[0]
     needed: dict[str, float] = {}
@@ -82,7 +87,7 @@ def check_memory(
 
 
 def _check_host(report: MemoryReport, memory: float, local_size: int, rank: int | None) -> str | None:
-    """:func:`check_memory` of what ranks pin in the memory of their hosts."""
+    """As :func:`check_memory`, for what ranks pin in the memory of their hosts."""
     needs = report.by_host(local_size)
     host = int(needs.argmax()) if rank is None else rank // local_size
     if host >= len(needs) or needs[host] <= memory:  # also if no role is there
@@ -126,7 +131,7 @@ def _gib(size: float) -> str:
 
 
 def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, local_size: int) -> str:
-    """In words, the mildest settings with which all ranks fit, or how much is missing with all of them."""
+    """Returns, in words, the mildest settings with which all ranks fit, or how much is missing with all of them."""
     ladders, shares = _ladders(plans, step, local_size), _usual_shares(plans, step)
     tops, tried = [len(ladder) for ladder in ladders], list[tuple[float, float]]()
 
@@ -156,7 +161,7 @@ def _remedy(plans: Plans, step: StepFacts, memory: Sequence[float] | float, loca
 
 
 def _usual_shares(plans: Plans, step: StepFacts) -> list[Setting]:
-    """The usual ``gpu_memory_utilization`` for roles with a lower one: it leaves memory free that no other setting makes use of."""
+    """Returns the default ``gpu_memory_utilization`` for roles with a lower one, which leaves memory unused."""
     usual = GenerationConfig().memory_share(on_host=False)
     limits = {role: plan.config.generation for role, plan in plans.items() if plan.generation and not step.on_host}
     low = [role for role, its in limits.items() if its.num_pages is None and its.memory_share(False) < usual]
@@ -164,7 +169,7 @@ def _usual_shares(plans: Plans, step: StepFacts) -> list[Setting]:
 
 
 def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """How far each ladder is climbed, in the order of trial: each by itself, then each on top of all that stand before it."""
+    """Yields how far each ladder is climbed, in the order of trial: each alone, then each on top of all before it."""
     for beside in (False, True):
         for number, top in enumerate(tops):
             for up in range(1, top + 1):
@@ -172,13 +177,13 @@ def _upwards(tops: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[Setting]]]:
-    """Changes that need less memory, in the order in which they are tried. Each ladder has its rungs, the mildest first."""
+    """Returns ladders of changes that save memory, in the order of trial. Each ladder is a list of rungs, the mildest first."""
     models = {role: plan for role, plan in plans.items() if plan.spec is not None}
     trained = [role for role, plan in models.items() if plan.trained]
     others = [role for role in models if role not in trained]
 
     def rung(roles: Sequence[str], key: str, value: Any) -> list[Setting]:
-        """The setting for those of ``roles`` that are below ``value``."""
+        """Returns the setting for those of ``roles`` that are below ``value``."""
         scale = ["auto", *CHECKPOINTING].index if isinstance(value, str) else int
         found = [role for role in roles if scale(attrgetter(key)(models[role].config)) < scale(value)]
         freed = [role for role in found if key in ("layout.tp", "layout.pp") and models[role].config.layout.dp is not None]
@@ -209,7 +214,7 @@ def _set(plan: RolePlan, key: str, value: Any) -> RolePlan:
 
 
 def _changed(plans: Plans, step: StepFacts, settings: Sequence[Setting]) -> tuple[dict[str, RolePlan], StepFacts]:
-    """``plans`` and ``step`` with these settings. Raises ValueError for layouts that cannot be."""
+    """Returns ``plans`` and ``step`` with these settings. Raises ValueError for impossible layouts."""
     found = dict(plans)
     for role, key, value in settings:
         if role is None:

@@ -24,12 +24,12 @@ from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, check_ranks
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.training import checks, data_checks, plan_inputs, roles
+from rlhf_spmd.training import checks, data_checks, plan_stand_ins, roles
 from rlhf_spmd.training.job import TrainJob, trace
-from rlhf_spmd.training.memory import step_facts
 from rlhf_spmd.training.memory_check import check_launch
+from rlhf_spmd.training.memory_estimate import step_facts
 from rlhf_spmd.training.placing import place
-from rlhf_spmd.training.planning import plan_run
+from rlhf_spmd.training.plan_roles import plan_run
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import RoleConfig
 
@@ -126,7 +126,7 @@ def describe_run(
 
 def plan_itself(run: UnplacedRun, world_size: int, local_size: int) -> PlanFile:
     """Return the best plan for this run on its own ranks (``placement.strategy=auto``). Raises ValueError."""
-    work = plan_inputs.usual_rows(next(iter(run.sections.values())), run.config.sampling.n, run.data[0])
+    work = plan_stand_ins.usual_rows(next(iter(run.sections.values())), run.config.sampling.n, run.data[0])
     step = step_facts(run.job(run.plans), run.graph, model_device())
     return plan_run(run.config, run.plans, step, work, world_size, local_size)
 

@@ -15,7 +15,7 @@ from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.logger import TrackerProcesses
 from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE, JsonlLog
-from rlhf_spmd.training.streams import mean_extras
+from rlhf_spmd.training.validation import mean_extras
 
 
 class MadeStep(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a run resumes with: states of roles and rows in flight, and whether a checkpoint is of the same experiment."""
+"""What a checkpoint holds of a run: states of roles and rows in flight; and whether it is of the same experiment."""
 
 from __future__ import annotations
 

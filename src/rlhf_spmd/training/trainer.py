@@ -32,7 +32,7 @@ from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import artifact_lines
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
-from rlhf_spmd.training import resume as restart
+from rlhf_spmd.training import resume
 from rlhf_spmd.training.banner import start_facts
 from rlhf_spmd.training.checks import in_flight
 from rlhf_spmd.training.exports import Exports
@@ -106,7 +106,7 @@ class Trainer:
             self.controller.timeline.listener = recorder.progress.phase
         test_freq = self.config.test_freq
         if test_freq and started_at == 0:
-            first, shown = validate(0), self.data.take_shown()
+            first, shown = validate(0), self.data.validation.take_shown()
             self.exports.is_best(0, first)
             if recorder is not None:
                 recorder.log(0, first, [], shown)
@@ -129,7 +129,7 @@ class Trainer:
                     metrics |= found
                     is_best = self.exports.is_best(global_step, found)
                     stopped = self.goal is not None and found.get(TARGET, -math.inf) >= self.goal
-                shown = self.data.take_shown()
+                shown = self.data.validation.take_shown()
                 if recorder is not None:
                     recorder.log(step.global_step, metrics, samples, shown)
                 if recorder is not None and stopped:
@@ -216,8 +216,8 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the roles that change."""
-        roles = restart.role_states(self.controller, self.models)
-        environment = restart.environment_digests(self.context.prepared.config)
+        roles = resume.role_states(self.controller, self.models)
+        environment = resume.environment_digests(self.context.prepared.config)
         return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
 
     def save(self, global_step: int, stopped: bool = False) -> None:
@@ -229,8 +229,8 @@ class Trainer:
             state = {"step": global_step, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
             state["best"] = self.exports.best
             state[ADAPTERS] = {role: asdict(it.config.lora) for role, it in self.saved.items() if it.config.lora.rank}
-            held = {role: restart.role_state(worker) for role, worker in self.saved.items() if worker.member}
-            held |= restart.rows_in_flight(self.saved) | restart.weights_ahead(self.saved)
+            held = {role: resume.role_state(worker) for role, worker in self.saved.items() if worker.member}
+            held |= resume.rows_in_flight(self.saved) | resume.weights_ahead(self.saved)
             if self.is_first:
                 run_lock.check_still_held(self.run_dir)
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, global_step).name)
@@ -245,7 +245,7 @@ class Trainer:
         checkpoints of an older one, or resume another experiment.
         """
         # also beside a path that is given: what is damaged must not count as kept
-        found = find_resumable(self.run_dir, self.world.all, restart.check_state)
+        found = find_resumable(self.run_dir, self.world.all, resume.check_state)
         path, self.damaged = found.directory, found.damaged
         if self.config.resume not in RESUME:
             path = named_checkpoint(Path(self.config.resume))
@@ -260,30 +260,30 @@ class Trainer:
                 print(f"no checkpoint in {self.run_dir}: it begins anew, what it had logged is in *.before", file=sys.stderr)
             return 0
         manifest = read_manifest(path)
-        restart.check_state(manifest)
+        resume.check_state(manifest)
         state, lacking = manifest.state, sorted(self.saved.keys() - set(manifest.roles))
-        told = restart.compare_runs(path, self.context.prepared.config, state, self._state(), lacking)
+        told = resume.compare_runs(path, self.context.prepared.config, state, self._state(), lacking)
         if told and self.is_first:
             print(told, file=sys.stderr)
         configs = {role: self.context.prepared.plans[role].config for role in self.saved}
-        restart.check_dtypes(path, configs, self.world.device)
+        resume.check_dtypes(path, configs, self.world.device)
         self.board.last_checkpoint = str(path)
-        with restart.read_state(path):
+        with resume.read_state(path):
             versions = state.get("versions", Versions().state())  # older checkpoints do not count them
             self.controller.versions.load_state(versions)
         for role, worker in self.saved.items():
             worker.model.version = self.controller.versions.newest(role)
             if worker.member:
-                held = restart.role_state(worker)
+                held = resume.role_state(worker)
                 load_checkpoint(path, role, held, worker.mesh.pool)
                 if worker.engine.optimizer is not None:
                     worker.engine.optimizer.take_states(held.optim)
-                    with restart.read_state(path):
+                    with resume.read_state(path):
                         worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
-        with restart.read_state(path):
-            restart.restore(dict(state), self.data, self.models)
-        restart.restore_rows_in_flight(path, self.saved)
-        restart.restore_weights_ahead(path, self.saved)
+        with resume.read_state(path):
+            resume.restore(dict(state), self.data, self.models)
+        resume.restore_rows_in_flight(path, self.saved)
+        resume.restore_weights_ahead(path, self.saved)
         self.finished_before = bool(state["stopped"])
         own = path.resolve().parent == checkpoints_of(self.run_dir).resolve()
         self.exports.restore(state.get("best") if own else None)  # another run's best step is none of this one's

@@ -20,9 +20,9 @@ from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
+from rlhf_spmd.workers.partial_rollouts import PartialRollouts
 from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.rollout_engine import build_generating
-from rlhf_spmd.workers.rollouts import PartialRollouts
 
 
 class ActorWorker(ModelWorker):
@@ -41,7 +41,7 @@ class ActorWorker(ModelWorker):
         self.generating = build_generating(self, build.tokenizer)
         if self.generating is not None:
             self.generator = self.generating.generator
-            self.held = PartialRollouts(self.generator)
+            self.partial_rollouts = PartialRollouts(self.generator)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
@@ -107,7 +107,9 @@ class ActorWorker(ModelWorker):
                 report: dict[str, Any] = {}
             else:
                 wanted = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
-                completions, groups = self.held.advance(requests, sampling, number, weights, wanted, generating.tick_together)
+                completions, groups = self.partial_rollouts.advance(
+                    requests, sampling, number, weights, wanted, generating.tick_together
+                )
                 report = {"groups": groups}
         if "rollout_versions" not in self.absent:
             stale = sum(int((completion.versions < number).sum()) for completion in completions)
@@ -157,14 +159,14 @@ class ActorWorker(ModelWorker):
         index = members.part_sent_by(self.controller.rank)
         if index is None or not worker.context.partial_rollouts:
             return {}
-        return {f"{self.name}.{index}": pack(worker.held.state())}
+        return {f"{self.name}.{index}": pack(worker.partial_rollouts.state())}
 
     def restore_rollouts(self, states: Iterable[Tensor]) -> None:
         """Take the rows that were in flight on all replicas. Each replica continues those that it is asked for."""
         worker = self.worker_of("generate_sequences")
         assert isinstance(worker, ActorWorker)
         if worker.member:
-            worker.held.take_back([unpack(state) for state in states])
+            worker.partial_rollouts.take_back([unpack(state) for state in states])
 
     def _known_log_probs(self, batch: Reference) -> Reference | None:
         """The rollout's own log-probs, if they are wanted, or if a training forward would give the same bits. Else None.

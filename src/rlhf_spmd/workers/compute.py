@@ -1,4 +1,4 @@
-"""Roles without a model: functions of an algorithm that compute fields of rows, where the rows already lie."""
+"""Roles without a model: an algorithm's functions compute fields of rows, on the ranks that already have the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``models.<role>``: what a role is made of, where it lives, how it is split; and what workers are built from besides."""
+"""``models.<role>``: a role's model, pool and layout (``RoleConfig``); and ``WorkerContext``, from which all workers are built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A role's weights on this rank, in one layout on one pool: where they come from, and where they are between calls."""
+"""A role's weights on this rank, in one layout on one pool: how they are built, and whether they are offloaded between calls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.config import RoleConfig, WorkerContext
-from rlhf_spmd.workers.engine import TrainEngine, rank_shards
 from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.train_engine import TrainEngine, rank_shards
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class ModelWeights:
                 new_head=new_head,
                 fill=fill,
                 lora=config.lora,
-                exact_gpu=config.generation.reuse_rollout_log_probs is True,
+                batch_invariant_gpu=config.generation.reuse_rollout_log_probs is True,
             )
 
     def shards(self, spec: ModelSpec) -> Callable[[int, int], dict[str, ParamShard]]:
@@ -79,10 +79,16 @@ class ModelWeights:
         return self.engine.local_tensors() if self.member else {}
 
     def enter(self, call: CallRecord) -> None:
-        """Have the weights of ``call.version`` in the engine. Collective over the world: every rank of it must call."""
+        """Brings the weights of ``call.version`` into the engine.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
 
     def leave(self, call: CallRecord) -> None:
-        """After a call that used the weights. Collective over the world: every rank of it must call."""
+        """Called after a call that used the weights.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
 
 
 @dataclass(eq=False)
@@ -139,5 +145,5 @@ class OwnedWeights(ModelWeights):
 
 
 def held_tensors(engine: TrainEngine) -> list[Tensor]:
-    """What an engine holds between calls: local shards, and buffers, which hold the matrices in 4 or 8 bits."""
+    """Returns what an engine holds between calls: local shards, and buffers, among them matrices in 4 or 8 bits."""
     return [*engine.local_tensors().values(), *(buffer for chunk in engine.chunks for buffer in chunk.buffers())]

@@ -27,7 +27,6 @@ from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.workers.config import RoleConfig, WorkerContext
-from rlhf_spmd.workers.engine import Packed
 from rlhf_spmd.workers.model_weights import ModelWeights, OwnedWeights
 from rlhf_spmd.workers.objective import (
     MASK,
@@ -44,6 +43,7 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
+from rlhf_spmd.workers.train_engine import Packed
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica, WeightReplica
 
 USES_WEIGHTS = ("generate", "infer", "train")  # kinds of calls

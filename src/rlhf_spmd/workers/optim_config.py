@@ -1,4 +1,4 @@
-"""``models.<role>.optim``, the learning rate by step, and the types that optimizers share."""
+"""``models.<role>.optim``, the learning-rate schedule, and the types that optimizers share."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rlhf_spmd.kernels import wait
-from rlhf_spmd.kernels.pinned import host_zeros
+from rlhf_spmd.kernels.pinned_memory import host_zeros
 from rlhf_spmd.models.quantized import bitsandbytes_functional
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, buckets

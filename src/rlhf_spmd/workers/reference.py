@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.workers.engine import TrainEngine
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS
+from rlhf_spmd.workers.train_engine import TrainEngine
 from rlhf_spmd.workers.weight_sync import WeightSync
 
 

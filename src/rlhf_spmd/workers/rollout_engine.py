@@ -1,4 +1,4 @@
-"""A role that generates: its weights in the generation layout, and the generator that runs on them."""
+"""The engine that generates with a role that is trained: its weights in the generation layout, and a generator on them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlhf_spmd.parallel.boxes import zero_rows
 from rlhf_spmd.parallel.data_parallel import sum_in_buckets
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import HybridWeights, choose_method
-from rlhf_spmd.workers.engine import TrainEngine, named_by_chunk, rank_shards
 from rlhf_spmd.workers.model_worker import ModelWorker
+from rlhf_spmd.workers.train_engine import TrainEngine, named_by_chunk, rank_shards
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 
@@ -39,14 +39,14 @@ class RolloutEngine:
 
     @contextmanager
     def generation_weights(self) -> Iterator[None]:
-        """Have the weights in the generation layout inside the context.
+        """Inside the context the weights are in the generation layout.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
             merge_adapters(self.worker.engine, self._merged)
-            # the replay of a CUDA graph runs no hooks, and a call whose weights and pages did not move may start with one
+            # a call whose weights and pages did not move may start with the replay of a CUDA graph, which runs no hooks
             late = self.worker.config.generation.overlap and not (self.hybrid.keep and self.generator.kept)
             self.hybrid.to_generation(not late, self.worker.model.version)
             self.generator.reserved_bytes = self.hybrid.pending_bytes
@@ -62,7 +62,7 @@ class RolloutEngine:
         self.worker.controller.tick()
 
     def tick_together(self) -> None:
-        """As :meth:`tick`, when all ranks of a replica call it equally often: it also receives weights that arrive meanwhile.
+        """As :meth:`tick`, for callers that call it equally often on all ranks of a replica. It also receives weights that arrive.
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -130,7 +130,8 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         temporary=frozenset(merged_names(worker.engine)),
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
-    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
+    sinks = spec.names.sinks is not None
+    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where, sinks)
     config = replace(config, attention=backend)
     generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), context.world.launch.local_size)
     return RolloutEngine(worker, hybrid, generator, merged)

@@ -1,9 +1,9 @@
-"""Weights on their way from one pool and layout to another: replicas for single methods (ReaL's execution plan), and followers.
+"""Weight sync: copies of a role's weights on another pool or in another layout, for the calls of one method.
 
-``models.<role>.calls.<method>`` gives the calls of a method their own ranks and layout. A :class:`WeightReplica` holds the weights
-there, without an optimizer. For each call the owner's weights are transferred into it. Every rank of both pools takes part; a rank
-that only sends goes on while it sends. After the call the parameters lose their storage (with ``delta`` they keep it, and only
-elements that have changed are sent).
+``models.<role>.calls.<method>`` gives these calls their own ranks and layout (ReaL's execution plan). A :class:`WeightReplica` holds
+the weights there, without an optimizer. For each call the owner's weights are transferred into it. Every rank of both pools takes part;
+a rank that only sends goes on while it sends. After the call the parameters lose their storage. With ``delta`` they keep it, and only
+elements that have changed are sent.
 
 If generation runs ahead of training, the replica is an :class:`AsyncWeightReplica` and keeps its weights. Each version is sent when
 the first generate call after its update is reached, which on the training ranks is at once. A call that takes it loads it.

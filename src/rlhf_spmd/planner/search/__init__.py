@@ -1,5 +1,10 @@
-"""Searches for the fastest plan that fits. Each module is one ``search(problem, limit, seed)``, which returns a
-:class:`SearchResult`."""
+"""Searches for the fastest plan that fits into memory.
+
+Four modules are one function ``search(problem, limit, seed)`` each, which returns a :class:`SearchResult`: ``exact`` (proves
+its result),
+``mcmc`` (ReaL), ``enumerate`` (HybridFlow) and ``grid`` (APP). They share ``candidates`` (ranges of ranks, options of a call) and
+``phase_scheduling`` (calls of a phase onto ranks).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,14 @@ from rlhf_spmd.planner.problem import Plan, Problem
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``seconds``: of a step of ``plan``. ``lower_bound``: no plan takes fewer seconds; 0 if the search proves nothing.
-    ``optimal``: the bound is ``seconds``. ``evaluations``: schedules that were computed. ``search_seconds``: how long the
-    search took."""
+    """A plan, and what is known about it.
+
+    - seconds: of a step
+    - lower_bound: no plan takes fewer seconds; 0 if the search proves nothing
+    - optimal: the bound is ``seconds``
+    - evaluations: schedules that were computed
+    - search_seconds: duration of the search
+    """
 
     plan: Plan
     seconds: float
@@ -28,7 +38,7 @@ class NoPlanError(ValueError):
 
 
 def no_plan(problem: Problem, searched: str) -> NoPlanError:
-    """The error for a problem without a plan: it names a call that fits nowhere by itself, or else what the roles hold together.
+    """Returns the error for a problem without a plan: it names a call that fits nowhere alone, or what the roles hold together.
 
     ``searched``: words that limit what was tried; empty if all plans were.
     """

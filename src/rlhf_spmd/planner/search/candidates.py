@@ -1,4 +1,4 @@
-"""What the searches choose from: ranges of ranks, and the fastest options of a call in the memory that is left. Pure."""
+"""What all searches choose from: ranges of ranks, and the fastest option of a call that fits into the memory left. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import numpy as np
 
 from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, WeightLayout
 
-Held = tuple[tuple[RankRange, float], ...]  # bytes that homes keep on each rank of a range
+Held = tuple[tuple[RankRange, float], ...]  # bytes that homes hold on each rank of a range
 
 
 def halves(ranks: RankRange, local_size: int) -> tuple[RankRange, RankRange]:
-    """Two halves, of whole hosts if there are several, the larger half first. Halves of equal size have the same halves again."""
+    """Returns two halves, of whole hosts if there are several, the larger first. Halves of equal size are halved alike."""
     hosts = -(-ranks.end // local_size) - ranks.first // local_size
     cut = (ranks.first // local_size + -(-hosts // 2)) * local_size if hosts > 1 else ranks.first + -(-ranks.count // 2)
     return RankRange(ranks.first, cut - ranks.first), RankRange(cut, ranks.end - cut)
 
 
 class RankRanges:
-    """The ranges of ranks that a plan may give a call: the cluster, its halves, their halves and so on, and what the first or
-    the last of these leave. Only sizes for which some call has an option count.
+    """The ranges of ranks that a plan may give a call, of sizes for which some call has an option.
 
-    ``by_size``: size -> its ranges, from the first rank on. ``left``: those that are no halves.
+    They are the cluster, its halves, their halves and so on; and the rest of the cluster beside one of these at its edge.
+
+    - by_size: size -> its ranges, ascending
+    - left: those of the second kind
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -105,21 +107,21 @@ class CandidateTables:
         self.needs = cache(self._needs)
         self.at_home = cache(self._at_home)
         self.homes = cache(self._homes)
-        self._tables = cache(self._lent)
+        self._tables = cache(self._movable)
 
     def _rooms(self, held: Held) -> list[tuple[RankRange, float]]:
-        """Bytes that are left on each rank, by ranges of ranks that are alike."""
+        """Returns bytes left on each rank, by ranges of equal ranks."""
         memory, ranges = self.problem.memory, [ranks for ranks, _ in (*self.problem.memory_runs, *held)]
         cuts = sorted({edge for ranks in ranges for edge in (ranks.first, ranks.end)})
         kept = [sum(amount for ranks, amount in held if ranks.first <= first < ranks.end) for first in cuts]
         return [(RankRange(a, b - a), memory[a] - amount) for (a, b), amount in zip(pairwise(cuts), kept, strict=False)]
 
     def room(self, held: Held, ranks: RankRange) -> float:
-        """Bytes that are left on the fullest of these ranks."""
+        """Returns bytes left on the fullest of these ranks."""
         return min(left for run, left in self.rooms(held) if run.overlaps(ranks))
 
     def most_room(self, held: Held, ranges: RankRanges) -> dict[int, float]:
-        """Size -> bytes that are left in the emptiest range of this size; for sizes with many ranges, on the emptiest rank."""
+        """Returns, by size, bytes left in the emptiest range of this size; for sizes with many ranges, on the emptiest rank."""
         runs, found = self.rooms(held), {}
         most = max(left for _, left in runs)
         for size, among in ranges.by_size.items():
@@ -128,33 +130,35 @@ class CandidateTables:
         return found
 
     def _needs(self, role: str, option: int) -> tuple[float, float]:
-        """Bytes on each rank of the role's home: held, and active in the largest of the calls there."""
+        """Returns bytes on each rank of the role's home: held, and active in the largest of the tied calls."""
         calls = [self.problem.calls[node] for node in self.problem.tied[role]]
         return self.problem.calls[self.problem.homes[role]].options[option].held, max(c.options[option].active for c in calls)
 
     def _at_home(self, node: int, size: int) -> FastestWithin:
-        """The table of a call that runs at its role's home."""
+        """Returns the table of a tied call."""
         call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, ())
         return FastestWithin((sum(self.needs(call.role, o)), call.options[o].seconds, o) for o in numbers)
 
     def _homes(self, role: str, size: int) -> list[int]:
-        """Options of a role's home, the fastest first, without those that another of this size makes superfluous.
+        """Returns options of a role's home, the fastest first, without dominated ones.
 
-        The other one takes no longer in any of the calls there, holds and needs no more, and has the same layout if calls are
-        lent. It is then as good in every plan: on the same ranks every schedule is no later and every rank no fuller, and with
-        equal layouts moves are equal.
+        An option dominates another of its size if it takes no longer in any tied call, needs no more bytes, and has the same
+        layout in case the role has movable calls. Then it is as good in every plan: no schedule is later, no rank fuller, and
+        copies of weights cost the same.
         """
         problem, tied = self.problem, self.problem.tied[role]
         numbers = self.problem.options_by_size[problem.homes[role]].get(size, [])
         rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
-        lent = any(problem.calls[node].role == role for node in problem.lent)
+        movable = any(problem.calls[node].role == role for node in problem.movable)
         options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
-        return [numbers[i] for i in best_of(rows, [o.layout if lent else (0, 0, 0, 0) for o in options])]
+        return [numbers[i] for i in best_of(rows, [o.layout if movable else (0, 0, 0, 0) for o in options])]
 
-    def _lent(self, node: int, size: int, holders: int, layout: WeightLayout | None, near: bool) -> FastestWithin:
-        """The table of a call on ``size`` ranks that are not its home's, or are the same if ``layout``, the home's, is given.
-        ``holders``: ranks of the home; 0: weights come for nothing. Two options in one layout move the same, so the better one of
-        them is as good in every plan."""
+    def _movable(self, node: int, size: int, holders: int, layout: WeightLayout | None, near: bool) -> FastestWithin:
+        """Returns the table of a movable call on ``size`` ranks.
+
+        ``layout``: the home's layout if the ranks are the home's, else None. ``holders``: number of the home's ranks; 0: copying
+        the weights costs nothing. Two options with the same layout copy the same, so only the better one is kept.
+        """
         call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, [])
         options = [call.options[number] for number in numbers]
         rows = []
@@ -164,14 +168,14 @@ class CandidateTables:
             rows.append((one.active + moved, one.seconds + more, numbers[i]))
         return FastestWithin(rows)
 
-    def lent(self, node: int, home: Choice, ranks: RankRange) -> FastestWithin:
-        """The table of a call on ``ranks`` whose role rests at ``home``. Moving the weights is included."""
+    def movable(self, node: int, home: Choice, ranks: RankRange) -> FastestWithin:
+        """Returns the table of a movable call on ``ranks``, copies of the weights from ``home`` included."""
         same, near = home.rank_range == ranks, self.problem.on_one_host(home.rank_range, ranks)
         layout = self.problem.home_layout(self.problem.calls[node].role, home) if same else None
         return self._tables(node, ranks.count, home.rank_range.count, layout, near)
 
-    def lent_anywhere(self, node: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
-        """A table for each way in which ``size`` ranks can lie to the home's; without a home as if nothing had to move."""
+    def movable_anywhere(self, node: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
+        """Returns a table for each relation of ``size`` ranks to the home's. Without a home, copying costs nothing."""
         if home is None:
             return [self._tables(node, size, 0, None, False)]
         holders, inside = home.rank_range.count, self.problem.on_one_host(home.rank_range)
@@ -183,7 +187,7 @@ class CandidateTables:
 
 
 def best_of(rows: list[list[float]], kinds: list[WeightLayout]) -> list[int]:
-    """Indices of the rows that no other of the same kind matches in all columns (of equal rows the first), by the first column."""
+    """Returns indices of the rows that no other row of the same kind dominates (of equal rows the first), by the first column."""
     if not rows:
         return []
     values, kind = np.array(rows), np.array(kinds)
@@ -197,13 +201,14 @@ def best_of(rows: list[list[float]], kinds: list[WeightLayout]) -> list[int]:
 def fill(
     tables: CandidateTables,
     homes: Mapping[str, RankRange],
-    lent: Mapping[int, RankRange],
+    movable: Mapping[int, RankRange],
     given: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[int, Choice] | None:
-    """Options for the calls of roles whose ranks are given, or None if this way finds none that fit.
+    """Chooses options for calls whose ranks are given, greedily. Returns None if it finds none that fit.
 
-    ``lent``: the ranks of calls that may run elsewhere. ``given``: options of some homes. One role comes after the other, the one
-    whose calls take longest first, and gets its fastest option; the roles after it are taken to hold the least that they can.
+    ``homes``: ranks of each role's home. ``movable``: ranks of the movable calls. ``given``: options of some homes. Roles are
+    treated one by one, the one whose calls take longest first. Each gets the fastest option that fits if later roles hold as
+    little as they can.
     """
     calls, work, those = tables.problem.calls, {}, {}
     for role, ranks in homes.items():
@@ -228,9 +233,9 @@ def fill(
             return None
         held.append((ranks, keeps))
         found |= {node: Choice(ranks, option) for node in tables.problem.tied[role]}
-    for node, ranks in lent.items():
+    for node, ranks in movable.items():
         home = found[tables.problem.homes[calls[node].role]]
-        option = tables.lent(node, home, ranks).within(tables.room(tuple(held), ranks))[1]
+        option = tables.movable(node, home, ranks).within(tables.room(tuple(held), ranks))[1]
         if option < 0:
             return None
         found[node] = Choice(ranks, option)

@@ -30,14 +30,14 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     def auto_parallel(group: Group, size: int) -> tuple[dict[int, Choice], list[float]] | None:
         """The choices of these roles' calls on the first ``size`` ranks, and seconds of each stage; None if they do not fit."""
         ranks = ranges.by_size[size][0]
-        lent = {node: ranks for node in problem.lent if problem.calls[node].role in group}
-        found = fill(tables, dict.fromkeys(group, ranks), lent)
+        movable = {node: ranks for node in problem.movable if problem.calls[node].role in group}
+        found = fill(tables, dict.fromkeys(group, ranks), movable)
         if found is None:
             return None
         took = {node: problem.calls[node].options[choice.option].seconds for node, choice in found.items()}
-        for node in lent:
+        for node in movable:
             home = found[problem.homes[problem.calls[node].role]]
-            took[node] = tables.lent(node, home, ranks).within(float("inf"))[0]
+            took[node] = tables.movable(node, home, ranks).within(float("inf"))[0]
         return found, [sum(took.get(node, 0.0) for node in stage) for stage in stages]
 
     best: tuple[float, Sequence[Group], tuple[int, ...]] | None = None

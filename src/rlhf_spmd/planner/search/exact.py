@@ -1,11 +1,11 @@
-"""The best plan, proved: best first over the homes of roles, then branch and bound for the other calls. Pure.
+"""Finds the best plan and proves it: best-first search over the homes of roles, then branch and bound for movable calls. Pure.
 
-A role's home is where its weights stay between calls; only homes hold memory all the time. A call elsewhere is lent. Once all
-homes are chosen, a lent call has one fastest option on each range of ranks: the fastest that fits into the memory left there. From
-then on only time connects the calls, and the phases of a step (``phase_scheduling``) can be packed one
-by one.
+Terms are those of ``problem.py``. Only homes need memory all the time. Once all homes are chosen, a movable call has one
+fastest option on
+each range of ranks: the fastest that fits into the memory left there. From then on only time connects the calls, and the phases of a
+step (``phase_scheduling``) can be packed one by one.
 
-While some homes are open, the lower bound is a sum over phases: the fewest seconds in which each can be packed, if the open roles
+While some homes are open, the lower bound is a sum over phases: the fewest seconds in which each can be packed if the open roles
 need no memory. Positions that differ only by a symmetry of the cluster are tried once.
 """
 
@@ -148,13 +148,15 @@ class _Exact:
         rooms, decided = self.tables.most_room(self.held(homes), self.ranges), self.decided(homes)
         found = {}
         for node, call in enumerate(self.problem.calls):
-            lent = node in self.problem.lent
-            if call.role in decided and not lent:
+            movable = node in self.problem.movable
+            if call.role in decided and not movable:
                 continue
             table = []
             for size in self.ranges.by_size:
                 steps = (
-                    self.tables.lent_anywhere(node, decided.get(call.role), size) if lent else [self.tables.at_home(node, size)]
+                    self.tables.movable_anywhere(node, decided.get(call.role), size)
+                    if movable
+                    else [self.tables.at_home(node, size)]
                 )
                 if (seconds := min(one.within(rooms[size])[0] for one in steps)) < INFINITE:
                     table.append((size, seconds))
@@ -182,18 +184,18 @@ class _Exact:
 
         @cache
         def fastest(node: int, ranks: RankRange) -> tuple[float, int]:
-            return self.tables.lent(node, decided[calls[node].role], ranks).within(self.tables.room(held, ranks))
+            return self.tables.movable(node, decided[calls[node].role], ranks).within(self.tables.room(held, ranks))
 
-        found, lent = list(parts), dict[int, RankRange]()
+        found, movable = list(parts), dict[int, RankRange]()
         for number, phase in enumerate(self.phases):
             budget = self.best - (sum(found) - found[number])
             found[number], ranges = phase.pack(fixed, free, budget, lambda node, ranks: fastest(node, ranks)[0], taken)
             if ranges is None:
                 return
-            lent |= ranges
+            movable |= ranges
         if sum(found) < self.best:
             self.best = sum(found)
             self.plan = tuple(
-                Choice(lent[node], fastest(node, lent[node])[1]) if node in lent else decided[call.role]
+                Choice(movable[node], fastest(node, movable[node])[1]) if node in movable else decided[call.role]
                 for node, call in enumerate(calls)
             )

@@ -23,7 +23,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     """
     started, ranges, tables = time.perf_counter(), RankRanges(problem), CandidateTables(problem)
     roles = list(problem.homes)
-    copies = sorted({problem.calls[node].role for node in problem.lent}, key=roles.index)
+    copies = sorted({problem.calls[node].role for node in problem.movable}, key=roles.index)
     sizes = {size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in ranges.by_size}
     fitting = {role: [size for size in sorted(sizes) if fill(tables, {role: ranges.by_size[size][0]}, {})] for role in roles}
     found: tuple[float, Plan] | None = None
@@ -39,8 +39,8 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
             at = ranks.end if ranks else at
         homes = {role: ranks for role, ranks in zip(roles, placed, strict=False) if ranks}
         predicts = dict(zip(copies, placed[len(roles) :], strict=True))
-        lent = {node: problem.calls[node].role for node in problem.lent}
-        choices = fill(tables, homes, {node: predicts[role] or homes[role] for node, role in lent.items()})
+        movable = {node: problem.calls[node].role for node in problem.movable}
+        choices = fill(tables, homes, {node: predicts[role] or homes[role] for node, role in movable.items()})
         if choices:
             evaluations += 1
             plan = whole_plan(choices)

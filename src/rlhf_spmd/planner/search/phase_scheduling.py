@@ -1,4 +1,17 @@
-"""Packs the calls of a phase onto ranges of ranks so that it ends soonest: branch and bound, given seconds on each range. Pure."""
+"""Schedules the calls of a phase on ranges of ranks so that the phase ends soonest: branch and bound. Pure.
+
+A *phase* is a group of calls between two points of a step for which everything waits. PPO has three, as no call of a phase can begin
+before all calls of the phase before have ended:
+
+- phase 1: ``actor.generate_sequences``
+- phase 2: ``critic.compute_values``, ``reference.compute_ref_log_prob``
+- phase 3: ``critic.update_critic``, ``actor.update_actor``
+
+So the seconds of a step are the sum over its phases, and each phase can be searched by itself (:func:`phases`). A *packing* gives
+the calls of a phase their ranks. On 8 ranks, phase 1 may have all of them for generation, and phase 2 may have the critic on
+ranks 0-3 and the reference on ranks 4-7 at the same time. A call is *fixed* if its ranks are already decided, and *free* if the
+packing chooses them. A :data:`Table` has the seconds of a free call on each number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +35,10 @@ NEVER = 1e300  # seconds of a call without an option: finite, so that sums stay 
 
 
 def phases(problem: Problem) -> list[range]:
-    """The calls of a step in phases: each call waits for all calls of earlier phases, so a step takes the sum of its phases. If
-    generation is ahead, steps overlap and there is one phase."""
+    """Returns the calls of a step by phase. Each call waits for all calls of earlier phases.
+
+    If generation runs ahead, steps overlap and there is one phase.
+    """
     closure: list[set[int]] = []
     for call in problem.calls:
         closure.append(set(call.after).union(*(closure[before] for before in call.after)))
@@ -64,8 +79,7 @@ class Phase:
         self.patience = 0 if problem.ahead else 20_000  # schedules for a bound
 
     def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
-        """The fewest seconds, at least ``floor`` and at most ``budget``, if free calls may take any range for the seconds of
-        its size.
+        """Returns a lower bound of the phase's seconds, limited to ``floor`` .. ``budget``: free calls may take any range of a size.
 
         Packings that were found earlier are tried first: one that ends by ``floor`` saves the search.
         """
@@ -97,7 +111,7 @@ class Phase:
         return min(max(lower, floor), budget)
 
     def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, RankRange]:
-        """The best known packing of these calls; empty if none is known."""
+        """Returns the best known packing of these calls; empty if none is known."""
         packing = _Packing(self, self._own(fixed), self._own(free), math.inf)
         return min(self._witnesses.get(tuple(self._own(free)), ()), key=packing.ends, default={})
 
@@ -109,7 +123,7 @@ class Phase:
         seconds_on: Callable[[int, RankRange], float],
         taken: frozenset[RankRange],
     ) -> tuple[float, dict[int, RankRange] | None]:
-        """The fewest seconds below ``budget`` and the ranges of the free calls; or ``budget`` and None.
+        """Returns the fewest seconds below ``budget`` and the ranges of the free calls; or ``budget`` and None.
 
         ``seconds_on``: seconds of a call on a range, never fewer than the table has. ``taken``: ranges that it depends on.
         """
@@ -182,14 +196,14 @@ class _Packing:
         return self._loads[depth].least([(ranks, its) for ranks, its in zip(self._ranges, self._seconds, strict=True) if ranks])
 
     def of_nodes(self) -> list[dict[int, RankRange]]:
-        """The best packing of the free calls onto halves of halves, if no other call has ranks."""
+        """Returns the best packing of the free calls onto repeated halves of the ranks, if no other call has ranks."""
         if self._phase.problem.ahead or any(self._ranges):
             return []
         packing = LoadBound(self._phase.ranges, [dict(table) for table in self._free.values()], True, nodes_only=True).packing()
         return [{node: packing[number] for number, node in enumerate(self._free)}] if packing else []
 
     def ends(self, ranges: Mapping[int, RankRange]) -> float:
-        """When a packing of the free calls ends."""
+        """Returns when a packing of the free calls ends."""
         its, seconds = list(self._ranges), list(self._seconds)
         for node, ranks in ranges.items():
             its[node], seconds[node] = ranks, dict(self._free[node]).get(ranks.count, math.inf)
@@ -235,8 +249,9 @@ class _Packing:
 
 
 class LoadBound:
-    """A lower bound of when calls end that wait only for ranks and order, by dynamic programming over halves of halves of the
-    ranks.
+    """A lower bound of when calls end that wait only for ranks and for their order, by dynamic programming.
+
+    The ranks are halved again and again; a *node* is one of these ranges.
 
     ``free``: the calls in program order, each a table size -> seconds. E(node, S), when the calls S can end on a node of the
     tree of halves, is the least over subsets A that take the node itself. Ranks run calls in program order, so a call on the
@@ -259,12 +274,12 @@ class LoadBound:
         self.times, self.ends = cache(self._times), cache(self._ends)
 
     def least(self, fixed: Sequence[tuple[RankRange, float]] = ()) -> float:
-        """Seconds beside the ``fixed`` calls, which may come in any order; inf if that cannot be."""
+        """Returns the least seconds together with the ``fixed`` calls, in any order; inf if there is no packing."""
         least = float(self._end(self.ranges.whole, fixed)[-1])
         return least if least < NEVER else math.inf
 
     def packing(self) -> dict[int, RankRange]:
-        """Call -> ranks with which the calls end so soon; with ``nodes_only`` a schedule has it."""
+        """Returns ranks by call with which the bound is reached; with ``nodes_only`` it is a schedule."""
         found: dict[int, RankRange] = {}
         if self.least() < math.inf:
             self._place(self.ranges.whole, (1 << len(self.free)) - 1, found)

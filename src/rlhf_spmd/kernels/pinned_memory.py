@@ -1,8 +1,8 @@
-"""Host memory that copies of a GPU run to and from beside its work: page-locked, and no larger than what was asked for.
+"""Page-locked ("pinned") host memory, so that copies to and from a GPU run beside its work.
 
-torch's own allocator of pinned memory rounds each block up to a power of two: 98 GB of optimizer states become 135. Here one mapping
-(:class:`PinnedSlab`) is registered with the driver and cut into tensors. Where a device has no use for pinned memory, on CPUs, tensors
-are ordinary ones.
+torch's own allocator of pinned memory rounds each block up to a power of two: 98 GB of optimizer states become 135 GB. Here one mapping
+(:class:`PinnedSlab`) is registered with the CUDA driver and divided into tensors, without rounding. On CPUs, which have no use for
+pinned memory, tensors are ordinary ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Form = tuple[Sequence[int], torch.dtype]
 
 
 class PinnedSlab(mmap.mmap):
-    """``nbytes`` of zeros, registered with the CUDA driver. Its tensors hold it: when the last one is gone it is unregistered and
-    given back. Whoever drops them has waited for the copies that read or write them.
+    """``nbytes`` of zeros, registered with the CUDA driver.
 
-    Raises MemoryError where the driver refuses so much.
+    Tensors in it keep it alive; it is unregistered and freed with the last one. Before that, the owner must have waited
+    for copies that read or write them. Raises MemoryError if the driver refuses so much.
     """
 
     def __new__(cls, nbytes: int) -> PinnedSlab:
@@ -56,7 +56,10 @@ class PinnedSlab(mmap.mmap):
         self._registered_by = os.getpid()
 
     def cut(self, offset: int, shape: Sequence[int], dtype: torch.dtype, holder: Any = None) -> Tensor:
-        """The tensor that begins ``offset`` bytes in. ``holder``: a view of this memory that the tensor keeps in place of the slab."""
+        """Returns a tensor that begins at byte ``offset``.
+
+        ``holder``: a view of this memory that the tensor keeps alive in place of the slab.
+        """
         flat = torch.frombuffer(self if holder is None else holder, dtype=dtype, count=math.prod(shape), offset=offset)
         return flat.view(tuple(shape))
 
@@ -66,8 +69,10 @@ class PinnedSlab(mmap.mmap):
 
 
 def host_zeros(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-    """Zeros in host memory of these shapes and dtypes, each with a storage of its own: in one pinned slab where copies to and from
-    ``device`` want that. They stay until all of them are gone."""
+    """Returns zeros in host memory of these shapes and dtypes, each with a storage of its own.
+
+    They share one pinned slab if copies to and from ``device`` need one, which is freed with the last of them.
+    """
     if not capabilities(device).pinned:
         return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in forms]
     sizes = [_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms]
@@ -79,10 +84,10 @@ def host_zeros(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
 
 
 class PinnedArena:
-    """Pinned memory for what comes and goes, in slabs. ``device``: whose current stream alone reads and writes it, so memory that is
-    given back while a copy is still to run can be taken again at once: the next copy comes after it.
+    """An allocator of pinned memory for tensors of short life, in slabs.
 
-    A tensor's memory comes back when its storage dies, in whatever thread that is.
+    Only the current stream of ``device`` reads and writes them. So memory that is freed before a copy has run can be
+    reused at once: the next copy comes after it. A tensor's memory returns when its storage dies, in any thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +113,7 @@ class PinnedArena:
         return tensor
 
     def _find(self, size: int) -> tuple[PinnedSlab, int] | None:
-        """The smallest hole that is large enough."""
+        """Returns the smallest hole that is large enough, or None."""
         fits = [(room, n, at) for n, holes in enumerate(self._free) for at, room in holes if room >= size]
         if not fits:
             return None
@@ -119,7 +124,7 @@ class PinnedArena:
         return self._slabs[number], offset
 
     def _grow(self, size: int) -> tuple[PinnedSlab, int]:
-        """A slab more, in place of those in which nothing lies: they would be held besides."""
+        """Adds a slab. Slabs without tensors are freed first."""
         empty = [number for number, slab in enumerate(self._slabs) if self._free[number] == [(0, len(slab))]]
         if empty:
             wait(self._device)  # for copies to memory that was given back
@@ -131,7 +136,7 @@ class PinnedArena:
         return slab, 0
 
     def _collect(self) -> None:
-        """Take in what finalizers gave back: holes that touch become one."""
+        """Adds what finalizers returned to the holes; adjacent holes become one."""
         while self._given_back:
             slab, offset, size = self._given_back.popleft()
             number = next(n for n, known in enumerate(self._slabs) if known is slab)
@@ -148,7 +153,7 @@ def _arena(device: torch.device) -> PinnedArena:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """As :func:`host_empty`, of a tensor's shape, dtype and strides."""
+    """As :func:`host_empty`, with a tensor's shape, dtype and strides."""
     if not capabilities(tensor.device).pinned:
         return torch.empty_like(tensor, device="cpu")
     stride = torch.empty_like(tensor, device="meta").stride()
@@ -156,8 +161,10 @@ def host_like(tensor: Tensor) -> Tensor:
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Not filled, in host memory, for a while: from the arena of ``device`` where copies want pinned memory. Only that device's current
-    stream may copy to and from it."""
+    """Returns an uninitialised tensor of short life in host memory, pinned if copies to and from ``device`` need that.
+
+    Only that device's current stream may copy to and from it.
+    """
     if not capabilities(device).pinned:
         return torch.empty(tuple(shape), dtype=dtype)
     return _arena(device).empty(shape, dtype)

@@ -1,4 +1,17 @@
-"""Rows that take more than one step (partial rollouts): what one generation replica keeps of them."""
+"""Rows in flight: rows whose generation takes more than one step (partial rollouts, ``data.gen_batch_size``).
+
+Three objects hold them, each its own part:
+
+- ``training.streams.InFlightStream``, on every rank: the prompts in flight, and which replica generates each.
+- :class:`PartialRollouts`, on the ranks of a generation replica: the groups in flight there, and completions of rows that have
+  ended while other rows of their group go on.
+- ``generation.Generator.kept``, on the same ranks: tokens, log-probs and pages of the rows that have not ended.
+
+A step moves them in this order. ``InFlightStream.next`` fills up with new prompts and returns all rows in flight.
+:meth:`PartialRollouts.advance` generates until enough groups have ended; it returns their completions and forgets these groups.
+``InFlightStream.take_ended`` gets the ids of these groups, and ``commit`` removes their prompts. A checkpoint between two steps has
+``InFlightStream.state_dict`` in its manifest and :meth:`PartialRollouts.state` of each replica, with the rows of ``kept``, as a tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +34,11 @@ NOTED = ("log_probs", "log_probs_t1", "versions")
 
 
 class PartialRollouts:
-    """The rows in flight of one replica, the same on each of its ranks.
+    """The groups in flight of one replica, the same on each of its ranks.
 
-    ``groups``: the row ids of each group in flight. ``ended``: completions among them; the generator's ``kept`` has the others.
-    ``saved``: rows from a checkpoint. They continue where they stood when they are asked for again.
+    - groups: the row ids of each group in flight
+    - ended: completions of rows of these groups; the generator's ``kept`` has the rows that have not ended
+    - saved: rows from a checkpoint, which continue as soon as :meth:`advance` is asked for them
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -44,8 +58,9 @@ class PartialRollouts:
     ) -> tuple[list[Completion], list[int]]:
         """Generate until ``num_groups`` whole groups have ended. Returns the completions of the oldest such groups, and their ids.
 
-        ``requests``: rows in flight, some of which may be kept already. ``number``: the step. ``weights``: the step that started with
-        the weights of this rank.
+        - requests: all rows in flight on this replica, new ones among them
+        - number: the step
+        - weights: the step that started with the weights of this rank
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
@@ -69,13 +84,13 @@ class PartialRollouts:
         return [self.ended.pop(row) for row in rows], taken
 
     def _whole(self) -> list[int]:
-        """Groups whose rows have all ended, the oldest first."""
+        """Returns the groups whose rows have all ended, the oldest first."""
         return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
 
     def state(self) -> Batch:
-        """The rows that :meth:`advance` continues, for a checkpoint.
+        """Returns the rows in flight, for a checkpoint.
 
-        Rows from another checkpoint that nobody has asked for yet are the same on every replica.
+        If the run has resumed and has not generated since, it returns the rows of that checkpoint, on every replica the same.
         """
         if self.saved is not None:
             return self.saved
@@ -93,13 +108,13 @@ class PartialRollouts:
         return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, noted, kinds, strict=True)})
 
     def take_back(self, states: Sequence[Batch]) -> None:
-        """Take what the replicas saved. Several may have saved the same rows."""
+        """Takes the rows that all replicas saved. Several replicas may have saved the same rows."""
         rows = concat(states)
         _, first = np.unique(rows.row_ids.numpy(), return_index=True)
         self.saved = rows.take(first)
 
     def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
-        """Restore the rows that a checkpoint has; returns the other requests. ``num_top``: likeliest tokens noted for each token.
+        """Restores the rows that a checkpoint has. Returns the other requests. ``num_top``: number of likeliest tokens per position.
 
         Raises CheckpointError if a row is longer than its limit now allows.
         """

@@ -1,5 +1,8 @@
-"""Between a run's roles and the planner: calls to plan from described roles, roles placed by a plan, and plans that training
-accepts."""
+"""Connects a run's roles with the planner.
+
+:func:`model_calls` turns described roles into calls to plan. :func:`checked_plan` searches for a plan that training accepts.
+:func:`placed_roles` applies a plan to roles. :func:`placed_calls` is its inverse: roles as a plan has them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from rlhf_spmd.planner.problem import RankRange
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile
 from rlhf_spmd.planner.shapes import Workload, shape_of
 from rlhf_spmd.training import checks
-from rlhf_spmd.training.memory import StepFacts, measure, role_settings
+from rlhf_spmd.training.memory_estimate import StepFacts, measure, role_settings
 from rlhf_spmd.training.placing import place
 from rlhf_spmd.training.roles import RolePlan
 from rlhf_spmd.workers import ModelWorker
@@ -33,12 +36,12 @@ from rlhf_spmd.workers.config import BatchLimits
 KINDS = ("generate", "infer", "train")
 ATTEMPTS = 8  # searches, each with as much less memory as the last plan took too much
 SLACK = 1.01
-ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``kernels.grouped``, which needs triton
+ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``kernels.grouped_gemm``, which needs triton
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # token budgets of micro-batches that are tried, as shares of the configuration's
 
 
 def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> list[ModelCall]:
-    """The calls of roles with a model, in program order. ``work``: lengths of rows, and how many have the same prompt."""
+    """Returns the calls of roles with a model, in program order. ``work``: lengths of rows, and rows per prompt."""
     waited = waits(graph)
     nodes = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and plans[call.role.name].spec is not None]
     number = {node: i for i, node in enumerate(nodes)}
@@ -63,7 +66,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 plan.config.lora,
                 _dealt(call),
                 _may_capture(plan),
-                # quantized weights are not lent to other ranks
+                # quantized weights are not copied to other ranks
                 at_home=of_method > 1 or kind == "train" or plan.config.lora.bits is not None,
             )
         )
@@ -86,19 +89,19 @@ def _may_capture(plan: RolePlan) -> bool:
 
 
 def _group(call: CallRecord) -> int:
-    """Rows of an average group."""
+    """Returns the rows of an average group."""
     groups = call.rows.num_groups if call.rows is not None else 1
     return max(round(call.num_rows / max(groups, 1)), 1)
 
 
 def _dealt(call: CallRecord) -> int:
-    """How many things go whole to a replica: groups if they stay together, else rows."""
+    """Returns how many units are distributed over replicas: groups if they stay together, else rows."""
     together = call.spec.kind == "generate" or (bool(call.inputs) and call.inputs[0].partition_spec.keep_groups)
     return call.rows.num_groups if together and call.rows is not None else call.num_rows
 
 
 def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> dict[str, PlacedCall]:
-    """``calls`` where and how placed roles have them. Raises ValueError if the ranks of a pool are not neighbours."""
+    """Returns ranks, layouts and settings of ``calls`` of placed roles. Raises ValueError if a pool's ranks are not consecutive."""
     found = {}
     for call in calls:
         plan, at = plans[call.role], plans[call.role].at(call.method)
@@ -129,7 +132,7 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
 def placed_roles(
     described: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
 ) -> dict[str, RolePlan]:
-    """``described`` roles where and how a plan has them. Raises ValueError as :func:`place`."""
+    """Returns ``described`` roles with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
     settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in described.items()}}, file)
     roles = {}
     for role, plan in described.items():
@@ -148,11 +151,11 @@ def checked_plan(
     proved: bool = False,
     **search: Any,
 ) -> PlanResult:
-    """The best plan that training accepts. ``search``: see :func:`best_plan`.
+    """Returns the best plan that training accepts. ``search``: see :func:`best_plan`.
 
-    The planner knows the fullest rank of each call, training each rank with all that it holds. If training would refuse a plan,
-    the search is asked again with less memory, and the plan is not called proved. Raises ValueError if no plan is accepted, and
-    with ``proved`` if a search ran out of time.
+    The planner estimates the fullest rank of each call; training checks each rank with everything that it holds. If training
+    would refuse a plan, the search runs again with less memory, and the plan does not count as proved optimal. Raises
+    ValueError if no plan is accepted, and with ``proved`` if a search ran out of time.
     """
     ahead, room, least, pinned = config.placement.max_staleness, machine, 0.0, 0.0
     budgets, key = token_budgets(step.limits, max(call.work.longest for call in calls))
@@ -176,8 +179,10 @@ def checked_plan(
 
 
 def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str | None]:
-    """The token budgets that are tried, and the algorithm's setting of the budget. If micro-batches are limited by rows, they
-    are one budget and no setting."""
+    """Returns the token budgets to try, and the name of the algorithm's setting of the budget.
+
+    If micro-batches are limited by rows, there is one budget and no setting.
+    """
     if limits.rows is not None:
         return [round(limits.rows * longest)], None
     budgets = [round(limits.max_tokens * share) for share in BUDGETS]
@@ -187,10 +192,10 @@ def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str |
 def plan_run(
     config: Any, described: Mapping[str, RolePlan], step: StepFacts, work: Workload, size: int, local_size: int
 ) -> PlanFile:
-    """The plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
+    """Returns the plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
 
-    Raises ValueError if none fits, or none is proved to be the best: a search that runs out of time may end elsewhere on each
-    rank.
+    Raises ValueError if none fits, or if none is proved optimal: a search that runs out of time may end with another plan on
+    each rank.
     """
     where, measured = "placement.strategy='auto'", None
     if config.placement.profile is not None:
@@ -209,7 +214,7 @@ def plan_run(
 
 
 def known_gpu(name: str, where: str) -> Gpu:
-    """The device of the table that the driver calls ``name``. Raises ValueError if there is none."""
+    """Returns the GPU of the table that the driver calls ``name``. Raises ValueError if there is none."""
     words = name.lower().replace("-", " ").split()
     if any(word in words for word in ("mig", "grid", "pcie", "nvl")):
         raise ValueError(f"{where}: the GPU {name!r} is another form of one in the table; profile it and set placement.profile")

@@ -1,7 +1,7 @@
-"""The arithmetic of models on GPUs: torch's products, and Triton where torch would need many launches.
+"""The arithmetic of models on GPUs: torch's matrix products, and Triton where torch would need many launches.
 
-A class of its own rather than branches in :class:`~rlhf_spmd.kernels.ops.Ops`, which stays what any device can compute and what these
-kernels are compared with.
+A subclass, so that :class:`~rlhf_spmd.kernels.ops.Ops` has no branches: any device can compute it, and tests compare these kernels
+with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import (
-    grouped,
+    grouped_gemm,
     triton_draw,
     triton_experts,
     triton_filter,
@@ -23,18 +23,19 @@ from rlhf_spmd.kernels import (
     triton_qkv,
     triton_route,
 )
-from rlhf_spmd.kernels.drawings import Drawings, Drawn
-from rlhf_spmd.kernels.flash import PackedFlash
+from rlhf_spmd.kernels.flash_attention import PackedFlash
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
+from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 
 
 class GpuOps(Ops):
-    """float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs.
+    """Ops in float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs.
 
-    ``packed``: the flash attention over packed sequences, after which the attention is named; None: torch's own for padded ones.
+    ``packed``: the flash attention over packed sequences, whose name becomes the attention's. None: torch's attention over
+    padded sequences.
     """
 
     chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
@@ -137,7 +138,7 @@ class GpuOps(Ops):
         return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitShape(), logits.dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
-        """By the product itself, which adds in fp32: no product of its own in memory."""
+        """The product itself adds in fp32, so it needs no memory of its own."""
         if total.dtype == a.dtype:
             torch.addmm(total, a, b, beta=0 if begins else 1, out=total)
         elif begins:
@@ -166,13 +167,13 @@ class GpuOps(Ops):
         return torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
     def waits_for_experts(self, weight: Tensor) -> bool:
-        return not grouped.fits(weight[0, 0], weight)
+        return not grouped_gemm.fits(weight[0, 0], weight)
 
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         assert isinstance(groups, Tensor), "rows of experts end where a tensor says"
-        if not grouped.fits(x, weight):
+        if not grouped_gemm.fits(x, weight):
             return super().per_expert(x, weight, groups.diff(prepend=groups.new_zeros(1)).tolist())
-        return differentiable(partial(grouped.forward, groups), partial(grouped.backward, groups), x, weight)
+        return differentiable(partial(grouped_gemm.forward, groups), partial(grouped_gemm.backward, groups), x, weight)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
@@ -197,21 +198,21 @@ class GpuOps(Ops):
 
         return differentiable(lambda x: (triton_experts.clamped_gate(x, alpha, limit), (x,)), backward, gate_up)
 
-    # -- draws, as drawings.DrawsRows describes them
+    # -- draws, as sampling_tensors.RowSampler describes them
 
-    def draw_rows(self, scores: Tensor, logits: Tensor, drawings: Drawings, keys: Tensor, positions: Tensor) -> Drawn:
+    def draw_rows(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor) -> Drawn:
         keys, positions = keys.contiguous(), positions.contiguous()
         rows, at_one = len(scores), torch.empty(len(scores), dtype=torch.float32, device=scores.device)
-        tempered = torch.empty_like(at_one) if drawings.tempered else at_one
+        tempered = torch.empty_like(at_one) if settings.tempered else at_one
         out = torch.empty(rows, dtype=torch.int64, device=scores.device), tempered, at_one
-        tiles = triton_draw.sum_tiles(scores, logits, drawings, scores.shape[1])
-        triton_draw.pick(tiles[None], 0, 0, scores, logits, drawings, keys, positions, out)
-        if drawings.filters and not drawings.greedy:
-            triton_filter.pick_filtered(tiles, scores, logits, drawings, keys, positions, out)
+        tiles = triton_draw.sum_tiles(scores, logits, settings, scores.shape[1])
+        triton_draw.pick(tiles[None], 0, 0, scores, logits, settings, keys, positions, out)
+        if settings.filters and not settings.greedy:
+            triton_filter.pick_filtered(tiles, scores, logits, settings, keys, positions, out)
         return out
 
-    def tile_sums(self, scores: Tensor, logits: Tensor, drawings: Drawings, width: int) -> Tensor:
-        return triton_draw.sum_tiles(scores, logits, drawings, width)
+    def tile_sums(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, width: int) -> Tensor:
+        return triton_draw.sum_tiles(scores, logits, settings, width)
 
     def draw_from_tiles(
         self,
@@ -220,12 +221,12 @@ class GpuOps(Ops):
         first: int,
         scores: Tensor,
         logits: Tensor,
-        drawings: Drawings,
+        settings: SamplingTensors,
         keys: Tensor,
         positions: Tensor,
     ) -> Tensor:
         keys, positions = keys.contiguous(), positions.contiguous()
         out = torch.empty(3, len(scores), dtype=torch.float64, device=scores.device)
         tokens, tempered, at_one = out.unbind()
-        triton_draw.pick(tiles, rank, first, scores, logits, drawings, keys, positions, (tokens, tempered, at_one))
+        triton_draw.pick(tiles, rank, first, scores, logits, settings, keys, positions, (tokens, tempered, at_one))
         return out

@@ -1,7 +1,7 @@
-"""Attention over packed sequences by flash attention: torch's own kernels, or those of the package flash-attn where it is installed.
+"""Attention over packed sequences by flash attention: torch's own kernels, or those of the package flash-attn if it is installed.
 
-Both read queries, keys and values where they lie, as views with gaps between tokens, and share keys among the query heads of a
-group. Their backward passes are deterministic where ``torch.use_deterministic_algorithms`` asks for it.
+Both read queries, keys and values in place, as views with gaps between tokens, and share keys among the query heads of a group.
+Their backward passes are deterministic if ``torch.use_deterministic_algorithms`` asks for it.
 
 Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim.
 """
@@ -25,15 +25,15 @@ SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared mem
 
 
 class PackedFlash(Protocol):
-    """``name``: as ``models.<role>.attention`` is told at the start of a run."""
+    """One of the two implementations. ``name``: the attention's name in the log line at the start of a run."""
 
     name: str
 
     def fits(self, q: Tensor, rule: AttentionRule) -> bool:
-        """Whether there is a kernel for these queries and this rule."""
+        """True if there is a kernel for these queries and this rule."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        """As :meth:`~rlhf_spmd.kernels.Ops.attend_packed`, of at least one token."""
+        """As :meth:`~rlhf_spmd.kernels.Ops.attend_packed`, for at least one token."""
 
 
 class TorchFlash:
@@ -67,7 +67,7 @@ class TorchFlash:
         out: Tensor,
         log_sums: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from that of the output; ``log_sums`` fp32 [H * G, T]."""
+        """Returns gradients of q, k and v from the output's. ``log_sums``: fp32 [H * G, T]."""
         state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
         sequences, options = _sequences(packing), _options(rule)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -77,7 +77,7 @@ class TorchFlash:
 
 
 class FlashAttn:
-    """The package's functions: also softcaps, and head dimensions that are no multiple of 8."""
+    """Functions of the package flash-attn, which also compute softcaps and head dimensions that are no multiple of 8."""
 
     name = "flash_attn"
 
@@ -94,7 +94,7 @@ class FlashAttn:
 
 
 def choose_packed(dtype: torch.dtype) -> PackedFlash | None:
-    """The flash attention of this process's models of ``dtype``. None: there is none."""
+    """Returns the flash attention of this process's models of ``dtype``, or None if none serves."""
     device = model_device()
     if device.type != "cuda" or dtype not in DTYPES:
         return None
@@ -109,8 +109,11 @@ def _sequences(packing: Packing) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _window(rule: AttentionRule) -> tuple[int, int]:
-    """Keys before and after its own that a query sees; -1: all. The second is 0 even though all is causal: left open it lets the
-    kernels exchange heads and queries of sequences of one token."""
+    """Returns how many keys before and after its own a query sees; -1: all.
+
+    The second number is 0 although attention is causal anyway: with -1 the kernels may exchange heads and queries of
+    sequences of one token.
+    """
     return -1 if rule.window is None else rule.window - 1, 0
 
 

@@ -1,6 +1,7 @@
-"""What a plan is made from: a configuration's roles and dataflow without its data, tokenizers and weights.
+"""Stand-ins for data, tokenizers and weights, with which ``rlhf-spmd plan`` traces a step of a configuration.
 
-Made-up rows replace the data. A step's calls depend on the number of rows, not on their contents.
+A step's calls depend on the number of rows, not on their contents. So :func:`stand_in` makes rows up, :class:`CharacterTokenizer`
+replaces a tokenizer, and a model can be given by its sizes or a published name.
 """
 
 from __future__ import annotations
@@ -68,8 +69,7 @@ class WorkloadConfig:
             raise ValueError(f"{where}.response_lengths={lengths}: must be numbers above 0, ascending")
 
     def of(self, section: Any, n: int) -> Workload:
-        """The lengths of rows of ``section``, ``n`` of each prompt. Each call sets the number of rows and how it trains on
-        them."""
+        """Returns the lengths of rows of ``section``, ``n`` per prompt. Each call later sets the number of rows."""
         if isinstance(section, PromptsConfig):
             prompt, longest = section.max_prompt_length, float(section.max_response_length)
         else:
@@ -79,14 +79,14 @@ class WorkloadConfig:
 
 
 def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
-    """Lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
+    """Returns lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
     work = WorkloadConfig().of(section, n)
     prompts = [data for data in training.values() if isinstance(data, PromptDataset)]
     return replace(work, prompt=float(prompts[0].lengths.double().mean())) if prompts else work
 
 
 class CharacterTokenizer:
-    """Replaces a tokenizer that is not there: one token for each character."""
+    """Replaces a tokenizer: one token per character."""
 
     eos_token_id, name_or_path, chat_template = 0, "none", "{{ messages }}"
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
@@ -105,7 +105,7 @@ class CharacterTokenizer:
 
 
 def stand_in(section: DatasetConfig) -> TokenDataset:
-    """As many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
+    """Returns as many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
     keys = [key for key in vars(section) if key.endswith("_key") and getattr(section, key) is not None]
 
     def row(number: int) -> Row:
@@ -128,7 +128,7 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
 
 @contextmanager
 def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
-    """``models`` with a temporary directory for each that is given by its sizes or by the name of a published model."""
+    """Yields ``models`` with a temporary directory for each that is given by sizes or by the name of a published model."""
     with TemporaryDirectory() as folder:
         found = dict(models)
         for role, config in models.items():

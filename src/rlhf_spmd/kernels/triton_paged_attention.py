@@ -1,5 +1,8 @@
-"""Triton kernels of attention over the pages of a cache. ``generation/triton_attention`` launches them and says how bits come about;
-``batch_invariant_gpu`` has packed sequences written to pages for them.
+"""Attention of generation, over the pages of the KV cache, in Triton.
+
+``generation/triton_attention`` launches these kernels and says how bits come about. ``batch_invariant_gpu`` writes packed sequences
+to pages and launches them too. :class:`TileShape` says how much a program computes at a time, and so in which order a query's sums are
+taken.
 
 Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) head_dim, M (``BLOCK_M``) matrix rows of a
 tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position, number of
@@ -10,8 +13,79 @@ Strides and sizes that change from step to step do not specialise: a wider table
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+from rlhf_spmd.kernels.packing import AttentionRule
+
+SPLIT_KEYS = 512  # keys of a part of the softmax: a multiple of every block of keys
+BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16
+CHUNK_ROWS = 128  # matrix rows of a chunk's tile, see TileShape
+LOG2_E = 1.4426950408889634
+
+
+class TileShape(NamedTuple):
+    """Sizes of a kernel's tile.
+
+    - rows: matrix rows
+    - keys: keys of a block
+    - elements: elements of a head, rounded up
+    - warps: warps of a program
+    - stages: blocks in flight
+    """
+
+    rows: int
+    keys: int
+    elements: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, head_dim: int, itemsize: int, page_size: int, rows: int) -> TileShape:
+        """Blocks of fp32, whose products are no tensor cores' work, are small: a thread holds whole rows of both factors."""
+        elements = max(triton.next_power_of_2(head_dim), 16)
+        keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
+        # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
+        return cls(rows, keys, elements, 8 if rows >= 32 else 4, 5 if page_size % keys else 3)
+
+    @classmethod
+    def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
+        return cls.of(head_dim, itemsize, page_size, tile_rows(group_size))
+
+    @classmethod
+    def of_chunks(
+        cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
+    ) -> TileShape:
+        """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers."""
+        most = min(CHUNK_ROWS, 32 if itemsize > 2 else 64 if head_dim > 128 else 128)
+        return cls.of(head_dim, itemsize, page_size, max(chunk_rows or most, tile_rows(group_size)))
+
+    @classmethod
+    def of_alike(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
+        """Returns the shape for chunks whose queries must have the bits of single tokens.
+
+        It keeps the instructions, and the warps for the keys of a block. Tensor cores allow twice as many rows: four warps
+        then still lie side by side along the keys.
+        """
+        narrow = cls.of_singles(head_dim, itemsize, page_size, group_size)
+        return narrow._replace(rows=32) if itemsize == 2 and head_dim <= 128 and narrow.rows == 16 else narrow
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+
+
+def tile_rows(group_size: int) -> int:
+    return max(triton.next_power_of_2(group_size), 16)
+
+
+def score_factors(rule: AttentionRule) -> tuple[float, float]:
+    """Returns ``scale`` and ``cap`` of the kernels, which compute powers of two in place of exp."""
+    if rule.softcap is None:
+        return rule.scale * LOG2_E, 0.0
+    return rule.scale / rule.softcap, rule.softcap * LOG2_E
 
 
 @triton.jit(do_not_specialize=["table_stride"])

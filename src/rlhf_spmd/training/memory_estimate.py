@@ -1,5 +1,8 @@
-"""What each rank of a run needs of its memory, by the model in ``planner/memory.py``, from the roles' plans and the calls of a
-step. Pure."""
+"""Estimates the memory that each rank of a run needs, from the roles' plans and the calls of a step. Pure.
+
+Formulas for one role on one rank are in ``planner/memory.py``. :func:`measure` applies them to all roles that a rank has, between calls
+and during each call. ``memory_check.py`` compares the result with the devices.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,11 @@ BESIDE_GPU = 2 * GIB
 class StepFacts:
     """What is known of a step before it runs.
 
-    ``graph``: its calls. ``prompt``, ``responses``: lengths of rows, as of :class:`Workload`. ``device``: of the models.
-    ``ahead``: steps that generation is ahead of training. ``validates``: validation needs the newest weights beside older ones.
+    - graph: its calls
+    - prompt, responses: lengths of rows, as in :class:`Workload`
+    - device: the models' device
+    - ahead: steps that generation is ahead of training
+    - validates: validation needs the newest weights beside older ones
     """
 
     graph: Graph
@@ -69,11 +75,13 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on ranks. Ranks that are alike are one kind.
+    """Bytes that ranks need. Ranks with the same stages of the same models are one kind.
 
-    ``ranks``: the ranks of each kind, in order. ``held``: ``role part`` -> bytes [kinds] between calls. ``active``:
-    ``role.method`` -> its parts, bytes [kinds] each, beside ``held`` while it runs. ``shares``: ``role.method`` -> the share of
-    the memory that it may use, if it is limited. ``host``: what ranks on GPUs pin in the memory of their hosts.
+    - ranks: the ranks of each kind, ascending
+    - held: ``role part`` -> bytes [kinds] between calls
+    - active: ``role.method`` -> its parts, bytes [kinds] each, needed in addition to ``held`` while it runs
+    - shares: ``role.method`` -> the share of the memory that it may use, if it is limited
+    - host: what ranks on GPUs pin in the memory of their hosts
     """
 
     ranks: tuple[np.ndarray, ...]
@@ -85,31 +93,31 @@ class MemoryReport:
 
     @cached_property
     def peaks(self) -> np.ndarray:
-        """Bytes [kinds], with the reserve."""
+        """Peak bytes [kinds], with the reserve."""
         held = np.asarray(model.total(self.held) + np.zeros(len(self.ranks)))
         return np.max([self.reserve + held, *(self._during(name) for name in self.active)], 0)
 
     def _during(self, call: str) -> np.ndarray:
-        """Bytes [kinds] that a device must have so that the call has room in its share of it."""
+        """Returns bytes [kinds] that a device must have so that the call has room in its share of it."""
         active = np.asarray(model.total(self.active[call]))
         taken = model.total(self.held) + active
         return np.maximum(self.reserve + taken, np.where(active > 0, taken / self.shares.get(call, 1.0), 0.0))
 
     def by_host(self, local_size: int) -> np.ndarray:
-        """Bytes [hosts]: the sums of their ranks' peaks."""
+        """Returns bytes [hosts]: the sums of their ranks' peaks."""
         ranks = np.concatenate(self.ranks)
         needs = np.zeros(-(-(ranks.max() + 1) // local_size) * local_size)
         needs[ranks] = np.repeat(self.peaks, [len(kind) for kind in self.ranks])
         return needs.reshape(-1, local_size).sum(1)
 
     def judged(self, memory: Sequence[float] | float, rank: int | None) -> dict[int, float]:
-        """Kind of ranks -> the least memory of their devices; with ``rank`` only its kind."""
+        """Returns, by kind, the smallest memory of its ranks' devices; with ``rank`` only for that rank's kind."""
         size = 1 + max(ranks[-1] for ranks in self.ranks)
         there = np.broadcast_to(np.asarray(memory, dtype=float)[:size] if np.ndim(memory) else np.asarray(memory), size)
         return {k: float(there[ranks].min()) for k, ranks in enumerate(self.ranks) if rank is None or rank in ranks}
 
     def largest(self, kind: int, most: int = 4) -> list[tuple[str, float]]:
-        """The largest parts at the peak of a kind of ranks: (words, bytes)."""
+        """Returns the largest parts at the peak of a kind of ranks: (words, bytes)."""
         found = [(name, each[kind]) for name, each in self.held.items()]
         call = max(self.active, key=lambda name: self._during(name)[kind], default=None)
         if call is not None:
@@ -120,7 +128,7 @@ class MemoryReport:
 
 
 def role_settings(plan: RolePlan, **more: Any) -> model.RoleSettings:
-    """The settings of a role with a model that memory depends on, as configured. ``more``: of the device and the layout."""
+    """Returns a role's settings on which memory depends. ``more``: settings that follow from device and layout."""
     config, spec = plan.config, plan.spec
     assert spec is not None
     return model.RoleSettings(
@@ -138,7 +146,7 @@ def role_settings(plan: RolePlan, **more: Any) -> model.RoleSettings:
 
 
 def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
-    """What every rank of ``plans`` needs, with the largest micro-batches that the settings allow."""
+    """Returns what every rank needs, with the largest micro-batches that the settings allow."""
     models = {role: plan for role, plan in plans.items() if plan.spec is not None}
     grids: dict[str, tuple[ResourcePool, Grid]] = {}  # of roles, of generation on their ranks, of methods elsewhere
     for role, plan in models.items():
@@ -162,7 +170,7 @@ def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
 
 
 def _on_hosts(memories: Mapping[str, _RoleMemory], kinds: tuple[np.ndarray, ...], step: StepFacts) -> MemoryReport | None:
-    """What ranks on GPUs pin in host memory and keep; None if nothing is pinned."""
+    """Returns what ranks on GPUs pin in host memory; None if nothing is pinned."""
     held = {name: each for one in memories.values() for name, each in one.held_by_host().items()}
     active: dict[str, dict[str, np.ndarray]] = {}  # in one arena, which all calls share
     for call in step.graph.nodes:
@@ -189,8 +197,8 @@ def _add_prefetched(
 
 
 def _kinds(grids: Mapping[str, tuple[ResourcePool, Grid]]) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
-    """The kinds: ranks with the same stages of the same models. And stages [kinds] by the name of the grid, -1 on ranks
-    outside."""
+    """Groups ranks with the same stages of the same models. Returns the ranks of each kind, and for each grid the stage of each
+    kind, -1 if the grid does not contain it."""
     size = 1 + max((pool.ranks[-1] for pool, _ in grids.values()), default=0)
     table = np.full((len(grids), size), -1)
     for row, (pool, grid) in zip(table, grids.values(), strict=True):
@@ -201,7 +209,7 @@ def _kinds(grids: Mapping[str, tuple[ResourcePool, Grid]]) -> tuple[tuple[np.nda
 
 
 class _RoleMemory:
-    """Memory of one role on all kinds of ranks. ``lent``: its settings for a method that runs elsewhere."""
+    """Memory of one role on all kinds of ranks. ``replica``: settings of a copy of its weights for a method with its own pool."""
 
     def __init__(self, role: str, plan: RolePlan, step: StepFacts, stages: Mapping[str, np.ndarray]) -> None:
         assert plan.spec is not None and issubclass(plan.worker, ModelWorker)
@@ -215,7 +223,7 @@ class _RoleMemory:
             chunk=BatchInvariantOps.chunk_logits if on_host else GPU_CHUNK_LOGITS,
             entropy=on_host,  # only CPUs copy the logits to make entropies
         )
-        self.lent = replace(self.settings, trained=False, offload=False)
+        self.replica = replace(self.settings, trained=False, offload=False)
 
     def _call_settings(self, grid: Grid) -> CallSettings:
         layout = grid if isinstance(grid, Layout) else Layout(grid.pp, grid.tp, grid.ranks.shape[1])
@@ -232,7 +240,7 @@ class _RoleMemory:
         )
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:
-        """Stages [kinds] on a grid, and a function that sets bytes to 0 on ranks outside."""
+        """Returns stages [kinds] of a grid, and a function that sets bytes to 0 on ranks outside it."""
         found = self.stages[grid]
         return np.maximum(found, 0), lambda parts: {name: np.where(found >= 0, each, 0.0) for name, each in parts.items()}
 
@@ -249,25 +257,25 @@ class _RoleMemory:
             copies = (1 + self.step.ahead + self.step.validates if keeps_older else 0) + int(delta)
             if copies:
                 there, only = self._at(f"{self.role}.{method}")
-                lent = model.held(self.shape, self._call_settings(call.shape.layout), self.lent, there)
-                found |= only({f"{self.role}.{method} weights": copies * lent["weights"]})
+                copied = model.held(self.shape, self._call_settings(call.shape.layout), self.replica, there)
+                found |= only({f"{self.role}.{method} weights": copies * copied["weights"]})
             if delta:
-                sent = model.held(self.shape, self._call_settings(layout), self.lent, stage)
+                sent = model.held(self.shape, self._call_settings(layout), self.replica, stage)
                 found |= inside({f"{self.role} as sent to {method}": sent["weights"]})
         return found
 
     def held_by_host(self) -> dict[str, np.ndarray]:
-        """Bytes in host memory that the role keeps."""
+        """Returns bytes in host memory that the role holds between calls."""
         layout, generation = self.plan.shape.layout, self.config.generation
         stage, inside = self._at(self.role)
         found = model.held_by_host(self.shape, self._call_settings(layout), self.settings, stage)
         if generation.buffers == "offload" and getattr(self.plan.shape.generating, "consecutive", False):
-            beside = model.held(self.shape, self._call_settings(layout), self.lent, stage)["weights"]
+            beside = model.held(self.shape, self._call_settings(layout), self.replica, stage)["weights"]
             found["training shards while generating"] = beside
         return {f"{self.role} {name}": each for name, each in inside(found).items()}
 
     def saved_by_host(self, call: Any) -> dict[str, np.ndarray]:
-        """Bytes in host memory that one of the role's calls uses."""
+        """Returns bytes in host memory that one of the role's calls uses."""
         work, layout = self.step.work(call), self.plan.shape.layout
         stage, inside = self._at(self.role)
         if call.spec.kind == "train" and self.settings.trained:
@@ -277,7 +285,7 @@ class _RoleMemory:
         return {}
 
     def shares(self) -> dict[str, float]:
-        """Method -> the share of a GPU's memory that it may use, for methods that have such a limit."""
+        """Returns, by method, the share of a GPU's memory that it may use, for methods with such a limit."""
         generation, nodes = self.config.generation, self.step.graph.nodes
         calls = {call.spec.name for call in nodes if call.role.name == self.role and call.spec.kind == "generate"}
         limited = generation.num_pages is None and not self.settings.on_host
@@ -286,9 +294,9 @@ class _RoleMemory:
     def weights(self) -> np.ndarray:
         """Bytes of the role's weights on the device while it computes."""
         stage, inside = self._at(self.role)
-        return inside({"": model.held(self.shape, self._call_settings(self.plan.shape.layout), self.lent, stage)["weights"]})[
-            ""
-        ]
+        return inside(
+            {"": model.held(self.shape, self._call_settings(self.plan.shape.layout), self.replica, stage)["weights"]}
+        )[""]
 
     def _generation_weights(self) -> Any:
         layout, generation = self.plan.shape.layout, self.plan.shape.generating
@@ -301,28 +309,30 @@ class _RoleMemory:
         """Bytes beside what is held while a call runs; {} if it does not use the model."""
         method, kind, work = call.spec.name, call.spec.kind, self.step.work(call)
         elsewhere = self.plan.calls.get(method)
-        layout, settings = (elsewhere or self.plan).shape.layout, self.settings if elsewhere is None else self.lent
+        layout, settings = (elsewhere or self.plan).shape.layout, self.settings if elsewhere is None else self.replica
         name = self.role if elsewhere is None else f"{self.role}.{method}"
         stage, inside = self._at(name)
         given = self._call_settings(layout)
-        lent = {}
+        copied = {}
         if elsewhere is not None and f"{name} weights" not in self.held():  # otherwise they stay there
-            lent["weights"] = model.held(self.shape, given, settings, stage)["weights"]
+            copied["weights"] = model.held(self.shape, given, settings, stage)["weights"]
         if kind == "train":
             return inside(model.train(self.shape, work, given, settings, stage)) if settings.trained else {}
         if kind == "generate" or issubclass(self.plan.worker, JudgeWorker):
             if elsewhere is None:
                 stage, given = self._at(f"{self.role} generates")[0], self._call_settings(self.plan.shape.generating)
-                lent = {"weights": self._generation_weights()} if self.config.generation.buffers != "keep" else {}
+                copied = {"weights": self._generation_weights()} if self.config.generation.buffers != "keep" else {}
             elif settings.adapters:
-                lent["merged weights"] = model.held(self.shape, given, settings, stage)["weights"]
-            return inside(lent | model.generate(self.shape, work, given, settings, self.config.generation, stage)[0])
-        return inside(lent | model.infer(self.shape, work, given, settings, stage)) if kind == "infer" else {}
+                copied["merged weights"] = model.held(self.shape, given, settings, stage)["weights"]
+            return inside(copied | model.generate(self.shape, work, given, settings, self.config.generation, stage)[0])
+        return inside(copied | model.infer(self.shape, work, given, settings, stage)) if kind == "infer" else {}
 
 
 def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
-    """``ready``: the checked run (``TrainJob``), ``graph``: the calls of a step of it. Responses are taken to be as long as
-    they may become; rows that are trained on as they are have their own lengths."""
+    """Returns what is known of a step of a checked run (``ready``, a ``TrainJob``), whose calls are ``graph``.
+
+    Generated responses count with their longest length, given ones with their own.
+    """
     config = ready.config
     prompts = [section.max_prompt_length for section in ready.sections if isinstance(section, PromptsConfig)]
     prompt = float(max(prompts, default=0))

@@ -1,4 +1,4 @@
-"""The training engine of one role on this rank: its part of the decoder, ZeRO over dp, the pipeline over pp, the optimizer.
+"""The engine that trains and scores with one role on this rank: its part of the decoder, ZeRO, the pipeline, the optimizer.
 
 Parallelism is applied in one fixed order, on the meta device: tensor slices (in the decoder), activation checkpointing, FSDP2. Only
 then the shards of this rank get memory and values. Between calls the rank holds these local shards, plain tensors that checkpoints
@@ -91,7 +91,7 @@ class TrainEngine:
         new_head: bool = False,
         fill: bool = True,
         lora: LoraConfig | None = None,
-        exact_gpu: bool = False,
+        batch_invariant_gpu: bool = False,
     ) -> None:
         """Read the weights from the Hugging Face directory ``path``, or draw them from ``seed``, the same in every layout.
 
@@ -107,7 +107,8 @@ class TrainEngine:
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
         self._num_calls, self._seeds = 0, (seed, mesh.pp_rank, mesh.dp_rank)  # calls of forward_backward in this optimizer step
         self.lora, self.zero = lora if lora is not None and lora.rank else None, stage_of_zero(mesh.layout)
-        self.ops, self.attention = (choose_ops(dtype, device, name, exact_gpu=exact_gpu) for name in ("auto", attention))
+        choose = partial(choose_ops, dtype, device, batch_invariant_gpu=batch_invariant_gpu)
+        self.ops, self.attention = choose("auto"), choose(attention)
         stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
         self.chunks = [
             Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced, ops=self.ops, lora=self.lora)
@@ -174,9 +175,8 @@ class TrainEngine:
             assert tensor.shape == planned, f"{name}: local shard {list(tensor.shape)}, planned {list(planned)}"
 
     def _rows_of(self, plan: dict[str, ParamShard]) -> dict[str, ParamShard]:
-        """The plan, restricted to the rows that ZeRO leaves on this rank."""
-        group = self.mesh.dp_shard
-        return zero_shards(plan, group.rank, group.size) if self.zero else plan
+        """Returns the plan, restricted to the rows that ZeRO leaves on this rank."""
+        return zero_shards(plan, self.mesh.dp_shard.rank, self.mesh.dp_shard.size) if self.zero else plan
 
     def _accumulate_wide(self) -> None:
         """Sum gradients of half-precision parameters over micro-batches in fp32."""
@@ -282,7 +282,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def _summed_gradients(self) -> dict[str, Tensor]:
-        """The gradient of each local shard, summed over all ranks that contribute to it. Once per step."""
+        """Returns the gradient of each local shard, summed over all ranks that contribute to it. Called once per step."""
         grads = {name: self._gradient(name, self._params[name]) for name in self.trained}
         sum_partial(grads, self._partial, self.mesh.tp)
         if self.lora is None and self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
@@ -319,7 +319,7 @@ class TrainEngine:
         for param in self._params.values():
             param.grad = None
 
-    # -- what lies on this rank
+    # -- parameters of this rank
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameter name -> the parameter: a plain one, or under ZeRO FSDP2's DTensor over this rank's rows."""
@@ -347,7 +347,7 @@ class TrainEngine:
 
 
 class _Passes:
-    """The passes of one :meth:`TrainEngine.forward_backward`: what lives between forward and backward, and the sums so far."""
+    """The passes of one :meth:`TrainEngine.forward_backward`: tensors between a forward pass and its backward pass, and sums so far."""
 
     def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: Loss) -> None:
         self._engine, self._batches, self._loss = engine, batches, loss

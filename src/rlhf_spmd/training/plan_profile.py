@@ -26,9 +26,9 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.machine import Gpu
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, shape_of
-from rlhf_spmd.workers.engine import Packed, TrainEngine
 from rlhf_spmd.workers.flops import matmul_rate
 from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.train_engine import Packed, TrainEngine
 
 FEW, MORE = 1, 5  # layers of two models whose difference gives the time of a layer
 NEW_TOKENS, REPEATS = 24, 3

@@ -1,7 +1,7 @@
-"""The engine under ``LLM``, ``generate``, ``evaluate`` and ``serve``: a loaded model and what all of them do with it.
+"""The engine that generates with a model that is not trained, under ``LLM``, ``generate``, ``evaluate`` and ``serve``.
 
-Groups of rows are dealt to the replicas, generated so many at a time as keep the generator busy, and their results gathered.
-``score`` deals and gathers its rows by the same functions.
+It distributes groups of rows over the replicas, generates as many at a time as keep the generator busy, and gathers results. ``score``
+distributes and gathers its rows by the same functions.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rlhf_spmd.parallel.layout import Layout, LayoutConfig
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 
-IN_FLIGHT = 8  # the generator has this times generation.max_num_seqs rows: a call builds a runner, and should be worth it
-HANDED_OUT = 0.5  # the share of groups after whose end a call returns and others follow, so that it never lacks rows
-HANDED_OUT_S = 60.0  # seconds after which it returns in any case
+IN_FLIGHT = 8  # a call of the generator gets this times generation.max_num_seqs rows, so that building its runner is worth it
+HANDED_OUT = 0.5  # a call returns when this share of its groups has ended, so that others can follow before it lacks rows
+HANDED_OUT_S = 60.0  # a call returns after these seconds in any case
 
 
 def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None:
-    """Raises ValueError for settings of training, for what ``layout`` says here, and for what the device cannot do."""
+    """Raises ValueError for settings of training, for settings that ``layout`` replaces, and for what the device cannot do."""
     for axis in ("pp", "tp"):
         if getattr(generation, axis) != 1:
             raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
@@ -55,7 +55,7 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
-    """Raises ValueError if the device has not even the memory for ``num_pages`` (at least one), or there is no device."""
+    """Raises ValueError if the device lacks memory for ``num_pages`` (at least one), or if there is no device."""
     device, pages = choose_device(launch), generation.num_pages or 1
     heads, layers = len(kv_heads_of(spec, 0, layout.tp)), -(-spec.num_hidden_layers // layout.pp)
     token = 2 * layers * heads * spec.head_dim * model.torch_dtype(device).itemsize
@@ -69,7 +69,7 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
 
 
 def build_generator(ready: LoadedModel, world: World) -> Generator:
-    """The generator of ``ready``, with its weights. The configuration has ``generation``.
+    """Builds the generator of ``ready`` and loads its weights. The configuration has ``generation``.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
@@ -80,7 +80,8 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
         load_pretrained(decoder, directory)
     held = RoleState(decoder.shards, dict(decoder.named_parameters()))
     load_from_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
-    backend = choose_backend(config.generation.attention, config.model.attention, dtype, world.device, "generation.attention")
+    attention, sinks = (config.generation.attention, config.model.attention), ready.spec.names.sinks is not None
+    backend = choose_backend(*attention, dtype, world.device, "generation.attention", sinks)
     generation = replace(config.generation, attention=backend)
     ends, size = ready.spec.eos_token_ids, world.launch.local_size
     generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)
@@ -91,7 +92,7 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     return generator
 
 
-class Engine:
+class InferenceEngine:
     """A loaded model on all ranks of ``world``. ``tick`` is called after each step of the generator.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
@@ -104,11 +105,11 @@ class Engine:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank answers for its replica, whose ranks all have the same completions."""
+        """True on the first rank of a replica. All its ranks have the same completions; this one reports them."""
         return self.mesh.replica.rank == 0
 
     def own_groups(self, groups: Sequence[Sequence[Request]]) -> list[int]:
-        """The numbers of the groups that this replica generates; tokens are balanced over replicas. Local.
+        """Returns indices of the groups that this replica generates; tokens are balanced over replicas. Local.
 
         The longest rows come first: pages that are allocated for them have room for all that follow.
         """
@@ -123,7 +124,7 @@ class Engine:
         seed: int,
         environments: Environments | None = None,
     ) -> Iterator[list[Completion]]:
-        """The completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
+        """Yields the completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
 
         Rows with environments, and rows that move between replicas, end together. Collective over the replica, with
         ``rebalance_steps`` over the world: every rank of it must call, in program order, a replica's with the same arguments.
@@ -143,13 +144,13 @@ class Engine:
 
 
 def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
-    """The numbers of the rows that this rank's replica computes; ``tokens`` of each are balanced over replicas."""
+    """Returns indices of the rows that this rank's replica computes. ``tokens``: of each row, balanced over replicas."""
     parts = partition_by_tokens(tokens, mesh.layout.dp)
     return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]
 
 
 def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
-    """On rank 0, all ranks' (place of a row, its result as JSON) in the order of the places; None elsewhere.
+    """Returns on rank 0 all ranks' records (position of a row, its result as JSON) by position; None elsewhere.
 
     Collective over the world: every rank of it must call, in program order.
     """

@@ -1,4 +1,4 @@
-"""Which arithmetic a model gets: chosen when it is built, from its dtype and device."""
+"""Chooses the :class:`Ops` of a model by its dtype and device, when the model is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.build import build
 from rlhf_spmd.kernels.cpp_ops import CppOps
 from rlhf_spmd.kernels.devices import capabilities, model_device, unavailable
-from rlhf_spmd.kernels.flash import DTYPES, TorchFlash, choose_packed
+from rlhf_spmd.kernels.flash_attention import DTYPES, TorchFlash, choose_packed
 from rlhf_spmd.kernels.ops import Ops
 
 ATTENTION = ("auto", "torch", "cpp")
@@ -35,13 +35,13 @@ def _load() -> CppOps | None:
 
 @cache
 def _load_gpu(dtype: torch.dtype) -> Ops:
-    from rlhf_spmd.kernels.gpu import GpuOps  # triton may be missing elsewhere
+    from rlhf_spmd.kernels.gpu_ops import GpuOps  # triton may be missing elsewhere
 
     return GpuOps(choose_packed(dtype))
 
 
 @cache
-def _load_exact_gpu(dtype: torch.dtype) -> Ops:
+def _load_batch_invariant_gpu(dtype: torch.dtype) -> Ops:
     from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 
     flash = dtype in DTYPES and torch.backends.cuda.is_flash_attention_available()
@@ -49,38 +49,44 @@ def _load_exact_gpu(dtype: torch.dtype) -> Ops:
 
 
 _suspended = False
-_EXACT, _PLAIN = BatchInvariantOps(), Ops()
+_BATCH_INVARIANT, _TORCH = BatchInvariantOps(), Ops()
 
 
 def choose_ops(
-    dtype: torch.dtype, device: torch.device, wanted: str = "auto", where: str = "attention", exact_gpu: bool = False
+    dtype: torch.dtype, device: torch.device, wanted: str = "auto", where: str = "attention", batch_invariant_gpu: bool = False
 ) -> Ops:
-    """The arithmetic of models of ``dtype`` on ``device``; "meta", memory still to come, is where this process's models are. The C++
-    kernels are built at first use. ``wanted``: one of ATTENTION, of which ``where`` is the key. ``exact_gpu``: what is exact
-    on GPUs, too, though slower there; the caller has made sure that Triton serves.
+    """Returns the ops of a model of ``dtype`` on ``device``; the package's docstring has the table.
 
-    Raises ValueError if cpp is wanted where it cannot be, or the environment names a target that cannot be.
+    - device: "meta" (no memory yet) stands for the device of this process's models
+    - wanted: one of ATTENTION, the value of the configuration key ``where``
+    - batch_invariant_gpu: ops on GPUs must be batch-invariant, which is slower; the caller has checked that Triton compiles
+
+    Compiles the C++ kernels at first use. Raises ValueError if ``wanted`` is cpp and they do not serve here, or if the
+    environment names an impossible target.
     """
     if wanted not in ATTENTION:
         raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")
-    exact = capabilities(model_device() if device.type == "meta" else device).batch_invariant
-    fits = exact and not _suspended and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
+    batch_invariant = capabilities(model_device() if device.type == "meta" else device).batch_invariant
+    fits = batch_invariant and not _suspended and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
     found = _load() if fits else None
     if wanted == "cpp" and found is None:
         raise ValueError(
             f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
             f"{dtype} on {device.type}; set it to auto or torch"
         )
-    if exact_gpu and not exact:
-        return _load_exact_gpu(dtype)
-    plain = exact or wanted == "torch" or not torch.cuda.is_available()  # such as a plan for GPUs that are not here
+    if batch_invariant_gpu and not batch_invariant:
+        return _load_batch_invariant_gpu(dtype)
+    plain = batch_invariant or wanted == "torch" or not torch.cuda.is_available()  # such as a plan for GPUs that are not here
     if plain or unavailable("triton", torch.device("cuda"), dtype) is not None:
-        return found or (_EXACT if exact else _PLAIN)
+        return found or (_BATCH_INVARIANT if batch_invariant else _TORCH)
     return _load_gpu(dtype)
 
 
 def processor_kind() -> int:
-    """A number that hosts share where their GPUs, or without these their vectors, are alike. Others differ in the last bits."""
+    """Returns a number that hosts share if their GPUs are alike, or without GPUs their vector units.
+
+    Results of hosts with different numbers differ in the last bits.
+    """
     if capabilities(model_device()).streams:
         return zlib.crc32(torch.cuda.get_device_name().encode())
     return zlib.crc32(f"{torch.backends.cpu.get_cpu_capability()} {os.environ.get(TARGET, '')}".encode())
@@ -88,8 +94,10 @@ def processor_kind() -> int:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """No kernels for what is built in here, as on a machine without a compiler: for comparisons. Generation and training must both be
-    inside."""
+    """Models that are built inside get no C++ kernels, as on a machine without a compiler; for comparisons.
+
+    Build both the generation model and the training model inside.
+    """
     global _suspended
     before, _suspended = _suspended, True
     try:

@@ -1,0 +1,82 @@
+"""The command line and the process boundary that ``generate``, ``evaluate``, ``score`` and ``serve`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.config.keys import Key, list_keys
+from rlhf_spmd.config.load import check_tree, load
+from rlhf_spmd.data.dataset import RowsConfig
+from rlhf_spmd.inference.loaded_model import Config, LoadedConfig, LoadedModel
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.process.board import Board
+from rlhf_spmd.process.command_line import read_command_line
+from rlhf_spmd.process.input_digests import file_digests, text_digest
+from rlhf_spmd.process.program import ProgramSettings, run_program
+
+
+@dataclass(frozen=True)
+class InferenceConfig(LoadedConfig):
+    """The common configuration of ``generate``, ``evaluate`` and ``score``.
+
+    - out: jsonl file to write
+    """
+
+    out: str = field(kw_only=True)
+    data: RowsConfig = field(default_factory=RowsConfig)
+
+
+def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]) -> Config:
+    """Returns the checked configuration. Raises ConfigError, one line."""
+    config = load(schema, path, overrides)
+    check_tree(config)
+    return config
+
+
+def inference_program(
+    name: str,
+    description: str | None,
+    schema: type[LoadedConfig],
+    prepare: Callable[[str | None, Sequence[str], Launch], Any],
+    work: Callable[[Any, World, Board], None],
+    when_told: str | None = None,
+) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
+    """Returns the functions ``keys(overrides)`` and ``main(argv)`` of a program.
+
+    ``main`` calls ``prepare(config file, overrides, launch)``, then ``work(prepared, world, board)`` on all ranks.
+    ``when_told``: for a program that reads ``board.preempted`` itself, a line about what it does when a signal ends it.
+    """
+
+    def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
+        return list_keys(schema, {})
+
+    def settings(ready: LoadedModel) -> ProgramSettings:
+        config = ready.config
+        files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
+        return ProgramSettings(
+            timeout_s=config.timeout_s,
+            threads=config.threads,
+            must_match={**ready.must_match, **files},
+            when_told=when_told or "",
+        )
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        command = read_command_line(name, description, keys, partial(read_config, schema), argv)
+        run_program(
+            lambda: prepare(command.config, command.overrides, command.launch),
+            lambda context: work(context.prepared, context.world, context.board),
+            settings,
+            saves_on_signal=when_told is not None,
+            dry_run=(
+                lambda ready: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {ready.layout}"
+            )
+            if command.dry_run
+            else None,
+        )
+
+    return keys, main

@@ -1,0 +1,137 @@
+"""Validation rows of a run, and the calls of an algorithm on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.controller import Controller, Reference, source
+from rlhf_spmd.data.batch import Field
+from rlhf_spmd.data.loader import validation_batches
+from rlhf_spmd.data.tokenizer import decode
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.rewards.eval_metrics import final_answer, measure_sets
+from rlhf_spmd.rewards.results import RewardError
+from rlhf_spmd.workers import Function, GlobalReduce, Rows
+
+
+class ValidationRows(NamedTuple):
+    """The validation rows of one stream.
+
+    - batch_size: rows at a time; None: all at once
+    - sets: names of the files that the rows are from
+    - repeated: names of reward means that another metric already reports
+    """
+
+    dataset: Any
+    batch_size: int | None
+    sets: list[str]
+    repeated: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False)
+class Validation:
+    """Evaluates an algorithm's calls on validation rows.
+
+    - rows: validation rows by stream; their row ids are positions in the data set
+    - num_shown: prompts of each set whose responses are kept in ``shown`` until they are taken, for people to read
+    """
+
+    _controller: Controller
+    rows: Mapping[str, ValidationRows]
+    sampling: SamplingConfig
+    tokenizer: Any
+    num_shown: int
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+    def take_shown(self) -> list[dict[str, Any]]:
+        """Returns the responses that have been kept since the last call."""
+        taken, self.shown = self.shown, []
+        return taken
+
+    def evaluate_rows(self, name: str, call: Callable[[Reference], Reference]) -> list[Any]:
+        """Returns the values of a call on all validation rows of a stream: one per rank that has results, batch after batch.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        given = self.rows[name]
+        batches = map(source, validation_batches(given.dataset, given.batch_size))
+        return [value for rows in batches for value in self._controller.get(self._controller.run(call, rows))[0]]
+
+    def evaluate_rewards(
+        self, name: str, script: Callable[[Reference, SamplingConfig, Function], tuple[Reference, list[Reference]]]
+    ) -> dict[str, float]:
+        """Samples and scores responses to a stream's validation prompts. Returns metrics, each named ``val/...``.
+
+        They are ``reward_mean``, the mean of the scores; the means of the rewards' extras; and those of
+        :func:`eval_metrics.measure_sets`, for prompts whose responses all have a score. The first prompts of each set go to
+        ``shown``, with one response each.
+
+        ``script`` gets rows, sampling and a function for ``compute.apply``. It returns a reference to the rows' ``scores``
+        (nan: none) and ``answer_codes``, and the calls that report. Raises RewardError if no response has a score.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        given = self.rows[name]
+        reports: list[dict[str, Any]] = []
+        fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
+        for batch in validation_batches(given.dataset, given.batch_size):
+            repeated = batch.repeat(self.sampling.n)
+            found, calls = self._controller.run(script, source(repeated), self.sampling, self._reader(given))
+            for wanted, parts in fields.items():
+                parts.append(self._controller.get_field(found, wanted))
+            reports += [report for members in self._controller.get(*calls) for report in members]
+        samples = [sample for report in reports for sample in report.get("answers", [])]
+        self.shown += sorted(samples, key=lambda sample: int(sample["row_id"]))
+        means = {key: value for key, value in mean_extras(reports).items() if key not in given.repeated}
+        scores, codes = (torch.cat(parts).reshape(-1, self.sampling.n).numpy() for parts in fields.values())
+        scored = ~np.isnan(scores)
+        if not scored.any():
+            raise RewardError(f"no reward scores any of the {scores.size} responses to validation prompts")
+        answers = [[None if code < 0 else code for code in row] for row in codes.tolist()]
+        numbers, whole = given.dataset.sources.numpy(), scored.all(1)
+        sets = {name: np.flatnonzero((numbers == number) & whole) for number, name in enumerate(given.sets)}
+        means = {"reward_mean": float(scores[scored].mean(dtype=np.float64)), **means, **measure_sets(scores, answers, sets)}
+        return {f"val/{key}": value for key, value in means.items()}
+
+    def _reader(self, given: ValidationRows) -> Function:
+        """Returns a function for ``compute.apply`` that computes ``answer_codes``.
+
+        ``answer_codes``: float64 [rows], equal for equal final answers, -1 for a response without one.
+        """
+        n, sources = self.sampling.n, given.dataset.sources
+        firsts = [int((sources < number).sum()) for number in range(len(given.sets))]
+        shown = {first + i for first in firsts for i in range(self.num_shown)}
+
+        def read_answers(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, Any]]:
+            ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
+            texts = decode(self.tokenizer, ids)
+            codes, samples = [], []
+            of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
+            for text, row_id, number, length, score, stopped in zip(texts, *(x.tolist() for x in of_rows), strict=True):
+                seen = given.dataset.row(number)
+                answer = final_answer(text, seen["answer"])
+                codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
+                if number in shown and row_id == number * n:
+                    named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}
+                    named |= {"response": text, "answer": seen["answer"], "score": score, "length": length}
+                    samples.append({**named, "finish_reason": "stop" if stopped else "length"})
+            return {"answer_codes": torch.tensor(codes, dtype=torch.float64)}, {"answers": samples}
+
+        return read_answers
+
+
+def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns means, over all rows, of the numbers that reward functions returned beside the score."""
+    sums: dict[str, list[float]] = {}
+    for report in reports:
+        for name, (total, count) in report.get("extras", {}).items():
+            before = sums.setdefault(name, [0.0, 0.0])
+            sums[name] = [before[0] + total, before[1] + count]
+    return {name: total / count for name, (total, count) in sums.items()}
