@@ -3,7 +3,7 @@ with and without ``placement.rollout_chunks``.
 
     python scripts/bench/placement.py strategies --config configs/quickstart_ppo.yaml --ranks 4 --out placements.json
     python scripts/bench/placement.py strategies --config configs/quickstart_grpo.yaml --learn --seeds 0 1 2 --out ahead.json
-    python scripts/bench/placement.py streaming --portions 1 2 4 8 --steps 6 --out streaming.json
+    python scripts/bench/placement.py streaming --chunks 1 2 4 8 --steps 6 --out streaming.json
 
 Real runs of ``rlhf_spmd.train``, whose trace says when each call ran on each rank.
 """
@@ -194,10 +194,10 @@ def waits(trace: Path) -> dict[str, float]:
     return {name: median([its[key] - ended[key] for key in ended]) for name, its in found.items()}
 
 
-def streamed(root: Path, portions: int, sleep: Sequence[float], settings: dict[str, Any]) -> dict[str, Any]:
+def streamed(root: Path, chunks: int, sleep: Sequence[float], settings: dict[str, Any]) -> dict[str, Any]:
     """One run in a directory of its own."""
     run_dir = root / f"run_{len(list(root.iterdir()))}"
-    texts = [f"{key}={value}" for key, value in {**settings, "run.dir": run_dir, "placement.rollout_chunks": portions}.items()]
+    texts = [f"{key}={value}" for key, value in {**settings, "run.dir": run_dir, "placement.rollout_chunks": chunks}.items()]
     config = ["--config", str(ROOT / "configs" / "quickstart_ppo.yaml")]
     step_s, row_s = (milliseconds / 1e3 for milliseconds in sleep)
     on_ranks(4, train_and_note, step_s=step_s, row_s=row_s, arguments=[*config, *texts])
@@ -205,7 +205,7 @@ def streamed(root: Path, portions: int, sleep: Sequence[float], settings: dict[s
     metrics = read_metrics(run_dir)[1:]
     seconds = {"generation": "timing_s/generate_sequences", "step": "timing_s/step"}
     return {
-        "portions": portions,
+        "chunks": chunks,
         **waits(run_dir / "trace.json"),
         **{name: median([row[key] for row in metrics]) for name, key in seconds.items()},
         "responses": [(sample["step"], sample["row_id"], sample["response"]) for sample in samples],
@@ -213,7 +213,7 @@ def streamed(root: Path, portions: int, sleep: Sequence[float], settings: dict[s
 
 
 def streaming(
-    portions: Sequence[int] = (1, 2, 4, 8),
+    chunks: Sequence[int] = (1, 2, 4, 8),
     steps: int = 6,
     rounds: int = 2,
     prompts: int = 32,
@@ -222,13 +222,13 @@ def streaming(
     sleep: Sequence[float] = (0.0, 0.0),
     out: Path | None = None,
 ) -> None:
-    """Time from a row's end to its reward and to its reference log-probs, for each number of ``--portions``.
+    """Time from a row's end to its reward and to its reference log-probs, for each number of ``--chunks``.
 
     PPO on the quickstart's task, its model untrained, on 4 ranks: the actor on two, reward, reference and critic on the two
     others; ``--prompts`` with 4 responses each a step, of ``--response`` tokens at most; a replica generates ``--at-once`` rows
     at a time, as where a cache is full. Runs take turns, ``--rounds`` times each. Every rank notes in the trace when rows end and
     when their results are made; the figures are read back from ``trace.json``, over the steps after the first: medians over rows,
-    and of the rounds the median. A row waits for the others of its portion to end, then for its turn. ``generation`` and
+    and of the rounds the median. A row waits for the others of its chunk to end, then for its turn. ``generation`` and
     ``step``: medians of a step's seconds. The runs must have the same responses.
 
     Where ranks share cores, generation is the slower the more others compute beside it, and nothing is hidden. ``--sleep STEP
@@ -259,13 +259,13 @@ def streaming(
         settings |= {f"models.{role}.pool": "read" for role in ("critic", "reference", "reward")} | {
             "models.actor.pool": "generate"
         }
-        runs = [streamed(root, number, sleep, settings) for _ in range(rounds) for number in portions]
+        runs = [streamed(root, number, sleep, settings) for _ in range(rounds) for number in chunks]
     assert all(one["responses"] == runs[0]["responses"] for one in runs), "the runs have different responses"
     keys, found = (*RESULTS, "generation", "step"), []
-    for number in portions:
-        mine = [one for one in runs if one["portions"] == number]
-        found.append({"portions": number, **{key: median([one[key] for one in mine]) for key in keys}})
-    print(table(found, " ".join(["portions", *keys])))
+    for number in chunks:
+        mine = [one for one in runs if one["chunks"] == number]
+        found.append({"chunks": number, **{key: median([one[key] for one in mine]) for key in keys}})
+    print(table(found, " ".join(["chunks", *keys])))
     given = {"steps": steps, "rounds": rounds, "prompts": prompts, "response": response, "at_once": at_once, "sleep": sleep}
     save({"machine": machine_facts(), "settings": given, "runs": found}, out)
 

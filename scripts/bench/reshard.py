@@ -140,7 +140,7 @@ class Model:
             name: nn.Parameter(torch.randn(s.shape) if len(s.shape) > 1 else torch.ones(s.shape))
             for name, s in self.shards.items()
         }
-        stage, _, tp_rank = layout.coordinate(world.rank)
+        stage, _, _, tp_rank = layout.coordinate(world.rank)
         tp = Group("tp", tuple(range(layout.tp)), tp_rank)
         self.decoder = decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
         train, generation = shards_at(MODEL, layout.train), shards_at(MODEL, layout)

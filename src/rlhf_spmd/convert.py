@@ -14,6 +14,7 @@ development version, January 2026).
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,14 @@ from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
 from rlhf_spmd.config.shell_script import last_command
+from rlhf_spmd.config.verl_meanings import (
+    GATHERED,
+    optimizer_of,
+    our_name,
+    shard_for_generation,
+    split_bounds,
+    teacher_of,
+)
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.config.written import Plain, resolve
 from rlhf_spmd.data.prompts import DataConfig
@@ -62,7 +71,7 @@ NUMBERS = (  # what is compared here
 )
 
 
-PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?"
+PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|ppo_sync|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?"
 
 
 class Refused(ValueError):
@@ -89,12 +98,12 @@ def read_script(path: Path) -> list[str]:
 
 def value_of(text: str) -> Any:
     """Return the value of an override as Hydra reads it: numbers, lists with and without quotes, true, null."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        pass
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(text)
+        return value if not isinstance(value, str) or value[:1] != "[" else value_of(value)  # a list that was quoted twice
     if text[:1] in ("[", "{"):
-        return yaml.safe_load(text)
+        with contextlib.suppress(yaml.YAMLError):  # as Hydra writes a brace that is text: \{
+            return yaml.safe_load(text)
     return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
 
 
@@ -153,6 +162,8 @@ def check_is_verl(path: Path, given: dict[str, Any]) -> None:
 def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
     """Return the algorithm's name, and the settings that verl has in its name."""
     estimator, mode = str(verl["algorithm.adv_estimator"]), verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
+    if teacher_of(verl) is not None:
+        return {"algorithm.name": "distill"}
     name, more = {"gae": "ppo"}.get(estimator, estimator), {}
     if estimator == "opo":
         name, more = "grpo", {"algorithm.adv_estimator": "opo"}
@@ -186,7 +197,8 @@ def roles_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
         if role in ("actor", "critic") and verl.get(f"{section}.enable_gradient_checkpointing"):
             found[f"models.{role}.activation_checkpointing"] = "full"
-        if role in ("actor", "critic", "reference") and not any(".megatron." in key for key in verl):
+        by_megatron = verl.get("model_engine") == "megatron" or any(".megatron." in key for key in verl)
+        if role in ("actor", "critic", "reference", "teacher") and not by_megatron:
             found[f"models.{role}.layout.zero"] = 3
     return found
 
@@ -227,11 +239,11 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
     names = table["keys"]
-    found, left = dict(chosen), {}
+    found, left, bounds = dict(chosen), {}, split_bounds(verl)
     if default_of(config, "algorithm.adv_estimator") is MISSING and found.pop("algorithm.adv_estimator", None):
         left["algorithm.adv_estimator"] = f"{name} has advantages of its own"
     for key, value in verl.items():
-        ours = names.get(key)
+        ours = our_name(names, key)
         if ours is None:
             handled = key in table["said"] or key.startswith("custom_reward_function.") or key == FILTER + "metric"
             why = next(
@@ -242,7 +254,11 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             left |= {key: f"{name} has no such setting"} if key in given else {}
         elif key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value:
             found[ours] = value
+    found |= bounds
     settle(found, left, given, config)
+    if (teacher := teacher_of(verl)) is not None:
+        found["models.teacher.path"] = teacher
+        del found["algorithm.gamma"]  # each token's KL by itself, as verl has it
     tree: Any = OmegaConf.to_container(tree_of(found))
     made = {
         name: read_section(kind, tree.get(name, {}), interpolated=True)
@@ -252,6 +268,9 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for key in idle:
         del found[key]
     left |= {key: f"does nothing without {idle[ours]}" for key, ours in names.items() if key in given and ours in idle}
+    for section, role in (("actor_rollout_ref.actor.optim", "actor"), ("critic.optim", "critic")):
+        optimizer, without = optimizer_of(verl, section, role)
+        found, left = {**found, **optimizer}, {**left, **without}
     roles = list(made["algorithm"].roles)
     if found.get("models.actor.lora.rank"):
         roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference
@@ -259,7 +278,9 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         del found[key]
     if not verl.get("reward_model.enable"):
         found.pop("reward.model", None)
-    return {**roles_of(verl, roles), **run_of(verl, left), **rewards_of(verl), **found}, left
+    shards = shard_for_generation({**roles_of(verl, roles), **found})
+    left |= dict.fromkeys(("actor_rollout_ref.actor.megatron",) * bool(shards), GATHERED)
+    return {**roles_of(verl, roles), **shards, **run_of(verl, left), **rewards_of(verl), **found}, left
 
 
 def tree_of(found: dict[str, Any]) -> DictConfig:

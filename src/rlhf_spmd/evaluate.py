@@ -32,7 +32,7 @@ from rlhf_spmd.data.prompts import QuestionsConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.inference.inference_engine import check_cache
-from rlhf_spmd.inference.inference_program import inference_program, read_config
+from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import read_weights
 from rlhf_spmd.inference.output_files import Journal, check_out, other_job, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
@@ -115,6 +115,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
     spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
+    say_warnings(launch, config.data.warnings("data", tokenizer))
     checked = []
     for name, given in sets.items():
         data = config.data
@@ -193,7 +194,7 @@ def output_rows(prompts: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict
         named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"]}
         place = {"set": prompts.name, "data_source": given["data_source"]}
         nothing = {"response": "", "score": 0.0 if prompts.reward.chooses(given) else None, "finish_reason": None, "length": 0}
-        got = {key: row[key] for key in nothing} if row else nothing
+        got = {key: row[key] for key in (*nothing, *("stripped" for _ in row.keys() & {"stripped"}))} if row else nothing
         rows.append({**named, **got, **place, **({} if row else {"error": prompts.errors[number]})})
     return rows
 
@@ -217,7 +218,7 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
         scored = [group for group in part if all(row["score"] is not None for row in group)]
         if scored:
             scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
-            answers = [[final_answer(row["response"], row["answer"]) for row in group] for group in scored]
+            answers = [[final_answer(seen_response(row), row["answer"]) for row in group] for group in scored]
             found |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
             ci95 = interval(scores)
             found[f"{name}/ci95"] = None if ci95 is None else list(ci95)
@@ -226,9 +227,17 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
                 np.mean([row["finish_reason"] == "length" for group in scored for row in group])
             )
         found[f"{name}/n"] = len(scored)
+        if prompts.reward.strip_reasoning:
+            rows_of = [row for group in scored for row in group]
+            found[f"{name}/num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in rows_of)
         found[f"{name}/num_unscored"] = len(part) - len(scored)
         found[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
     return found
+
+
+def seen_response(row: Mapping[str, Any]) -> str:
+    """The part of a response that the reward saw."""
+    return str(row.get("stripped", row["response"]) or "")
 
 
 def table(results: Mapping[str, Any]) -> str:

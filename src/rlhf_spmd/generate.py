@@ -35,7 +35,7 @@ from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environ
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
 from rlhf_spmd.inference.inference_engine import check_cache
-from rlhf_spmd.inference.inference_program import inference_program, read_config
+from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import read_weights
 from rlhf_spmd.inference.output_files import Journal, check_out, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, answer, check_set, job_of
@@ -88,6 +88,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     needed = has_text or bool(config.sampling.stop or environments) or config.reward.function is not None
     tokenizer = load_tokenizer(config.model.path, required=needed)
     spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
+    say_warnings(launch, config.data.warnings("data", tokenizer))
     prompts = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
     check_rows(environments, prompts.rows, [row.where for row in rows], scored=True)
     journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [prompts]), config.out, checks=launch.rank == 0)

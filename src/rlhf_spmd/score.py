@@ -34,7 +34,7 @@ from rlhf_spmd.data.files import DataError, Row, list_paths
 from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.inference_engine import gather_records, own_rows
-from rlhf_spmd.inference.inference_program import InferenceConfig, inference_program, read_config
+from rlhf_spmd.inference.inference_program import InferenceConfig, inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import LoadedModel, base_directory, load_from_checkpoint, not_finite, read_weights
 from rlhf_spmd.inference.output_files import check_out, write_rows
 from rlhf_spmd.models.decoder import Decoder
@@ -79,6 +79,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Score
     config, spec, layout, checkpoint = read_weights(config, launch)
     rows = config.data.read()
     tokenizer = None if all(map(has_ids, rows)) else load_tokenizer(config.model.path, required=False)
+    say_warnings(launch, config.data.warnings("data", tokenizer))
     pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
     for row, pair in zip(rows, pairs, strict=True):
         for ids, key in zip(pair, ID_KEYS, strict=True):
@@ -97,8 +98,9 @@ def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec
         raise DataError(
             f"{size}, but the model's context is max_position_embeddings={spec.max_position_embeddings}; shorten the row"
         )
-    if prompt + response > config.max_token_len_per_gpu:
-        raise ValueError(f"{size}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}; raise it")
+    if prompt + response > config.max_token_len_per_gpu * config.layout.cp:
+        shared = f" * layout.cp={config.layout.cp}" if config.layout.cp > 1 else ""
+        raise ValueError(f"{size}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}{shared}; raise it")
 
 
 def score(ready: ScoreJob, world: World) -> None:
@@ -119,8 +121,8 @@ def score(ready: ScoreJob, world: World) -> None:
     loaded = time.perf_counter()
     lengths = sequence_lengths(ready.batch)
     mine = ready.batch.take(own_rows(lengths, mesh))
-    records = score_rows(engine, mine, config.max_token_len_per_gpu)
-    scored = gather_records(world, records if mesh.tp_rank == 0 else [], "score:results")
+    records = score_rows(engine, mine, config.max_token_len_per_gpu * layout.cp)
+    scored = gather_records(world, records if mesh.tp_rank == mesh.cp_rank == 0 else [], "score:results")
     if scored is None:
         return
     for row, log_probs in scored:

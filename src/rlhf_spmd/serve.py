@@ -17,17 +17,20 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from rlhf_spmd.config.constraints import Range
+from rlhf_spmd.data.chat_variables import check_variables, unread_variables
+from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
-from rlhf_spmd.inference.inference_program import inference_program, read_config
+from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import LoadedModel
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
+from rlhf_spmd.rewards.config import REASONING_TAGS, check_tags
 
 
 @dataclass(frozen=True)
@@ -36,19 +39,30 @@ class ServeConfig(EngineConfig):
 
     - host: the address to listen at
     - port: the port to listen at; 0: a free one
+    - chat_template_kwargs: variables of the chat template, such as `{enable_thinking: false}`; those of a request come before them
+    - separate_reasoning: chats' answers have the text between the reasoning tags as `reasoning_content`, as vLLM's and SGLang's
+      servers give it, and only what follows as `content`
+    - reasoning_tags: the opening and the closing tag
     - served_model_name: the model's name in requests; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
     - allowed_origins: web pages whose scripts may ask from a browser, as in `https://chat.example.org`; `*`: all
     """
 
+    needs: ClassVar = {"separate_reasoning": ("reasoning_tags",)}
+
     host: str = "127.0.0.1"
     port: Annotated[int, Range(least=0, most=65535)] = 8000
     served_model_name: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    separate_reasoning: bool = False
+    reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
     token_env: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
 
     def check(self, where: str) -> None:
         super().check(where)
+        check_variables("chat_template_kwargs", self.chat_template_kwargs)
+        check_tags("reasoning_tags", self.reasoning_tags)
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"token_env={self.token_env!r}: there is no such variable in the environment")
         for origin in self.allowed_origins:
@@ -65,6 +79,10 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Loade
         raise ValueError(
             f"layout.tp={ready.layout.tp} on {launch.size} ranks: they hold one model; set layout.tp={launch.size}"
         )
+    special = () if ready.tokenizer is None else Decoding(ready.tokenizer).special_ids
+    if hidden := [tag for tag in ready.config.reasoning_tags if ready.config.separate_reasoning and tag in special]:
+        raise ValueError(f"reasoning_tags: {hidden[0]} is a special token of this tokenizer, which responses do not show")
+    say_warnings(launch, unread_variables("chat_template_kwargs", ready.config.chat_template_kwargs, ready.tokenizer))
     return ready
 
 
@@ -75,7 +93,8 @@ def serve(ready: LoadedModel, world: World, board: Board) -> None:
     """
     config = ready.config
     name = config.served_model_name or config.model.path
-    service = Service(RequestProcessor(ready, world, board.tick), name, lambda: board.preempted)
+    processor, tags = RequestProcessor(ready, world, board.tick), config.reasoning_tags if config.separate_reasoning else None
+    service = Service(processor, name, lambda: board.preempted, config.chat_template_kwargs, tags)
     if world.rank > 0:
         while service.turn():
             pass

@@ -12,7 +12,8 @@ from algorithm_cases import CASES, CONFIGS
 from overrides import layout
 from ranks import run_ranks
 
-LAYOUTS = ("tp2 dp2 -> tp1", "pp2 dp2")
+LAYOUTS = ("tp2 dp2 -> tp1", "pp2 dp2", "cp2 dp2")
+ON_CP = ("grpo", "dpo", "kto")  # groups that share their prompts, pairs, rows of unequal length
 # What differs from an algorithm that is named here in functions of log-probs alone. All ranks of tp have those whole.
 AS_OTHERS_ON_TP = {
     *(
@@ -28,7 +29,8 @@ AS_OTHERS_ON_TP = {
     ),
     *("cost_model", "dpo, robust, by token", "simpo"),
 }
-RUNS = [(name, where) for name in CASES for where in LAYOUTS if where != LAYOUTS[0] or name not in AS_OTHERS_ON_TP]
+RUNS = [(name, where) for name in CASES for where in LAYOUTS[:2] if where != LAYOUTS[0] or name not in AS_OTHERS_ON_TP]
+RUNS += [(name, LAYOUTS[2]) for name in ON_CP]
 
 
 @functools.cache
@@ -43,6 +45,8 @@ def run(directory: Path, name: str, where: str) -> tasks.Run:
             *case.cut,
             *case.split,
         )
+    elif where == LAYOUTS[2]:
+        placed = tuple(key for role in case.roles for key in layout(role, cp=2, dp=2, zero=3))
     run_dir = directory / f"{name.replace(' ', '_')}_{LAYOUTS.index(where) if where else 'one_rank'}"
     overrides = tasks.settings(run_dir, case.steps, *case.overrides(), *placed)
     run_ranks(4 if where else 1, tasks.train_here, str(CONFIGS / f"{case.config}.yaml"), overrides)

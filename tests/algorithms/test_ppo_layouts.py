@@ -123,6 +123,20 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             *layout("reward", pp=2, dp=2),
         ),
     ),
+    "cp2 throughout": (
+        2,
+        (*layout("actor", cp=2), *layout("critic", cp=2), *layout("reference", cp=2), *layout("reward", cp=2)),
+    ),
+    "cp2 tp2 zero, stages with cp2, cp2 of ZeRO's copies": (
+        4,
+        (
+            *layout("actor", cp=2, dp=2, zero=3),
+            *layout("critic", pp=2, cp=2),
+            *layout("reference", tp=2, cp=2, zero=3),
+            *layout("reward", tp=2, cp=2),
+            *micro_batches(rows=3),
+        ),
+    ),
     "three unequal ranks in two pools": (
         3,
         (

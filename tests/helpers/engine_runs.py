@@ -16,6 +16,7 @@ from torch import Tensor
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.load import load_checkpoint
 from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.models.context_parallel import at_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.spec import read_spec
@@ -97,11 +98,18 @@ def next_token_loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Te
     keep = torch.ones(len(batch.tokens), dtype=torch.bool)
     keep[ends - 1] = False
     if decoder.head_kind == "value":
-        predicted = values(decoder, hidden)[keep]
+        (predicted,) = at_tokens(hidden, keep.nonzero()[:, 0], decoder.cp, lambda states, _: [values(decoder, states)])
         return ((predicted - batch.tokens[keep] / 10) ** 2).sum() / COUNT, {"tokens": keep.sum()}
-    labels = batch.tokens.roll(-1)[keep]
-    log_probs, _ = token_log_probs(decoder, hidden[keep], labels)
+    log_probs = log_probs_at(decoder, hidden, keep.nonzero()[:, 0], batch.tokens.roll(-1)[keep])
     return -log_probs.sum() / COUNT, {"tokens": keep.sum()}
+
+
+def log_probs_at(decoder: Decoder, hidden: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+    """log p of each of ``labels`` [N] after the token at its position [N]."""
+    (found,) = at_tokens(
+        hidden, positions, decoder.cp, lambda states, index: [token_log_probs(decoder, states, labels[index])[0]]
+    )
+    return found
 
 
 COUNT = sum(LENGTHS) - len(LENGTHS)
@@ -198,7 +206,7 @@ def score(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int
     batches = cut(rows, layout.dp, mine, num_micro_batches[mine], max(num_micro_batches[: layout.dp]))
 
     def head(decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
-        return token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0]
+        return log_probs_at(decoder, hidden, torch.arange(len(batch.tokens)), batch.tokens.roll(-1))
 
     for _ in range(2):
         outputs = engine.forward(batches, head)

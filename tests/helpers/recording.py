@@ -145,7 +145,7 @@ class Recording:
         import torch
         import torch.distributed as dist
 
-        tensors = [each[0] if isinstance(each, list) else each for each in args]
+        tensors = [each[0] if isinstance(each, list) and each else each for each in args]  # split sizes are empty lists
         tensors = [each for each in tensors if isinstance(each, torch.Tensor)]
         tensor = tensors[-1] if kind in ("all_gather", "reduce_scatter", "all_to_all") and tensors else (tensors or [None])[0]
         options = next((each for each in args if type(each).__name__.endswith("Options")), more.get("opts"))

@@ -20,7 +20,7 @@ from rlhf_spmd.parallel.layout import Layout
 
 
 def rank_shards(spec: ModelSpec, head: str, layout: Layout, index: int) -> dict[str, ParamShard]:
-    pp, dp, tp = layout.coordinate(index)
+    pp, dp, _, tp = layout.coordinate(index)
     shards = plan_params(spec, head, pp, layout.pp, tp, layout.tp)
     if layout.zero:
         at, of = dp % layout.dp_shard, layout.dp_shard

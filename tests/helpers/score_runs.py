@@ -41,14 +41,16 @@ def run_here(world: World, overrides: list[str]) -> None:
     world.all.barrier("test:written")
 
 
-def run_program_in(layout: tuple[int, int, int, int], model: Path, data: Path, out: Path, *more: str) -> list[dict[str, Any]]:
+def run_program_in(
+    layout: tuple[int, int, int, int], model: Path, data: Path, out: Path, *more: str, cp: int = 1
+) -> list[dict[str, Any]]:
     pp, tp, dp, zero = layout
     overrides = [f"model.path={model}", f"data.path={data}", f"out={out}"]
-    overrides += [f"layout.pp={pp}", f"layout.tp={tp}", f"layout.dp={dp}", f"layout.zero={zero}", *more]
-    if pp * tp * dp == 1:
+    overrides += [f"layout.pp={pp}", f"layout.tp={tp}", f"layout.dp={dp}", f"layout.zero={zero}", f"layout.cp={cp}", *more]
+    if pp * tp * dp * cp == 1:
         main(overrides)
     else:
-        run_ranks(pp * tp * dp, run_here, overrides)
+        run_ranks(pp * tp * dp * cp, run_here, overrides)
     return read_lines(out)
 
 

@@ -260,7 +260,7 @@ def test_pipeline_moves_activations_and_gradients(layout: Layout, lengths: list[
                 x = torch.sin(x) * scale
             x.backward(torch.full_like(x, i + 1.0))
             expected.append(x.detach())
-        mine = [results[layout.index(rank, replica, 0)] for rank in range(layout.pp)]
+        mine = [results[layout.index(rank, replica, 0, 0)] for rank in range(layout.pp)]
         for got, want in zip(mine[-1][0], expected, strict=True):
             assert torch.equal(got, want)
         for rank, (_, gradients) in enumerate(mine):

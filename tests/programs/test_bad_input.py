@@ -243,6 +243,7 @@ CONFIG = [
         4,
         ["critic", "zero_size=3: must divide dp=4; allowed: 1, 2, 4"],
     ),
+    (["models.actor.layout.cp=3"], 3, ["models.actor.layout.cp=3", "4 query heads and 2 KV heads; allowed: 1, 2, 4"]),
     (["models.actor.layout.zero_size=2"], 4, ["actor", "zero_size=2 needs", "zero 1, 2 or 3"]),
     (["algorithm.ppo_mini_batch_size=1", "sampling.n=1"], 4, ["1 rows", "models.actor.layout.dp=4", "ppo_mini_batch_size"]),
     (["data.max_prompt_length=60"], 1, ["data.max_prompt_length", "= 72 tokens", "models.actor", "64"]),

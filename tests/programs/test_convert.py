@@ -319,3 +319,99 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_s
     )
     assert "train_batch_size: 512" in done.stdout and "steps: 8" in done.stdout and "name: a>b" in done.stdout
     assert "hunter2" not in done.stdout + done.stderr and "${oc.env:MY_API_KEY}" in done.stdout
+
+
+RENDERED = "+data.apply_chat_template_kwargs.enable_thinking=False", "+data.apply_chat_template_kwargs.effort=high"
+
+
+def test_variables_of_a_chat_template(tmp_path: Path) -> None:
+    config, _, said = convert(tmp_path, "grpo", *RENDERED)
+    assert config.data.chat_template_kwargs == {"enable_thinking": False, "effort": "high"} and "apply_chat" not in said
+    (tmp_path / "verl.yaml").write_text(
+        "algorithm: {adv_estimator: grpo}\ndata: {apply_chat_template_kwargs: {enable_thinking: false}, train_files: /d}\n"
+        "actor_rollout_ref: {model: {path: /m}}\n"
+    )
+    assert "enable_thinking: false" in run_script(str(tmp_path / "verl.yaml"))[1]
+    sft = tmp_path / "sft.sh"
+    sft.write_text("torchrun -m verl.trainer.sft_trainer data.train_files=/d model.path=/m " + " ".join(RENDERED))
+    (tmp_path / "sft.yaml").write_text(run_script(str(sft))[1])
+    assert read_config(str(tmp_path / "sft.yaml"), [])[0].data.chat_template_kwargs["enable_thinking"] is False
+
+
+def distillation(**more: object) -> list[str]:
+    loss = {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False, "loss_max_clamp": 10.0, **more}
+    keys = [f"distillation.distillation_loss.{key}={value}" for key, value in loss.items()]
+    return [*keys, "distillation.enabled=True", "+distillation.teacher_models.one.model_path=/models/teacher"]
+
+
+def test_a_student_of_a_teacher(tmp_path: Path) -> None:
+    config, _, said = convert(tmp_path, "grpo", *distillation())
+    assert config.algorithm.name == "distill" and config.algorithm.gamma == 0, "each token's KL by itself"
+    assert config.models["teacher"].path == "/models/teacher" and set(config.models) == {"actor", "teacher"}
+    assert "loss_max_clamp: left out, the teacher is a role, models.teacher, and nothing is clamped" in said
+    for other, why in (
+        (
+            distillation(loss_mode="k3"),
+            "loss_mode=k3 with use_policy_gradient=true: a student learns by the policy gradient of k1",
+        ),
+        (distillation(use_policy_gradient=False), "loss_mode=k1 with use_policy_gradient=false"),
+        (distillation(use_task_rewards=True), "use_task_rewards=true: here a student learns from its teacher alone"),
+        ([*distillation(), "+distillation.teacher_models.two.model_path=/t"], "teacher_models: there are 2; here is one"),
+    ):
+        code, written, said = run_script(str(write_script(tmp_path, "grpo", *other)))
+        assert code == 2 and not written and why in said
+
+
+def test_bounds_in_pairs(tmp_path: Path) -> None:
+    key = "algorithm.rollout_correction.rollout_rs"
+    correction = convert(tmp_path, "grpo", f"{key}=token_k1", f"{key}_threshold=0.6_1.6")[0].algorithm.policy.rollout_correction
+    assert (correction.rollout_rs_threshold_lower, correction.rollout_rs_threshold) == (0.6, 1.6)
+    correction = convert(tmp_path, "grpo", f"{key}=token_k1", f"{key}_threshold=1.6")[0].algorithm.policy.rollout_correction
+    assert (correction.rollout_rs_threshold_lower, correction.rollout_rs_threshold) == (None, 1.6)
+    for kinds, bounds, why in (
+        ("token_k1,seq_max_k2", "0.6_1.6,2", "here one kind"),
+        ("token_k1", "a_b", "must be a number, or two"),
+    ):
+        code, _, said = run_script(str(write_script(tmp_path, "grpo", f"{key}={kinds}", f"{key}_threshold={bounds}")))
+        assert code == 2 and why in said
+
+
+def test_optimizers_and_where_their_states_rest(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor."
+    for asked, name in (("AdamW", "adamw"), ("muon", "muon"), ("AdamW8bit", "adamw_8bit"), ("Sophia", "adamw")):
+        config, _, said = convert(tmp_path, "gae", f"{actor}optim.optimizer={asked}", f"critic.optim.optimizer={asked}")
+        assert {config.models[role].optim.name for role in ("actor", "critic")} == {name}
+        assert ("critic.optim.optimizer: left out, there is no Sophia; adamw takes its place" in said) == (asked == "Sophia")
+    more = f"{actor}veomni.param_offload=True", f"+{actor}optim.override_optimizer_config.optimizer_cpu_offload=True"
+    config, _, said = convert(tmp_path, "grpo", *more, "model_engine=veomni", f"{actor}optim.lr_decay_style=cosine")
+    actor_config = config.models["actor"]
+    assert (actor_config.offload, actor_config.optim.offload, actor_config.optim.lr_scheduler_type) == (True, True, "cosine")
+    assert "model_engine: left out, it chooses among verl's defaults" in said
+
+
+@pytest.mark.parametrize(("training", "zero"), [(4, 0), (1, 3)])
+def test_megatrons_weights_are_sharded_where_generation_needs_it(tmp_path: Path, training: int, zero: int) -> None:
+    """The script generates with tp=2. A reference's optimizer, which verl can name, is none."""
+    layout = f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={training}", "model_engine=megatron"
+    config, _, said = convert(tmp_path, "grpo", *layout, "actor_rollout_ref.ref.megatron.optimizer_offload=True", kl=True)
+    assert config.models["actor"].layout.zero == zero and config.models["actor"].generation.tp == 2
+    assert ("actor_rollout_ref.actor.megatron: left out, layout.zero=3 shards the weights" in said) == (zero == 3)
+    assert "optimizer_offload: left out, a reference is not trained" in said
+
+
+def test_what_a_script_demands_is_a_reference(tmp_path: Path) -> None:
+    """Whatever words it demands it with; a brace and a list are read though they are quoted for Hydra."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "MODEL=${MODEL_DIR:?say where the model is}\nPLAN='{layers.\\{*\\}:{}}'\n"
+        "OPTIONS=\"model.path=$MODEL optim.betas='[0.9,0.99]' +model.recompute=$PLAN optim.lr=1e-4 optim.min_lr=1e-5\"\n"
+        "torchrun -m verl.trainer.sft_trainer data.train_files=/d.parquet $OPTIONS trainer.save_freq=after_each_epoch "
+        "trainer.max_ckpt_to_keep=1\n"
+    )
+    code, written, said = run_script(str(script))
+    assert code == 0 and "path: ${oc.env:MODEL_DIR}" in written and "MODEL_DIR" in said
+    (tmp_path / "mine.yaml").write_text(written.replace("${oc.env:MODEL_DIR}", "/m"))
+    config, _ = read_config(str(tmp_path / "mine.yaml"), [])
+    optim = config.models["actor"].optim
+    assert (list(optim.betas), optim.min_lr_ratio, config.run.keep_checkpoints) == ([0.9, 0.99], pytest.approx(0.1), 2)
+    assert "trainer.save_freq: left out, 'after_each_epoch'; here it is a number of steps" in said

@@ -103,6 +103,16 @@ def test_log_probs_equal_transformers(case, tmp_path, name, layout):
     assert difference < TOLERANCE
 
 
+def test_ranks_that_share_the_tokens_of_rows(case, tmp_path):
+    """The budget counts the tokens of a rank: half of the longest row, which has more."""
+    model, data, rows, expected = case("llama")
+    longest = max(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
+    budget = f"max_token_len_per_gpu={-(-longest // 2)}"
+    found = run_program_in((1, 2, 1, 0), model, data, tmp_path / "out.jsonl", budget, cp=2)
+    assert [row["id"] for row in found] == ["row 0", "row 1", 2, "row 3", "row 4", "row 5", "row 6"]
+    assert largest_difference(found, expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("layout", ["dp2-zero3", "pp2-dp2-zero1"])
 def test_a_replica_without_rows(case, tmp_path, layout):
     model, _, rows, expected = case("llama")

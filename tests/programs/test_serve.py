@@ -363,6 +363,48 @@ def test_requests_join_those_that_run_and_others_wait_their_turn(service: servic
     assert kept.config.num_pages == 4 * 8  # of 8 tokens: room for all that can run, whoever came first
 
 
+def test_variables_of_the_template_are_the_requests_or_the_servers(service: services.Service) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{{ more }}"
+    service.processor.tokenizer.chat_template, service.variables = template, {"ending": "!", "more": "?"}
+    asked = [{}, {"chat_template_kwargs": {"ending": "#"}}]
+    read = [service.read(json.dumps({"messages": TALK, **more}).encode(), chat=True) for more in asked]
+    assert [one["prompts"][0][1] for one in read] == ["abd!?", "abd#?"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_reasoning_is_separated_in_whole_answers_and_in_streams(service: services.Service, begun: bool) -> None:
+    """The tags are a text that the model writes, and what the prompt ends with or the response begins with."""
+    asked = {"messages": TALK, "max_tokens": 30, "allowed_token_ids": list(range(3, 98)), "seed": 5, "temperature": 1}
+
+    def said(**more: Any) -> list[dict[str, Any]]:
+        reply, parts = arrive(service, 0, True, **asked, **more), list[Any]()
+        while part_or_turn(service, reply, parts):
+            pass
+        return [part["choices"][0] for part in parts]
+
+    (plain,) = said()
+    text = plain["message"]["content"]
+    opening, closing = "<|assistant|>" if begun else text[:2], text[9:12]
+    service.reasoning_tags = [opening, closing]
+    start = 0 if begun else 2
+    wanted = {"role": "assistant", "reasoning_content": text[start:9], "content": text[12:]}
+    assert text.index(closing, start) == 9 and said()[0]["message"] == wanted
+    deltas = [choice["delta"] for choice in said(stream=True)]
+    for key in ("reasoning_content", "content"):
+        assert "".join(delta[key] or "" for delta in deltas) == wanted[key]
+    assert sum(delta["reasoning_content"] is not None for delta in deltas) > 3
+    service.reasoning_tags = ["#?#", "@?@"]
+    assert said()[0]["message"] == {"role": "assistant", "reasoning_content": None, "content": text}
+
+
+def test_tags_that_responses_do_not_show_are_refused(model: Path) -> None:
+    given = [f"model.path={model}", "separate_reasoning=true", "reasoning_tags=[<s>, </s>]"]
+    with pytest.raises(ValueError, match=r"reasoning_tags: </s> is a special token of this tokenizer"):
+        serve.prepare(None, given, Launch())
+    with pytest.raises(ConfigError, match="reasoning_tags"):
+        serve.prepare(None, [given[0], given[2]], Launch())
+
+
 def greedy_tokens(model: Path, prompt: str, most: int) -> str:
     return decode(load_tokenizer(model), transformers_greedy(str(model), [ids_of(prompt)], most, eos_token_id=-1))[0]
 

@@ -68,10 +68,10 @@ def test_step_writes_phases_and_tokens_per_second(ran: Ran) -> None:
     assert "step_s" in printed
 
 
-@pytest.mark.script("placement.py streaming --portions 1 2 --steps 2 --rounds 1 --prompts 4 --response 8 --at-once 4")
+@pytest.mark.script("placement.py streaming --chunks 1 2 --steps 2 --rounds 1 --prompts 4 --response 8 --at-once 4")
 def test_streaming_measures_how_long_rows_wait(ran: Ran) -> None:
     report, printed = ran
-    assert [run["portions"] for run in report["runs"]] == [1, 2] and "portions | reward |" in printed
+    assert [run["chunks"] for run in report["runs"]] == [1, 2] and "chunks | reward |" in printed
     for run in report["runs"]:
         assert 0 < run["reward"] <= run["both"] and 0 < run["reference"] <= run["both"]  # of the same responses: it looks
 
@@ -104,7 +104,7 @@ def test_train_step_draws_weights_in_place(ran: Ran) -> None:
     assert report["machine"]["device"] == "cpu"
 
 
-@pytest.mark.script("kernels.py agreement --quick --device cpu --families llama gemma2 --tokens 8")
+@pytest.mark.script("device.py agreement --quick --device cpu --families llama gemma2 --tokens 8")
 def test_agreement_measures_distances_from_float32(ran: Ran) -> None:
     report, printed = ran
     for family in ("llama", "gemma2"):

@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 def holdings(spec: ModelSpec, head: str, layout: Layout, ranks: list[int]) -> list[Holding]:
     return [
         Holding(
-            tuple(ranks[layout.index(pp, dp, tp)] for dp in range(layout.dp)),
+            tuple(ranks[layout.index(pp, dp, 0, tp)] for dp in range(layout.dp)),
             plan_params(spec, head, pp, layout.pp, tp, layout.tp),
             layout.dp_shard,
         )

@@ -249,7 +249,7 @@ def test_generation_layouts() -> None:
     )
     for layout in (generation_layout(Layout(1, 1, 8, 3), 2, 2), generation_layout(Layout(2, 2, 2), 1, 2, consecutive=True)):
         seen = [layout.coordinate(index) for index in range(8)]
-        assert sorted(seen) == [(p, d, t) for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)]
+        assert sorted(seen) == [(p, d, 0, t) for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)]
         assert [layout.index(*coordinate) for coordinate in seen] == list(range(8))
         assert all(layout.along(i, "tp") == [i // 2 * 2, i // 2 * 2 + 1] for i in range(8))
 

@@ -143,7 +143,7 @@ def test_forward_is_the_same_in_every_layout(
     want = run_ranks(1, score, models["tied"], Layout(), [1])[0]
     results = run_ranks(layout.size, score, models["tied"], layout, micro)
     for index, result in enumerate(results):
-        stage, replica, _ = layout.coordinate(index)
+        stage, replica, _, _ = layout.coordinate(index)
         if stage == pp - 1:
             mine = list(range(len(LENGTHS)))[replica::dp]
             order = [row for i in range(micro[replica]) for row in mine[i :: micro[replica]]]

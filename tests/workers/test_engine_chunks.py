@@ -106,7 +106,7 @@ def test_forward_is_that_of_one_rank(models: dict[str, str], layout: Layout, mic
     for replica in range(layout.dp):
         mine = list(range(len(want)))[replica :: layout.dp]
         order = [row for i in range(micro[replica]) for row in mine[i :: micro[replica]]]
-        for row, got in zip(order, results[layout.index(layout.pp - 1, replica, 0)], strict=True):
+        for row, got in zip(order, results[layout.index(layout.pp - 1, replica, 0, 0)], strict=True):
             # the last of each row is a label of the neighbouring row: compare what belongs to the row
             torch.testing.assert_close(got[:-1], want[row][:-1], rtol=1e-12, atol=1e-12)
 

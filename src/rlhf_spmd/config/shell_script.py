@@ -32,6 +32,7 @@ OUTPUT = re.compile(  # a redirection; arithmetic, tests, quotes and comments ar
     r"""(?<![<>&\d=-])\d?>>?\|?\s*(?!&)["']?[\w./${}~-]+["']?""",
     re.DOTALL,
 )
+DEMANDED = re.compile(r"\$\{(\w+):?\?")
 UNSET = re.compile(r"\$?(\w+): (?:unbound variable|parameter null or not set|parameter not set)")
 
 
@@ -61,9 +62,11 @@ def last_command(path: Path, program: str) -> ScriptCommand:
         for name in ANSWERING:
             if (found := shutil.which(name)) is not None:
                 (Path(directory) / name).symlink_to(found)
+        demanded = {name: rf"(?<=: ){name}(?=: )" for name in DEMANDED.findall(text)}  # which tells why in the script's words
         while True:
             commands, said = _run(PRELUDE + text, path, directory, unset)
-            missing = [name for name in dict.fromkeys(UNSET.findall(said)) if name not in unset]
+            found_unset = [*UNSET.findall(said), *(name for name, where in demanded.items() if re.search(where, said))]
+            missing = [name for name in dict.fromkeys(found_unset) if name not in unset]
             if not missing:
                 break
             unset += missing

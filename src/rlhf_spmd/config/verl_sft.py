@@ -9,6 +9,8 @@ from typing import Any
 
 from yaml import safe_load
 
+from rlhf_spmd.config.verl_meanings import optimizer_of, our_name
+
 
 @cache
 def sft_names() -> dict[str, Any]:
@@ -29,12 +31,22 @@ def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     names = sft_names()
     verl: dict[str, Any] = names["defaults"] | dict(given)
     found: dict[str, Any] = {"algorithm.name": "sft", "data.filter_overlong": verl["data.truncation"] != "error"}
-    found |= {names["keys"][key]: value for key, value in verl.items() if key in names["keys"] and _is_set(key, value)}
+    ours = {key: our_name(names["keys"], key) for key in verl}
+    found |= {name: verl[key] for key, name in ours.items() if name is not None and _is_set(key, verl[key])}
+    optimizer, without = optimizer_of(verl, "optim", "actor")
+    found |= optimizer
+    if verl.get("optim.min_lr"):
+        found["models.actor.optim.min_lr_ratio"] = verl["optim.min_lr"] / verl["optim.lr"]
     left = {
         key: next((why for name, why in names["not_needed"].items() if name in key), "not known: look it up")
         for key in given
-        if key not in names["keys"] and key not in names["said"]
+        if ours[key] is None and key not in names["said"]
     }
+    left |= without
+    for key in [key for key in ("run.save_freq", "run.test_freq") if isinstance(found.get(key), str)]:
+        left[f"trainer.{key[4:]}"] = f"{found.pop(key)!r}; here it is a number of steps"
+    if "run.keep_checkpoints" in found:  # the one before the newest is kept too
+        found["run.keep_checkpoints"] = max(2, found["run.keep_checkpoints"])
     if verl.get("model.lora_rank", 0):
         found |= {f"models.actor.lora.{ours}": verl[key] for key, ours in names["lora"].items() if key in verl}
     if verl.get("model.enable_gradient_checkpointing", True):

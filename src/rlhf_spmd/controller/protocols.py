@@ -118,11 +118,12 @@ def _everyone(shape: GroupShape) -> list[int]:
 
 
 def _by_replica(name: str, grid: Callable[[GroupShape], Layout | GenerationLayout]) -> Protocol:
-    """Each replica of a grid gets its own rows, the same on its pp * tp ranks. Results come from its last stage."""
+    """Each replica of a grid gets its own rows, the same on its pp * cp * tp ranks. Results come from its last stage."""
 
     def last_stage(shape: GroupShape, dp: int) -> list[int]:
         layout = grid(shape)
-        return [layout.index(layout.pp - 1, dp, tp) for tp in range(layout.tp)]
+        ranks: list[int] = layout.ranks[layout.pp - 1, dp].reshape(-1).tolist()
+        return ranks
 
     return Protocol(
         name,
@@ -161,7 +162,7 @@ PP_ONLY = Protocol(  # same input for all, one result per pipeline stage (dp 0, 
     "PP_ONLY",
     parts=lambda shape: 1,
     distribute=lambda shape, index: 0,
-    collect=lambda shape: [shape.layout.index(pp, 0, 0) for pp in range(shape.layout.pp)],
+    collect=lambda shape: [shape.layout.index(pp, 0, 0, 0) for pp in range(shape.layout.pp)],
 )
 PP_AS_DP = _by_replica(  # each pipeline stage gets its own rows, as if it were a generation replica
     "PP_AS_DP", cache(lambda shape: GenerationLayout(shape.layout, 1, shape.layout.tp))

@@ -6,7 +6,9 @@ Floor F2: may import config, objectives, rewards, telemetry; must not know ranks
 - ``balance``: assigns rows to parts and micro-batches by token count; pure
 - ``files``: reads rows from jsonl, json, parquet or ``datasets``; DataError
 - ``tokenizer``: load_tokenizer, encode, decode, and the tokens that end a response
+- ``chat_variables``: variables of chat templates, checked; which ones a template reads
 - ``encoding``: prompts and conversations to token ids
+- ``reasoning``: reasoning between tags, and what follows it
 - ``dataset``: what all data sets share: RowsConfig, DatasetConfig, TokenDataset
 - ``prompts``, ``sft``, ``preferences``: the data sets and their configurations
 - ``loader``: builds a data set or maps its cached file; Loader (training order, resumable) and validation_batches

@@ -10,20 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.data.chat_variables import check_variables, unread_variables
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, Decoding, TurnFrame, added_ids, encode, turn_frame
 
 ENCODE_ROWS = 1024  # texts per call of the tokenizer
 LONG_TOKEN = 64  # characters; few tokens have more
 TEMPLATE_FILE = "chat_template.jinja"  # transformers' name, beside a tokenizer
-RENDERING = (
-    "tokenize",
-    "add_generation_prompt",
-    "chat_template",
-    "tools",
-    "conversation",
-    "return_dict",
-)  # set here, not by users
 
 
 @dataclass(frozen=True)
@@ -47,11 +40,12 @@ class EncodingConfig:
             raise ValueError(f"{where}.apply_chat_template={self.apply_chat_template!r} must be auto, true or false")
         if self.system_prompt is not None and self.apply_chat_template is False:
             raise ValueError(f"{where}.system_prompt needs {where}.apply_chat_template=true (or auto, with chat messages)")
-        for name in RENDERING:
-            if name in self.chat_template_kwargs:
-                raise ValueError(
-                    f"{where}.chat_template_kwargs.{name} is no variable of a template: the trainer sets it itself"
-                )
+        check_variables(f"{where}.chat_template_kwargs", self.chat_template_kwargs)
+
+    def warnings(self, where: str, tokenizer: Any) -> list[str]:
+        """Returns a line for each variable that the template never reads. Raises DataError for a template's file."""
+        template = read_template(self.chat_template, f"{where}.chat_template")
+        return unread_variables(f"{where}.chat_template_kwargs".lstrip("."), self.chat_template_kwargs, tokenizer, template)
 
 
 class PromptEncoder:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,12 @@ def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]
     config = load(schema, path, overrides)
     check_tree(config)
     return config
+
+
+def say_warnings(launch: Launch, lines: Iterable[str]) -> None:
+    """Prints warnings about the settings, once for all ranks."""
+    for line in lines if launch.rank == 0 else ():
+        print(f"warning: {line}", file=sys.stderr)
 
 
 def inference_program(

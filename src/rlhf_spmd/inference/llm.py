@@ -7,6 +7,7 @@ in one call of the generator, and all ranks get all results.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.schema import read_section
+from rlhf_spmd.data.chat_variables import unread_variables
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.inference.requests import EngineConfig, Prompt, RequestProcessor, is_ids, prepare_model
@@ -124,6 +126,9 @@ class LLM:
             raise ValueError("a conversation is a list of messages with 'role' and 'content'")
         prompts = self.processor.encode(talks, chat_template, chat_template_kwargs)
         template = read_template(chat_template, "chat_template")
+        if self.processor.engine.world.rank == 0:
+            for line in unread_variables("chat_template_kwargs", chat_template_kwargs or {}, self.get_tokenizer(), template):
+                warnings.warn(line, stacklevel=2)
         ends = () if template is None else end_token_ids(self.processor.tokenizer, template)
         return self._answer(prompts, sampling_params, use_tqdm, ends)
 

@@ -151,6 +151,7 @@ class TextDelta:
     - entries: log-probs of its tokens, if the request asks for them; NaN for a token without one, such as a prompt's first
     - offsets: for completions, where each token begins in the whole text
     - finish_reason: None while the response goes on
+    - reasoning: what comes before ``text``; None if it is not separated
     """
 
     text: str
@@ -158,6 +159,7 @@ class TextDelta:
     offsets: Sequence[int] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str | None = None
 
 
 def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
@@ -165,7 +167,8 @@ def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part:
     content: dict[str, Any] = {"text": delta.text}
     if chat:
         role = {} if part == "later" else {"role": "assistant"}
-        content = {"message" if part is None else "delta": {**role, "content": delta.text}}
+        thoughts = {} if delta.reasoning is None else {"reasoning_content": delta.reasoning or None}
+        content = {"message" if part is None else "delta": {**role, **thoughts, "content": delta.text}}
     log_probs = None
     if delta.entries is not None:
         log_probs = _chat_logprobs(delta.entries, to_bytes) if chat else _completion_logprobs(delta.entries, delta.offsets)

@@ -22,9 +22,10 @@ import torch
 
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import counted
-from rlhf_spmd.data.encoding import check_ids
+from rlhf_spmd.data.encoding import check_ids, read_template
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
+from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
@@ -166,6 +167,7 @@ def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> s
     files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
     sections = ("model", "sampling", "reward", "environment", "environments", "pass_score")
     settings = {key: value for key, value in to_dict(config).items() if key in sections}
+    settings["data"] = [config.data.chat_template_kwargs, read_template(config.data.chat_template, "data.chat_template")]
     asked = [[s.name, s.prompts, s.limits, s.rows, to_dict(s.sampling), to_dict(s.reward), code_of(s)] for s in sets]
     return hashlib.sha256(json.dumps([settings, files, asked]).encode()).hexdigest()
 
@@ -275,7 +277,15 @@ class PromptSetRun:
             prompts = [self.set.rows[completion.row_id // self.set.sampling.n] for completion in completions]
             ids = [completion.token_ids for completion in completions]
             texts = decode(self.ready.tokenizer, ids)
-            for row, text, score in zip(rows, texts, self.scorer.score(prompts, texts, ids), strict=True):
+            answers: list[str | None] = [*texts]
+            if self.set.reward.strip_reasoning:
+                asked = [self.set.prompts[completion.row_id // self.set.sampling.n] for completion in completions]
+                tokenizer, tags = self.ready.tokenizer, self.set.reward.reasoning_tags
+                answers = [strip_reasoning(tokenizer, *pair, tags) for pair in zip(asked, ids, strict=True)]
+                for row, stripped in zip(rows, answers, strict=True):
+                    row["stripped"] = stripped
+            scores = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
+            for row, text, score in zip(rows, texts, scores, strict=True):
                 row |= {"response": text, "score": score}
         made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
         self.ready.journal.append(made)

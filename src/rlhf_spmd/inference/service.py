@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
 from queue import Empty, Queue
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from rlhf_spmd.config.schema import counted
+from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, decode, prompt_texts, token_bytes
 from rlhf_spmd.generation import GenerationLimits, Request
 from rlhf_spmd.generation.sequence import NotFinite, SequenceState
@@ -50,6 +52,8 @@ class StreamProgress:
     """What a stream has sent of one response."""
 
     text: str = ""
+    reasoning: str = ""
+    content: str = ""
     tokens: int = 0
     first: bool = True
     ended: bool = False
@@ -96,11 +100,21 @@ class Service:
 
     - arrivals: requests and clients that went away
     - replies: by request number, takes the parts of the answer
+    - variables: of the chat template, where a request sets no others
+    - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
     - state: "on"; then "ending", in which new requests are refused; then "over"
     """
 
-    def __init__(self, processor: RequestProcessor, name: str, told_to_end: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        processor: RequestProcessor,
+        name: str,
+        told_to_end: Callable[[], bool] = lambda: False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        reasoning_tags: Sequence[str] | None = None,
+    ) -> None:
         self.processor, self.engine, self.name, self.told_to_end = processor, processor.engine, name, told_to_end
+        self.variables, self.reasoning_tags = variables, reasoning_tags
         self.arrivals: Queue[Arrival] = Queue()
         self.replies: dict[int, Callable[[Part], Any]] = {}
         self.waiting: deque[ServedRequest] = deque()
@@ -120,7 +134,7 @@ class Service:
         prompts = prompts_of(body, chat)
         if not 0 < len(prompts) * max(params.n, 1) <= MOST_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MOST_ROWS} responses")
-        read = self.processor.encode(prompts, variables=format.chat_template_kwargs)
+        read = self.processor.encode(prompts, variables={**self.variables, **format.chat_template_kwargs})
         rest = {key: value for key, value in body.items() if key not in ("prompt", "messages")}
         return {"chat": chat, "body": rest, "prompts": read}
 
@@ -316,7 +330,12 @@ class Service:
         ``text``: the response's whole text so far; ``entries``: the log-probs of its new tokens.
         """
         asked, ended = served.asked[served.rows[row]], served.ended.get(row)
-        new, told, offsets = text[len(sent.text) :], entries, list[int]()
+        new, told, offsets, reasoning = text[len(sent.text) :], entries, list[int](), None
+        if served.chat and self.reasoning_tags is not None:
+            begun = begins_reasoning(self._prompt(asked), self.reasoning_tags[0])
+            parts = split_reasoning(text, begun, self.reasoning_tags, ended is not None)
+            reasoning, new = parts[0][len(sent.reasoning) :], parts[1][len(sent.content) :]
+            sent.reasoning, sent.content = parts
         if entries is not None and not served.chat:
             echoed = len(self._prompt(asked)) if served.format.echo else 0
             if sent.offsets is None:
@@ -328,7 +347,8 @@ class Service:
                 scored = served.scored[served.rows[row]]
                 told, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
         sent.text, sent.tokens, sent.first, sent.ended = text, sent.tokens + len(entries or ()), False, ended is not None
-        return TextDelta(new, told, offsets, *((ended.finish_reason, ended.stop_reason) if ended else ()))
+        finish, stop = (ended.finish_reason, ended.stop_reason) if ended else (None, None)
+        return TextDelta(new, told, offsets, finish, stop, reasoning)
 
     def _prompt(self, asked: PromptRequest) -> str:
         return prompt_texts(self.processor.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt

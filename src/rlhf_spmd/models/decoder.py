@@ -38,7 +38,7 @@ from rlhf_spmd.models.tensor_parallel import (
     vocab_parallel_embedding,
 )
 from rlhf_spmd.parallel.boxes import ParamShard
-from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.layout import stage_layers
 
 
@@ -214,6 +214,7 @@ class Decoder(nn.Module):
 
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
+    ``cp``: the group that shares the tokens of each sequence, see ``context_parallel``: hidden states are of this rank's tokens.
     ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
     """
 
@@ -230,9 +231,10 @@ class Decoder(nn.Module):
         sequence_parallel: bool = False,
         ops: Ops | None = None,
         lora: LoraConfig | None = None,
+        cp: Group | None = None,
     ) -> None:
         super().__init__()
-        device = torch.device(device)
+        device, self.cp = torch.device(device), cp or solo()
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
         self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
         self.shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora)

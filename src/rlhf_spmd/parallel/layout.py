@@ -1,9 +1,10 @@
 """How one model is split over the ranks of its pool. Pure, without a process group.
 
-Training ranks form the grid ``[pp, dp, tp]``, with consecutive tensor-parallel ranks (HybridFlow, section 5.3). A generation layout
-(p_g, t_g, d_g, d) regroups the same ranks. Generation TP groups take every (t/t_g)-th rank of a training TP group, generation PP groups
-every (p/p_g)-th stage, and the micro-DP group has the ranks in between. So a rank's training shard is always a slice of its generation
-shard. If that cannot be, or is not wanted, generation ranks form a grid of their own.
+Training ranks form the grid ``[pp, dp, cp, tp]``, with consecutive tensor-parallel ranks (HybridFlow, section 5.3). The dp * cp ranks
+of a stage and slice hold the same weights. The ranks of cp have the same rows, and each a part of their tokens. A generation layout
+(p_g, t_g, d_g, d * c) regroups the same ranks. Generation TP groups take every (t/t_g)-th rank of a training TP group, generation PP
+groups every (p/p_g)-th stage, and the micro-DP group has the ranks in between. So a rank's training shard is always a slice of its
+generation shard. If that cannot be, or is not wanted, generation ranks form a grid of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ class LayoutConfig:
     - vpp: chunks of layers per pipeline rank (interleaved 1F1B), see [parallelism.md](parallelism.md)
     - tp: tensor slices
     - dp: replicas; null: what the ranks of the pool leave
-    - zero: ZeRO stage over the replicas, 0 to 3
-    - zero_size: neighbouring replicas that share one copy of what `zero` shards, say those of a host (HSDP); divides `dp`; null: all,
-      see [placement.md](placement.md#zero-inside-hosts)
+    - cp: ranks that share the tokens of each row in training and scoring (context parallelism, also called Ulysses), for sequences that
+      one rank cannot hold; see [parallelism.md](parallelism.md#context-parallelism)
+    - zero: ZeRO stage over the dp * cp copies of the weights, 0 to 3
+    - zero_size: neighbouring copies that share one copy of what `zero` shards, say those of a host (HSDP); divides `dp` * `cp`; null:
+      all, see [placement.md](placement.md#zero-inside-hosts)
     - sequence_parallel: outside attention and MLP each tp rank holds 1 / tp of the tokens, see [parallelism.md](parallelism.md);
       without effect at tp 1
     """
@@ -37,12 +40,13 @@ class LayoutConfig:
     vpp: PositiveInt = 1
     tp: PositiveInt = 1
     dp: PositiveInt | None = None
+    cp: PositiveInt = 1
     zero: Literal[0, 1, 2, 3] = 0
     zero_size: PositiveInt | None = None
     sequence_parallel: bool = False
 
 
-AXES = ("pp", "dp", "tp")  # of training and of generation layouts
+AXES = ("pp", "dp", "cp", "tp")  # of training and of generation layouts
 
 
 class Coordinate(NamedTuple):
@@ -50,6 +54,7 @@ class Coordinate(NamedTuple):
 
     pp: int
     dp: int
+    cp: int
     tp: int
 
 
@@ -62,11 +67,11 @@ class Grid(ABC):
     @property
     @abstractmethod
     def ranks(self) -> np.ndarray:
-        """Pool indices by coordinate, [pp, dp, tp]."""
+        """Pool indices by coordinate, [pp, dp, cp, tp]. Generation has no cp: 1."""
 
     @property
     def dp_shard(self) -> int:
-        """How many neighbouring ranks of dp share one copy of what ZeRO shards; 1: each rank has its own copy."""
+        """How many neighbouring ranks of dp * cp share one copy of what ZeRO shards; 1: each rank has its own copy."""
         return 1
 
     @cached_property
@@ -78,9 +83,9 @@ class Grid(ABC):
         """The coordinates of a pool index."""
         return self._coordinates[index]
 
-    def index(self, pp: int, dp: int, tp: int) -> int:
+    def index(self, pp: int, dp: int, cp: int, tp: int) -> int:
         """The pool index at these coordinates."""
-        return int(self.ranks[pp, dp, tp])
+        return int(self.ranks[pp, dp, cp, tp])
 
     def along(self, index: int, *axes: str) -> list[int]:
         """Returns ``index`` and the ranks that differ from it only on ``axes``, in the order of their coordinates."""
@@ -91,24 +96,26 @@ class Grid(ABC):
         return found
 
     def replica_group(self, index: int) -> list[int]:
-        """The pp * tp ranks that hold the replica of ``index``."""
+        """The pp * tp ranks that hold the copy of the model of ``index``."""
         return self.along(index, "pp", "tp")
 
     def shard_group(self, index: int) -> list[int]:
         """The ``dp_shard`` ranks, ``index`` among them, that share one copy of what ZeRO shards."""
-        first = self.coordinate(index).dp // self.dp_shard * self.dp_shard
-        return self.along(index, "dp")[first : first + self.dp_shard]
+        copies = self.along(index, "dp", "cp")
+        first = copies.index(index) // self.dp_shard * self.dp_shard
+        return copies[first : first + self.dp_shard]
 
     def replicate_group(self, index: int) -> list[int]:
         """Returns the ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
-        return self.along(index, "dp")[self.coordinate(index).dp % self.dp_shard :: self.dp_shard]
+        copies = self.along(index, "dp", "cp")
+        return copies[copies.index(index) % self.dp_shard :: self.dp_shard]
 
 
 @dataclass(frozen=True)
 class Layout(Grid):
-    """A resolved training layout (p, t, d) with its ZeRO stage over d and ``vpp`` virtual stages per rank.
+    """A resolved training layout (p, t, d, c) with its ZeRO stage over d * c and ``vpp`` virtual stages per rank.
 
-    ``zero_size``: the number of neighbouring ranks of dp over which ZeRO shards; None: all of them.
+    ``zero_size``: the number of neighbouring ranks of dp * cp over which ZeRO shards; None: all of them.
     """
 
     pp: int = 1
@@ -118,22 +125,28 @@ class Layout(Grid):
     vpp: int = 1
     sequence_parallel: bool = False
     zero_size: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        assert self.dp % (self.zero_size or 1) == 0, f"zero_size={self.zero_size} does not divide dp={self.dp}"
+        assert self.copies % (self.zero_size or 1) == 0, f"zero_size={self.zero_size} does not divide dp * cp={self.copies}"
 
     @property
     def size(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.copies
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks with the same stage and slice of the model: dp * cp."""
+        return self.dp * self.cp
 
     @property
     def dp_shard(self) -> int:
-        return (self.zero_size or self.dp) if self.zero else 1
+        return (self.zero_size or self.copies) if self.zero else 1
 
     @property
     def dp_replicate(self) -> int:
-        """The number of copies of the model over dp."""
-        return self.dp // self.dp_shard
+        """The number of copies of the model over dp * cp."""
+        return self.copies // self.dp_shard
 
     def stages(self, pp_rank: int) -> list[int]:
         """Returns the virtual stages (of ``pp * vpp``) that a pipeline rank holds, one per chunk of layers."""
@@ -141,10 +154,10 @@ class Layout(Grid):
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        return np.arange(self.size).reshape(self.pp, self.dp, self.tp)
+        return np.arange(self.size).reshape(self.pp, self.dp, self.cp, self.tp)
 
     def __str__(self) -> str:
-        options = (("zero", self.zero, 0), ("zero_size", self.zero_size, None), ("vpp", self.vpp, 1))
+        options = (("cp", self.cp, 1), ("zero", self.zero, 0), ("zero_size", self.zero_size, None), ("vpp", self.vpp, 1))
         more = (f" {key}({n})" for key, n, none in options if n != none)
         return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + "".join(more)
 
@@ -159,32 +172,33 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
         raise ValueError(
             f"{where}: vpp={config.vpp} interleaves the chunks of several stages, but pp=1; set vpp=1 or pp to 2 or more"
         )
-    dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp), 1)
-    check_zero_size(config.zero, config.zero_size, dp, where)
-    zero_size = None if config.zero_size == dp else config.zero_size
-    layout = Layout(config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel, zero_size)
+    dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp * config.cp), 1)
+    check_zero_size(config.zero, config.zero_size, dp * config.cp, where)
+    zero_size = None if config.zero_size == dp * config.cp else config.zero_size
+    layout = Layout(config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel, zero_size, config.cp)
     if layout.size != pool_size:
+        cp = f" * cp({layout.cp})" if layout.cp > 1 else ""
         raise ValueError(
-            f"{where}: pp({layout.pp}) * tp({layout.tp}) * dp({layout.dp}) = {layout.size} ranks, but the pool has {pool_size}; "
+            f"{where}: pp({layout.pp}) * tp({layout.tp}) * dp({layout.dp}){cp} = {layout.size} ranks, but the pool has {pool_size}; "
             f"change the layout or the pool so that both are equal"
         )
     return layout
 
 
-def check_zero_size(zero: int, size: int | None, dp: int, where: str) -> None:
-    """Raises ValueError if ZeRO cannot shard over ``size`` neighbours of ``dp`` ranks, with the value and what is allowed."""
+def check_zero_size(zero: int, size: int | None, copies: int, where: str) -> None:
+    """Raises ValueError if ZeRO cannot shard over ``size`` neighbours of ``copies`` ranks, with the value and what is allowed."""
     if size is None:
         return
-    if dp % size:
-        allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
-        raise ValueError(f"{where}.zero_size={size}: must divide dp={dp}; allowed: {allowed}, or null: all of dp")
+    if copies % size:
+        allowed = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
+        raise ValueError(f"{where}.zero_size={size}: must divide dp={copies}; allowed: {allowed}, or null: all of dp")
     if not zero:
         raise ValueError(f"{where}.zero_size={size} needs {where}.zero 1, 2 or 3, and that is 0")
 
 
 @dataclass(frozen=True)
 class GenerationLayout(Grid):
-    """(p_g, t_g, d_g, d) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per training replica.
+    """(p_g, t_g, d_g, d) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per copy of the model.
 
     ``consecutive``: no regrouping. The ranks form the grid [p_g, replicas, t_g] like those of a training layout, and a training shard
     may lie outside its rank's generation shard. :func:`generation_layout` chooses.
@@ -221,23 +235,23 @@ class GenerationLayout(Grid):
 
     @property
     def dp(self) -> int:
-        """The number of generation replicas, d_g * d."""
+        """The number of generation replicas, d_g * d * c: the ranks of a training layout's cp generate on their own."""
         return self.train.size // (self.pp * self.tp)
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """Pool indices by coordinate, [p_g, d_g * d, t_g]."""
-        ranks, shape = np.arange(self.train.size), (self.pp, self.dp, self.tp)
+        """Pool indices by coordinate, [p_g, d_g * d * c, 1, t_g]."""
+        ranks, shape = np.arange(self.train.size), (self.pp, self.dp, 1, self.tp)
         if self.consecutive:
             return ranks.reshape(shape)
         stages, slices = self.train.pp // self.pp, self.train.tp // self.tp  # of training, per generation stage and slice
-        return ranks.reshape(self.pp, stages, self.train.dp, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
+        return ranks.reshape(self.pp, stages, self.train.copies, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def micro_dp_group(self, index: int) -> list[int]:
         """Returns the ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
-        pp, dp, tp = self.coordinate(index)
+        pp, dp, _, tp = self.coordinate(index)
         first = dp // self.micro_dp * self.micro_dp
-        group: list[int] = self.ranks[pp, first : first + self.micro_dp, tp].tolist()
+        group: list[int] = self.ranks[pp, first : first + self.micro_dp, 0, tp].tolist()
         return group
 
 

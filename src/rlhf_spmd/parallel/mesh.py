@@ -24,12 +24,13 @@ from rlhf_spmd.parallel.world import World
 class Mesh:
     """This rank's view of a layout on a pool. On ranks outside the pool ``index`` is -1 and the groups are solo groups.
 
-    ``pp_rank``, ``dp_rank``, ``tp_rank``: coordinates. ``member``: True on ranks of the pool. Groups:
+    ``pp_rank``, ``dp_rank``, ``cp_rank``, ``tp_rank``: coordinates. ``member``: True on ranks of the pool. Groups:
 
-    - ``tp``; ``dp``, and in it ``dp_shard`` (ranks that share one copy of what ZeRO shards) and ``dp_replicate`` (ranks that hold the
-      same part as this one).
+    - ``tp``; ``dp``; ``cp``, the ranks that share the tokens of the same rows.
+    - ``copies``: the dp * cp ranks with the same stage and slice. In it ``dp_shard`` (ranks that share one copy of what ZeRO shards)
+      and ``dp_replicate`` (ranks that hold the same part as this one).
     - ``pp``, and ``pp_back`` for what goes backwards between the stages.
-    - ``replica``: the pp * tp ranks of one replica. ``pool``: all ranks.
+    - ``replica``: the pp * tp ranks of one copy. ``pool``: all ranks.
     - ``ends``: first and last stage of this (dp, tp), for tied embeddings; ``ring``, ``ring_back``: the same two ranks, for what goes
       between them if vpp > 1. These three are solo groups on the stages between.
 
@@ -41,9 +42,12 @@ class Mesh:
     index: int
     pp_rank: int
     dp_rank: int
+    cp_rank: int
     tp_rank: int
     tp: Group
     dp: Group
+    cp: Group
+    copies: Group
     dp_shard: Group
     dp_replicate: Group
     pp: Group
@@ -67,17 +71,23 @@ class Mesh:
     def last_stage(self) -> bool:
         return self.pp_rank == self.layout.pp - 1
 
+    @property
+    def copies_axis(self) -> str:
+        """The name in :attr:`device_mesh` of the axis of all ranks with the same stage and slice."""
+        return "dp" if self.cp.size == 1 else "copies"
+
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """Torch's mesh of the axes with more than one rank. If ZeRO shards over a part of dp: ``dp_replicate``, ``dp_shard``.
+        """Torch's mesh of the axes with more than one rank: ``pp``, :attr:`copies_axis`, ``tp``. If ZeRO shards over a part of the
+        copies: ``dp_replicate``, ``dp_shard``.
 
         Collective over the pool, the first time: every rank of it must call, in program order.
         """
-        pp, dp, tp = self.layout.ranks.shape
+        pp, dp, cp, tp = self.layout.ranks.shape
         shard = self.layout.dp_shard
-        shape = {"pp": pp, "dp": dp, "tp": tp}
-        if 1 < shard < dp:
-            shape = {"pp": pp, "dp_replicate": dp // shard, "dp_shard": shard, "tp": tp}
+        shape = {"pp": pp, self.copies_axis: dp * cp, "tp": tp}
+        if 1 < shard < dp * cp:
+            shape = {"pp": pp, "dp_replicate": dp * cp // shard, "dp_shard": shard, "tp": tp}
         shape = {axis: size for axis, size in shape.items() if size > 1}
         groups = {axis: group.process_group for axis in shape if isinstance(group := getattr(self, axis), Group)}
         ranks = torch.tensor(self.pool.ranks)[torch.from_numpy(self.layout.ranks)].reshape(list(shape.values()))
@@ -101,9 +111,11 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
     return Mesh(
         layout,
         index,
-        *(layout.coordinate(index) if index >= 0 else (-1, -1, -1)),
+        *(layout.coordinate(index) if index >= 0 else (-1, -1, -1, -1)),
         tp=along("tp", "tp"),
         dp=along("dp", "dp"),
+        cp=along("cp", "cp"),
+        copies=along("copies", "dp", "cp"),
         dp_shard=group("dp_shard", layout.shard_group),
         dp_replicate=group("dp_replicate", layout.replicate_group),
         pp=along("pp", "pp"),

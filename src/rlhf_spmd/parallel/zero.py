@@ -104,7 +104,7 @@ class FSDPModel:
         self._reductions: dict[int, _ReduceScatter] = {}  # id of a parameter -> its part's reduction
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody writes into it
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        axis = "dp" if mesh.dp_shard.size == mesh.dp.size else "dp_shard"
+        axis = mesh.copies_axis if mesh.dp_shard.size == mesh.copies.size else "dp_shard"
         for part in [*blocks, module]:
             fully_shard(part, mesh=mesh.device_mesh[axis], reshard_after_forward=stage == 3, mp_policy=policy)
             assert isinstance(part, FSDPModule)
@@ -166,6 +166,12 @@ def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.devic
     for part in reversed(rest):  # the module itself comes last: then FSDP2 finds its parameters' new storages
         part.to_empty(device=device, recurse=False)
     yield [local_part(param) for part in rest for param in part.parameters(recurse=False)]
+
+
+def zero_loss(module: nn.Module, hidden: Tensor) -> Tensor:
+    """0, with a gradient of 0 for every parameter. FSDP reduces whatever has a gradient, and that must be the same on all ranks."""
+    outside = [param.sum() for name, param in module.named_parameters() if not name.startswith("layers.")]
+    return torch.stack([hidden.sum(), *outside]).sum() * 0.0
 
 
 def is_sharded(tensor: Tensor) -> bool:

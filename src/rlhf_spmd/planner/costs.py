@@ -91,6 +91,7 @@ class _Rates:
         self.slices = np.where(settings.sequence_parallel > 0, settings.tp, 1)  # of the residual stream
         self.tp_ring, self.shard_ring = self.ring(settings.tp, 1), self.ring(settings.dp_shard, settings.tp)
         self.replicate_ring = self.ring(settings.dp_replicate, settings.tp * settings.dp_shard)
+        self.cp_ring = self.ring(settings.cp, settings.tp)
 
     def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
         """The ring over so many ranks, one every ``apart``. Between hosts it uses the network of all its devices in a host."""
@@ -101,6 +102,11 @@ class _Rates:
 
     def tp_sum(self, tokens: Numbers) -> Numbers:
         return 2 * self.tp_ring.gather(tokens * (self.shape.hidden * self.itemsize))
+
+    def cp_exchange(self, tokens: Numbers) -> Numbers:
+        """Seconds of a layer's two all-to-alls over cp: q, k and v one way, the attention's result back."""
+        numbers = 2 * (self.shape.queries + self.shape.keys) / self.settings.tp
+        return np.where(self.settings.cp > 1, self.cp_ring.gather(tokens * numbers * self.itemsize), 0.0)
 
     def hand_over(self, tokens: Numbers) -> Numbers:
         """Seconds to send activations to the next stage."""
@@ -148,7 +154,7 @@ class _Rates:
     def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
         """Seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken."""
         layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
-        layer = np.maximum(layer, self.calibration.launch)
+        layer = np.maximum(layer, self.calibration.launch) + self.cp_exchange(tokens)
         return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
 
     def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
@@ -161,7 +167,7 @@ class _Rates:
         again, full = level >= 1, level == 2
         layer = (3 + full) * self.products(tokens) + (3 + again) * (self.attention(tokens, seen) + self.elementwise(tokens))
         layer = layer + (4 + full + sliced * (1 - full / 2)) * self.tp_sum(tokens)
-        layer = np.maximum(layer, (3 + again) * self.calibration.launch)
+        layer = np.maximum(layer, (3 + again) * self.calibration.launch) + (2 + again) * self.cp_exchange(tokens)
         layer = layer + self.shape.layer / self.settings.tp * SUM_BYTES / self.bytes
         return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
 

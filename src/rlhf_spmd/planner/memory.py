@@ -280,10 +280,10 @@ def _alive(settings: CallSettings, role: RoleSettings, stage: Stage, number: Any
 
 
 def _micro_batches(work: Workload, settings: CallSettings) -> tuple[Any, Any]:
-    """(tokens of the largest micro-batch, micro-batches of a replica's mini-batch)."""
+    """(tokens of the largest micro-batch on a rank, micro-batches of a replica's mini-batch)."""
     rows = np.ceil(work.rows / work.mini_batches / settings.dp)
-    tokens = np.minimum(np.maximum(settings.micro_tokens, work.longest), rows * work.longest)
-    return tokens, np.clip(np.ceil(rows * work.length / tokens), 1, rows)
+    tokens = np.minimum(np.maximum(settings.micro_tokens * settings.cp, work.longest), rows * work.longest)
+    return tokens / settings.cp, np.clip(np.ceil(rows * work.length / tokens), 1, rows)
 
 
 def _gathered(part: _Slice, settings: CallSettings, role: RoleSettings) -> Any:

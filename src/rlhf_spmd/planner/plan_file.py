@@ -36,6 +36,7 @@ class PlacedCall:
     pp: PositiveInt = 1
     tp: PositiveInt = 1
     dp: PositiveInt = 1
+    cp: PositiveInt = 1
     home: bool = False
     zero: int = 0
     zero_size: int | None = None
@@ -60,9 +61,9 @@ class PlacedCall:
         """Raises ValueError."""
         if not re.fullmatch(r"\d+(-\d+)?", self.ranks) or self.rank_range.count < 1:
             raise ValueError(f"{where}.ranks={self.ranks!r} must be the first and the last rank, as 0-7, or one rank")
-        if self.pp * self.tp * self.dp != self.rank_range.count:
+        if self.pp * self.tp * self.dp * self.cp != self.rank_range.count:
             raise ValueError(
-                f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) is not the number of ranks in {self.ranks} "
+                f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) * cp({self.cp}) is not the number of ranks in {self.ranks} "
                 f"({self.rank_range.count})"
             )
         share, flying = self.gpu_memory_utilization, self.max_num_seqs
@@ -70,7 +71,7 @@ class PlacedCall:
             raise ValueError(f"{where}: gpu_memory_utilization={share} must be in (0, 1] and max_num_seqs={flying} at least 1")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
-        check_zero_size(self.zero, self.zero_size, self.dp, where)
+        check_zero_size(self.zero, self.zero_size, self.dp * self.cp, where)
         if self.activation_checkpointing not in CHECKPOINTING:
             raise ValueError(
                 f"{where}.activation_checkpointing={self.activation_checkpointing!r}: allowed are {', '.join(CHECKPOINTING)}"
@@ -121,7 +122,7 @@ class PlanFile:
                     if call.rank_range == home.rank_range and home.pp % call.pp == 0 and home.tp % call.tp == 0:
                         found["generation"] |= {"pp": call.pp, "tp": call.tp}
                         continue
-                if (call.rank_range, call.pp, call.tp) != (home.rank_range, home.pp, home.tp):
+                if (call.rank_range, call.pp, call.tp, call.cp) != (home.rank_range, home.pp, home.tp, home.cp):
                     found["calls"][method] = {"pool": _pool(call.rank_range), "layout": _layout(call)}
         return {"placement": {"strategy": "colocate", "pools": pools}, "models": models, "algorithm": self.algorithm}
 
@@ -131,7 +132,7 @@ def _pool(ranks: RankRange) -> str:
 
 
 def _layout(call: PlacedCall) -> dict[str, Any]:
-    return {"pp": call.pp, "tp": call.tp, "dp": call.dp}
+    return {"pp": call.pp, "tp": call.tp, "dp": call.dp} | ({"cp": call.cp} if call.cp > 1 else {})
 
 
 def _sharded(home: PlacedCall) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.models.context_parallel import check_cp
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
@@ -46,7 +47,8 @@ class ModelCall:
 
     ``name``: ``role.call``. ``method``: as the configuration names it. ``after``: calls that must have ended, by their indices.
     ``settings``: what memory depends on, as configured. ``dealt``: groups or rows that go to its replicas. ``captures``: on
-    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`.
+    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`. ``cp``: as configured; it
+    is not searched.
     """
 
     name: str
@@ -64,13 +66,14 @@ class ModelCall:
     captures: bool = False
     home: bool = False
     at_home: bool = False
+    cp: int = 1
 
 
 def layouts(call: ModelCall, size: int, slices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(pp, tp, dp) of ``size`` ranks that the model and its rows allow, tp one of ``slices``. Stages have equally many layers."""
-    found = []
+    """(pp, tp, dp) of ``size`` ranks that the model, its rows and cp allow, tp one of ``slices``. Stages have equally many layers."""
+    found, size = [], size // call.cp if size % call.cp == 0 else 0
     work, generates = call.work, call.kind == "generate"
-    for tp in (n for n in slices if size % n == 0):
+    for tp in (n for n in slices if size and size % n == 0):
         for pp in (n for n in divisors(size // tp) if n <= MOST_STAGES and call.spec.num_hidden_layers % n == 0):
             dp = size // tp // pp
             least = call.dealt if generates else call.dealt // work.mini_batches
@@ -78,6 +81,7 @@ def layouts(call: ModelCall, size: int, slices: Sequence[int]) -> list[tuple[int
                 continue
             try:
                 check_layout(call.spec, pp, tp, "")
+                check_cp(call.spec, tp, call.cp, "")
                 check_quantized(call.spec, call.lora, tp, "")
             except ValueError:
                 continue
@@ -181,12 +185,13 @@ class ProblemBuilder:
             return layouts(call, size, slices)
         placed = self.fixed.calls[call.name]
         check_layout(call.spec, placed.pp, placed.tp, f"the plan's calls.{call.name}")
+        check_cp(call.spec, placed.tp, placed.cp, f"the plan's calls.{call.name}")
         return [(placed.pp, placed.tp, placed.dp)]
 
     def _settings(self, call: ModelCall, given: Sequence[tuple[int, int, int]]) -> CallSettings:
         """The settings that are tried in these layouts."""
-        more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,)}
         placed = self.fixed and self.fixed.calls[call.name]
+        more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,), "cp": (placed.cp if placed else call.cp,)}
         if placed:
             level, in_flight = CHECKPOINTING.index(placed.activation_checkpointing), placed.max_num_seqs or IN_FLIGHT[-1]
             more |= {"zero": (placed.zero,), "zero_size": (placed.zero_size or 0,)}
@@ -204,7 +209,7 @@ class ProblemBuilder:
             more |= {"zero": (0, 1, 3)}
         made = call_settings(given, **more)
         if not placed:
-            made = made.take(((made.zero == 0) | (made.dp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
+            made = made.take(((made.zero == 0) | (made.dp * made.cp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
         device = self.machine.device
         can = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
         if call.kind == "generate" and can and not call.generation.enforce_eager:
@@ -342,6 +347,7 @@ def to_file(
             option.pp,
             option.tp,
             given["dp"],
+            given["cp"],
             call.home,
             option.zero,
             option.zero_size or None,

@@ -126,10 +126,10 @@ class Workload:
         return self.prompt + self.responses[-1]
 
     def micro_batches(self, rows: float, settings: CallSettings) -> tuple[np.ndarray, np.ndarray]:
-        """(micro-batches of each replica, tokens of each), [n] both, if ``rows`` whole rows are dealt evenly over dp."""
+        """(micro-batches of each replica, tokens of each on a rank), [n] both, if ``rows`` whole rows are dealt evenly over dp."""
         own = np.maximum(np.ceil(rows / settings.dp), 1)
-        number = np.ceil(own / np.maximum(settings.micro_tokens // self.length, 1))
-        return number, own * self.length / number
+        number = np.ceil(own / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
+        return number, own * self.length / number / settings.cp
 
     def computed(self, tokens: np.ndarray) -> np.ndarray:
         """Tokens of a micro-batch that go through the layers: rows of a group have their prompt in common."""
@@ -141,7 +141,8 @@ class Workload:
 class CallSettings:
     """Settings of a call that are compared: n alternatives, each field an int64 array [n].
 
-    ``micro_tokens``: token budget of a micro-batch. ``zero_size``: ranks of dp that ZeRO shards over, 0 for all.
+    ``cp``: ranks that share the tokens of a row. ``micro_tokens``: token budget of a micro-batch on a rank. ``zero_size``: ranks of
+    dp * cp that ZeRO shards over, 0 for all.
     ``checkpointing``: index into ``models.activations.CHECKPOINTING``. ``sequence_parallel``: 0 or 1. For generation ``dp``
     counts replicas, ``max_num_seqs`` the rows in flight on each, and ``graphs`` is 1 if decode steps are captured as CUDA
     graphs.
@@ -157,6 +158,7 @@ class CallSettings:
     sequence_parallel: np.ndarray
     max_num_seqs: np.ndarray
     graphs: np.ndarray
+    cp: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -164,17 +166,17 @@ class CallSettings:
     @property
     def size(self) -> np.ndarray:
         """Ranks of the layout."""
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.dp * self.cp
 
     @property
     def dp_shard(self) -> np.ndarray:
-        """Neighbouring ranks of dp that share one copy of what ZeRO shards, 1 without ZeRO."""
-        return np.where(self.zero > 0, np.where(self.zero_size > 0, self.zero_size, self.dp), 1)
+        """Neighbouring ranks of dp * cp that share one copy of what ZeRO shards, 1 without ZeRO."""
+        return np.where(self.zero > 0, np.where(self.zero_size > 0, self.zero_size, self.dp * self.cp), 1)
 
     @property
     def dp_replicate(self) -> np.ndarray:
-        """Copies of the model over dp."""
-        return self.dp // self.dp_shard
+        """Copies of the model over dp * cp."""
+        return self.dp * self.cp // self.dp_shard
 
     def take(self, index: Any) -> CallSettings:
         """The alternatives at ``index``, which is numbers or a mask."""
@@ -193,7 +195,7 @@ class CallSettings:
 def call_settings(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> CallSettings:
     """All combinations of (pp, tp, dp) with the given values of other fields. A field that is not given has one usual value."""
     usual = {"zero": 0, "zero_size": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0}
-    usual |= {"max_num_seqs": 256, "graphs": 0}
+    usual |= {"max_num_seqs": 256, "graphs": 0, "cp": 1}
     values = [options.get(name, (one,)) for name, one in usual.items()]
     rows = [(*layout, *rest) for layout in layouts for rest in product(*values)]
     return CallSettings(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)

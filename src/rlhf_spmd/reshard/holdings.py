@@ -39,15 +39,16 @@ def holdings(
     """
     at: dict[tuple[int, int], list[int]] = {}
     for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
-        pp, _, tp = layout.coordinate(index)
+        pp, _, _, tp = layout.coordinate(index)
         at.setdefault((pp, tp), []).append(rank)
     return [Holding(tuple(held), shards(*coordinate), layout.dp_shard) for coordinate, held in at.items()]
 
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
     """Returns the shards of one rank (a pool index), with only its rows under ZeRO."""
-    (pp, dp, tp), parts = layout.coordinate(index), layout.dp_shard
-    return zero_shards(shards(pp, tp), dp % parts, parts) if parts > 1 else shards(pp, tp)
+    (pp, _, _, tp), group = layout.coordinate(index), layout.shard_group(index)
+    held = shards(pp, tp)
+    return zero_shards(held, group.index(index), len(group)) if len(group) > 1 else held
 
 
 class HeldBox(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range, Seconds
@@ -16,6 +16,7 @@ from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
 from rlhf_spmd.rewards.format import check as check_pattern
 
+REASONING_TAGS = ("<think>", "</think>")
 FIELDS = ("prompt", "response", "answer")
 LARGEST = 1e38  # score; finite in float32 too
 
@@ -112,6 +113,10 @@ class RewardConfig:
     - apply_chat_template: for such a model, like `data.apply_chat_template`; `auto` is `true` if that is. For a judge
       `auto` is `true` if its tokenizer has a template
     - chat_template: for such a model or a judge, in place of its tokenizer's: a file or the Jinja text
+    - chat_template_kwargs: variables of that template: `{enable_thinking: false}`
+    - strip_reasoning: score only what follows the last closing tag, by a function, a reward model or a judge. A response
+      whose reasoning is not closed has an empty answer. `completion_ids` stay whole
+    - reasoning_tags: the opening and the closing tag
     - judge: the model generates a verdict on each response, and the number in it is the score: see [a
       judge](data_and_rewards.md#a-judge)
     - data_sources: score only rows whose `data_source` is in this list; see [several
@@ -127,6 +132,8 @@ class RewardConfig:
     - max_file_gb: size of each file that such a process writes, GiB
     """
 
+    needs: ClassVar = {"strip_reasoning": ("reasoning_tags",)}
+
     function: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     by_group: bool = False
@@ -134,6 +141,9 @@ class RewardConfig:
     retokenize: bool | Literal["auto"] = "auto"
     apply_chat_template: bool | Literal["auto"] = "auto"
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    strip_reasoning: bool = False
+    reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
     judge: JudgeConfig | None = None
     data_sources: list[str] | None = None
     weight: Float32 = 1.0
@@ -151,6 +161,11 @@ class RewardConfig:
             raise ValueError(f"{where}.data_sources=[] scores no row; name a data source, or leave it out for all")
         if self.judge is not None and self.retokenize is False:
             raise ValueError(f"{where}.retokenize=false: a judge reads text through its own tokenizer; leave it out")
+        check_tags(f"{where}.reasoning_tags", self.reasoning_tags)
+        if self.strip_reasoning and self.retokenize is False:
+            raise ValueError(f"{where}.retokenize=false: with strip_reasoning a model reads text; leave it out")
+        if self.strip_reasoning and self.function == "format" and "pattern" not in self.kwargs:
+            raise ValueError(f"{where}.strip_reasoning=true leaves no tags for the function 'format'; leave it out")
         if self.function is None:
             given = next((key for key in ("kwargs", "by_group") if getattr(self, key)), None)
             if given:
@@ -171,8 +186,8 @@ class RewardConfig:
 
     def check_no_model(self, where: str) -> None:
         """Raises ValueError for a setting of a scoring model if there is none."""
-        for key in ("model_weight", "retokenize", "apply_chat_template", "chat_template"):
-            if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
+        for key in ("model_weight", "retokenize", "apply_chat_template", "chat_template", "chat_template_kwargs"):
+            if (value := getattr(self, key)) != getattr(RewardConfig(), key):
                 raise ValueError(f"{where}.{key}={value} does nothing without a model that scores; leave it out")
 
     @property
@@ -238,6 +253,12 @@ class RewardConfig:
             for its in of_each.values() or [[]]:
                 bound.check_rows(its)
             self._hook(bound, "check_rows", where, chosen, named)
+
+
+def check_tags(where: str, tags: Sequence[str]) -> None:
+    """Raises ValueError unless ``tags`` are an opening and a closing tag."""
+    if len(tags) != 2 or tags[0] == tags[1] or not all(tag.strip() for tag in tags):
+        raise ValueError(f"{where}={list(tags)} must be two different texts: [opening, closing]")
 
 
 def reward_key(name: str) -> str:

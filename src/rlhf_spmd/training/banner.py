@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.schema import counted
+from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
@@ -64,7 +65,7 @@ def describe_roles(ready: Any, launch: Launch) -> str:
         where = f"  {role:<10} pool {plan.pool}, {plan.shape.layout}"
         if plan.shape.generation is not None:
             g = plan.shape.generation
-            where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.dp})"
+            where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.copies})"
         lines.append(where)
         for method, call in plan.calls.items():
             delta = ", delta" if plan.config.calls[method].delta else ""
@@ -89,9 +90,9 @@ def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
         if plan.spec is None:
             continue
         layout, generation = plan.shape.layout, plan.shape.generation
-        how = _axes(layout, layout.dp)
+        how = _axes(layout, layout.dp, layout.cp)
         if generation is not None and (generation.pp, generation.tp) != (layout.pp, layout.tp):
-            how += ", generation " + _axes(generation, generation.micro_dp * layout.dp)
+            how += ", generation " + _axes(generation, generation.dp)
         if len(plan.pool.ranks) < size:
             how += f" on ranks {str(plan.pool).partition('[')[2].rstrip(']')}"
         alike.setdefault(how, []).append(role)
@@ -99,8 +100,8 @@ def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
         yield f"{', '.join(names)} {how}"
 
 
-def _axes(split: Layout | GenerationLayout, copies: int) -> str:
-    axes = [f"{name}({n})" for name, n in (("pp", split.pp), ("tp", split.tp), ("dp", copies)) if n > 1]
+def _axes(split: Layout | GenerationLayout, dp: int, cp: int = 1) -> str:
+    axes = [f"{name}({n})" for name, n in (("pp", split.pp), ("tp", split.tp), ("dp", dp), ("cp", cp)) if n > 1]
     zero = f" zero({split.zero})" if isinstance(split, Layout) and split.zero else ""
     size = f" zero_size({split.zero_size})" if isinstance(split, Layout) and split.zero_size else ""
     return (" * ".join(axes) or "whole on one rank") + zero + size
@@ -134,6 +135,9 @@ def _warnings(ready: Any) -> Iterator[str]:
         yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"
     for data in (*ready.training.values(), *ready.validation.values()):
         yield from data.tally.warnings()
+    for key in dict.fromkeys(stream.key for stream in config.algorithm.streams.values()):
+        if isinstance(section := getattr(config, key), EncodingConfig):
+            yield from section.warnings(key, ready.tokenizer)
 
 
 def start_facts(world: World) -> dict[str, str]:

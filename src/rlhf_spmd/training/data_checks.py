@@ -112,7 +112,7 @@ def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, R
             longest, lengths = check_sampling(name, getattr(config, name), section.key, data, plans)
             # validation's rows are cut into micro-batches by a reward model only
             if name == "sampling" or (getattr(data, "val_path", True) and by_model):
-                _check_budget(algorithm, longest, f"{lengths}, more than")
+                _check_budget(algorithm, plans, longest, f"{lengths}, more than")
 
 
 def check_rows(
@@ -128,13 +128,19 @@ def check_rows(
             )
     together = int(dataset.lengths.view(-1, dataset.group_size).sum(1).max())
     what = "row" if dataset.group_size == 1 else "pair"
-    _check_budget(algorithm, together, f"the longest {what} of {key} has {together} tokens, more than", what)
+    _check_budget(algorithm, plans, together, f"the longest {what} of {key} has {together} tokens, more than", what)
 
 
-def _check_budget(algorithm: AlgorithmConfig, longest: int, words: str, what: str = "row") -> None:
-    """Raises ValueError where a micro-batch cannot hold ``longest`` tokens."""
+def _check_budget(
+    algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan], longest: int, words: str, what: str = "row"
+) -> None:
+    """Raises ValueError where a micro-batch of some role cannot hold ``longest`` tokens."""
     budget = algorithm.limits
-    if budget.rows is None and longest > budget.max_tokens:
+    cutting = [(role, plan.shape) for role, plan in plans.items() if plan.spec]
+    cutting += [(role, call.shape) for role, plan in plans.items() for call in plan.calls.values() if not call.shape.generation]
+    cp, role = min((shape.layout.cp, role) for role, shape in cutting)
+    if budget.rows is None and longest > budget.max_tokens * cp:
+        shared = f" * models.{role}.layout.cp={cp}" if cp > 1 else ""
         raise ValueError(
-            f"{words} {budget.where}={budget.max_tokens}: a micro-batch must hold a {what}; raise it, or lower the lengths"
+            f"{words} {budget.where}={budget.max_tokens}{shared}: a micro-batch must hold a {what}; raise it, or lower the lengths"
         )

@@ -61,7 +61,7 @@ class StepFacts:
 
     @property
     def micro_tokens(self) -> int:
-        """The most tokens of a micro-batch."""
+        """The most tokens of a micro-batch on a rank."""
         return int(self.limits.max_tokens if self.limits.rows is None else self.limits.rows * self.longest)
 
     @property
@@ -202,7 +202,7 @@ def _kinds(grids: Mapping[str, tuple[ResourcePool, Grid]]) -> tuple[tuple[np.nda
     size = 1 + max((pool.ranks[-1] for pool, _ in grids.values()), default=0)
     table = np.full((len(grids), size), -1)
     for row, (pool, grid) in zip(table, grids.values(), strict=True):
-        row[np.asarray(pool.ranks)[grid.ranks]] = np.arange(grid.ranks.shape[0])[:, None, None]
+        row[np.asarray(pool.ranks)[grid.ranks]] = np.arange(grid.ranks.shape[0])[:, None, None, None]
     _, firsts, kind_of = np.unique(table, axis=1, return_index=True, return_inverse=True)
     kinds = tuple(np.flatnonzero(kind_of.reshape(-1) == kind) for kind in range(len(firsts)))
     return kinds, dict(zip(grids, table[:, firsts], strict=True))
@@ -237,6 +237,7 @@ class _RoleMemory:
             sequence_parallel=(int(layout.sequence_parallel),),
             max_num_seqs=(generation.max_num_seqs,),
             graphs=(int(generation.captures(self.step.device, layout.tp, layout.pp)),),
+            cp=(layout.cp,),
         )
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:

@@ -68,6 +68,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 _may_capture(plan),
                 # quantized weights are not copied to other ranks
                 at_home=of_method > 1 or kind == "train" or plan.config.lora.bits is not None,
+                cp=1 if kind == "generate" else plan.config.layout.cp,
             )
         )
     for role in dict.fromkeys(call.role for call in found):
@@ -116,7 +117,8 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
             str(RankRange(ranks[0], len(ranks))),
             grid.pp,
             grid.tp,
-            len(ranks) // (grid.pp * grid.tp),
+            grid.dp,
+            1 if generates else layout.cp,
             call.home,
             0 if generates else layout.zero,
             None if generates else layout.zero_size,

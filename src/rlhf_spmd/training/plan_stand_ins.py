@@ -123,7 +123,8 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
         return Row({**values, "id": number}, f"row {number}", number)
 
     batch = max(section.train_batch_size, getattr(section, "gen_batch_size", None) or 0, 2)
-    return joined([section.encode([row(number) for number in range(batch)], CharacterTokenizer())])
+    plain = replace(section, apply_chat_template="auto", system_prompt=None)  # its characters are no tokens of a conversation
+    return joined([plain.encode([row(number) for number in range(batch)], CharacterTokenizer())])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -235,9 +236,14 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
     return replace(config, path=path)
 
 
+def _least_copies(config: LayoutConfig) -> int:
+    """The fewest ranks that a stage and slice of the model can have."""
+    return config.dp * config.cp if config.dp is not None else math.lcm(config.zero_size or 1, config.cp)
+
+
 def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> RolePlan:
     where = f"models.{role}"
-    least = max(config.layout.pp * config.layout.tp * (config.layout.dp or config.layout.zero_size or 1), 1)
+    least = max(config.layout.pp * config.layout.tp * _least_copies(config.layout), 1)
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
         usual = type(config)()  # the dtype may be said of all roles alike
@@ -284,10 +290,12 @@ def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     judged = ("pp", "tp", "reshard_method", "buffers", "overlap", "reuse_rollout_log_probs")
     rest = replace(usual, **{key: getattr(own, key) for key in judged})
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
-    if layout.vpp > 1:
-        raise ValueError(
-            f"{where}.layout.vpp={layout.vpp}: a judge generates in this layout, and generation has no vpp; leave it out"
-        )
+    for axis in ("vpp", "cp"):
+        if getattr(layout, axis) > 1:
+            value = getattr(layout, axis)
+            raise ValueError(
+                f"{where}.layout.{axis}={value}: a judge generates in this layout, and generation has no {axis}; leave it out"
+            )
 
 
 def find_text_readers(

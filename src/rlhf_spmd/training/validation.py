@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf_spmd.controller import Controller, Reference, source
 from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.loader import validation_batches
+from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.rewards.eval_metrics import final_answer, measure_sets
@@ -40,6 +41,7 @@ class Validation:
     """Evaluates an algorithm's calls on validation rows.
 
     - rows: validation rows by stream; their row ids are positions in the data set
+    - reasoning_tags: final answers are looked for behind them; None: in whole responses
     - num_shown: prompts of each set whose responses are kept in ``shown`` until they are taken, for people to read
     """
 
@@ -48,6 +50,7 @@ class Validation:
     sampling: SamplingConfig
     tokenizer: Any
     num_shown: int
+    reasoning_tags: Sequence[str] | None = None
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def take_shown(self) -> list[dict[str, Any]]:
@@ -112,11 +115,17 @@ class Validation:
         def read_answers(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, Any]]:
             ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
             texts = decode(self.tokenizer, ids)
+            answers = texts
+            if self.reasoning_tags is not None:
+                prompts = given.dataset.columns["prompt_ids"].take(rows.group_ids.long()).rows() if len(rows) else ()
+                pairs = [(prompt.tolist(), response.tolist()) for prompt, response in zip(prompts, ids, strict=True)]
+                answers = [strip_reasoning(self.tokenizer, *pair, self.reasoning_tags) or "" for pair in pairs]
             codes, samples = [], []
             of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
-            for text, row_id, number, length, score, stopped in zip(texts, *(x.tolist() for x in of_rows), strict=True):
+            values = zip(texts, answers, *(x.tolist() for x in of_rows), strict=True)
+            for text, stripped, row_id, number, length, score, stopped in values:
                 seen = given.dataset.row(number)
-                answer = final_answer(text, seen["answer"])
+                answer = final_answer(stripped, seen["answer"])
                 codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
                 if number in shown and row_id == number * n:
                     named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}

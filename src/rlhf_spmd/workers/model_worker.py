@@ -136,7 +136,8 @@ class ModelWorker(Worker):
         prompts = batch["prompt_ids"].lengths.numpy() if len(batch) else lengths
         shared = np.maximum(prompts - 1, 0)  # all tokens of a prompt but the last one, see pack_rows
         sizes = lengths, shared, batch.group_ids.numpy()
-        cut = functools.partial(cut_micro_batches, *sizes, limits.max_tokens, limits.rows, keep_groups, where=limits.where)
+        most = limits.max_tokens * self.mesh.cp.size  # tokens that the ranks of cp share
+        cut = functools.partial(cut_micro_batches, *sizes, most, limits.rows, keep_groups, where=limits.where)
         index = cut()
         response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
         counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))

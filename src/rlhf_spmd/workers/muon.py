@@ -61,7 +61,7 @@ class Muon:
         self._boxes = cache(self._find_boxes)
         first = {name: x for name, x in self._shards_at(0).items() if "layers." in name and len(x.shape) == 2}
         self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
-        ranks, rows = mesh.dp.size * mesh.tp.size, mesh.dp_shard.size
+        ranks, rows = mesh.copies.size * mesh.tp.size, mesh.dp_shard.size
         whole = {name: sum(rows * columns for rows, columns in its.values()) for name, its in self._shapes.items()}
         self.sizes = {
             name: max(-(-whole[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first

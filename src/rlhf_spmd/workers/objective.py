@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.kernels import on_device
+from rlhf_spmd.models.context_parallel import at_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.workers.train_engine import Packed
@@ -192,16 +193,16 @@ def model_tokens(batch: Batch) -> Tensor:
 
 
 def response_positions(micro: Packed) -> Tensor:
-    """The index of the packed hidden state that predicts each response token of the model, int64 [response tokens]."""
+    """The packed token whose hidden state predicts each response token of the model, int64 [response tokens] on the CPU."""
     if not len(micro.lengths):
-        return torch.empty(0, dtype=torch.int64, device=micro.tokens.device)
+        return torch.empty(0, dtype=torch.int64)
     responses: Tensor = micro.extra["response_ids"].lengths
     ends = micro.lengths.cumsum(0)
     first = ends - responses - 1
     within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
     positions = torch.repeat_interleave(first, responses) + within
     positions = positions[micro.extra[MASK].values] if MASK in micro.extra else positions
-    return on_device(positions if micro.places is None else micro.places[positions], micro.tokens.device)
+    return positions if micro.places is None else micro.places[positions]
 
 
 def response_log_probs(
@@ -209,18 +210,29 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-prob of every response token of the model, and the entropy of its distribution: [response tokens] each."""
     labels = on_device(drawn(micro.extra, "response_ids").long(), hidden.device)
-    return token_log_probs(decoder, hidden[response_positions(micro)], labels, temperature, entropy)
+
+    def compute(states: Tensor, index: Tensor) -> list[Tensor]:
+        found = token_log_probs(decoder, states, labels[index], temperature, entropy)
+        return [part for part in found if part is not None]
+
+    log_probs, *entropies = at_tokens(hidden, response_positions(micro), decoder.cp, compute)
+    return log_probs, entropies[0] if entropy else None
 
 
 def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
     """The value of the state before each response token of the model, [response tokens]."""
-    return values(decoder, hidden[response_positions(micro)])
+    return _values_at(decoder, hidden, response_positions(micro))
 
 
 def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
     """The value head on each row's last token, [rows]."""
     ends = micro.lengths.cumsum(0) - 1
-    return values(decoder, hidden[on_device(ends if micro.places is None else micro.places[ends], hidden.device)])
+    return _values_at(decoder, hidden, ends if micro.places is None else micro.places[ends])
+
+
+def _values_at(decoder: Decoder, hidden: Tensor, positions: Tensor) -> Tensor:
+    (found,) = at_tokens(hidden, positions, decoder.cp, lambda states, _: [values(decoder, states)])
+    return found
 
 
 def drawn(batch: Batch, name: str) -> Tensor:

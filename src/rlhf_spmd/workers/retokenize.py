@@ -10,7 +10,8 @@ import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer, turn_frame
+from rlhf_spmd.data.reasoning import strip_reasoning
+from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer
 from rlhf_spmd.rewards.binding import chat_messages
 from rlhf_spmd.rewards.config import RewardConfig
 
@@ -19,16 +20,27 @@ class Retokenizer:
     """Turns rows of the actor's tokens into tokens of another model.
 
     ``own``: that model's tokenizer. ``actor``: the tokenizer of the responses. ``limit``: the most tokens of a row that the model can
-    read. ``vocab_size``: the model's. ``where``: the key of the reward's configuration, for messages. ``template``: the actor's chat
-    template, if it is not its tokenizer's.
+    read. ``vocab_size``: the model's. ``where``: the key of the reward's configuration, for messages. ``encoding``: how the actor's
+    prompts were rendered.
     """
 
     def __init__(
-        self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str, template: str | None = None
+        self,
+        own: Any,
+        actor: Any,
+        config: RewardConfig,
+        limit: int,
+        vocab_size: int,
+        where: str,
+        encoding: EncodingConfig | None = None,
     ) -> None:
         self.own, self.actor, self.limit, self.vocab_size, self.where = own, actor, limit, vocab_size, where
-        self.encoder = PromptEncoder(own, EncodingConfig(config.apply_chat_template, config.chat_template), where)
-        self.opening, self.actor_ends = turn_frame(actor, template).opening, end_token_ids(actor, template)
+        rendering = EncodingConfig(config.apply_chat_template, config.chat_template, config.chat_template_kwargs)
+        rendering.check(where)
+        self.encoder = PromptEncoder(own, rendering, where)
+        self.tags = config.reasoning_tags if config.strip_reasoning else None
+        of_actor = PromptEncoder(actor, encoding or EncodingConfig())
+        self.opening, self.actor_ends = of_actor.frame.opening, end_token_ids(actor, of_actor.template)
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """The tokens of a row's prompt and ``response``.
@@ -63,7 +75,12 @@ class Retokenizer:
         """The model's tokens of each row, and why it cannot read some rows, which are replaced. The same on all ranks."""
         responses = [ids.tolist() for ids in batch["response_ids"].rows()]
         whole, refused = [], {}
-        rows = zip(decode_json(batch["row"]), responses, decode(self.actor, responses), strict=True)
+        texts = decode(self.actor, responses)
+        if self.tags is not None:
+            prompts = [ids.tolist() for ids in batch["prompt_ids"].rows()]
+            pairs = zip(prompts, responses, strict=True)
+            texts = [strip_reasoning(self.actor, *pair, self.tags) or "" for pair in pairs]
+        rows = zip(decode_json(batch["row"]), responses, texts, strict=True)
         for index, (row, response_ids, text) in enumerate(rows):
             ids = self.encode(row, text, bool(response_ids) and response_ids[-1] in self.actor_ends)
             why = self.refusal(ids)
@@ -122,16 +139,23 @@ class JudgePrompts(Retokenizer):
 
 
 def build_retokenizer(
-    config: RewardConfig, path: str, actor: Any, limit: int, vocab_size: int, where: str, template: str | None = None
+    config: RewardConfig,
+    path: str,
+    actor: Any,
+    limit: int,
+    vocab_size: int,
+    where: str,
+    encoding: EncodingConfig | None = None,
 ) -> Retokenizer | None:
     """The retokenizer of the model in ``path``; None if the model reads the actor's tokens as they are.
 
-    That is so if it has no tokenizer, or with ``retokenize=auto`` if it has the actor's vocabulary. Local: reads files. Raises
-    DataError and ValueError, each of one line.
+    That is so if it has no tokenizer, or with ``retokenize=auto`` if it has the actor's vocabulary and reads whole responses. Local:
+    reads files. Raises DataError and ValueError, each of one line.
     """
     if config.judge is not None:
         return JudgePrompts(load_tokenizer(path), actor, config, limit, vocab_size, where)
-    own = None if config.retokenize is False else load_tokenizer(path, required=config.retokenize is True)
-    if own is None or (config.retokenize == "auto" and own.get_vocab() == actor.get_vocab()):
+    reads_text = config.retokenize is True or config.strip_reasoning
+    own = None if config.retokenize is False else load_tokenizer(path, required=reads_text)
+    if own is None or (not reads_text and own.get_vocab() == actor.get_vocab()):
         return None
-    return Retokenizer(own, actor, config, limit, vocab_size, where, template)
+    return Retokenizer(own, actor, config, limit, vocab_size, where, encoding)

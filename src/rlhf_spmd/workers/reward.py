@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller import THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch, decode_json
-from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.config import environment_of
 from rlhf_spmd.generation.config import SamplingConfig
@@ -26,7 +26,7 @@ from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.rollout_engine import build_generating
 
-COUNTED = ("calls", "failures", "timeouts", "clipped")  # in what each run notes
+COUNTED = ("calls", "failures", "timeouts", "clipped", "unclosed")  # in what each run notes
 
 
 class RewardWorker(ModelWorker):
@@ -41,7 +41,7 @@ class RewardWorker(ModelWorker):
     def build_more(self) -> None:
         self.reward = self.context.rewards[self.name]
         self.first = self.name == next(iter(self.context.rewards))
-        one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == 0
+        one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == self.mesh.cp_rank == 0
         self.answers = one_for_each_replica and self.runs("compute_reward")
         self.called = False  # whether any rank has called the function
         self.warned = False  # of the first call that failed
@@ -55,14 +55,12 @@ class RewardWorker(ModelWorker):
             assert self.config.path is not None
             longest = self.longest(self.spec.max_position_embeddings)
             own = (self.reward, self.config.path, self.context.tokenizer, longest, self.spec.vocab_size, reward_key(self.name))
-            encoding = self.context.encoding
-            template = None if encoding is None else read_template(encoding.chat_template, "data.chat_template")
-            self.retokenizer = build_retokenizer(*own, template)
+            self.retokenizer = build_retokenizer(*own, self.context.encoding)
 
     def longest(self, context: int) -> int:
         """The most tokens of a row that the model can hold."""
         limits = self.context.limits
-        return context if limits.rows is not None else min(context, limits.max_tokens)
+        return context if limits.rows is not None else min(context, limits.max_tokens * self.mesh.cp.size)
 
     def starts_early(self, method: str) -> bool:
         return method == "compute_reward" and self.by_parts
@@ -196,12 +194,13 @@ class RewardWorker(ModelWorker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        sums = torch.zeros(11, dtype=torch.float64)
+        sums = torch.zeros(12, dtype=torch.float64)
         largest = torch.full((7,), -torch.inf, dtype=torch.float64)
         prompt_limit = self.context.max_prompt_length
         if self.answers and len(batch):
             x, lengths, prompts = scores.double(), model_tokens(batch).double(), batch["prompt_ids"].lengths.double()
-            counts = [report["calls"], report["failures"], report["timeouts"], len(batch), len(x), report["clipped"]]
+            counts = [*(report[name] for name in ("calls", "failures", "timeouts", "unclosed")), len(batch), len(x)]
+            counts += [report["clipped"]]
             counts += [int((prompts >= prompt_limit).sum()) if prompt_limit else 0]
             totals = torch.stack([lengths.sum(), prompts.sum(), x.sum(), x.square().sum()])
             sums = torch.cat([torch.tensor(counts).double(), totals])
@@ -211,7 +210,7 @@ class RewardWorker(ModelWorker):
             if report["first_error"]:
                 largest[6] = -self.mesh.pool.rank
         summed = self.mesh.pool.all_reduce(sums, "control").tolist()
-        calls, failures, timeouts, rows, scored, *clipped, tokens, prompt_tokens, score, squares = summed
+        calls, failures, timeouts, unclosed, rows, scored, *clipped, tokens, prompt_tokens, score, squares = summed
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         step, all_failed = self.controller.timeline.step, failures + timeouts == calls
         again = self.failing_since is not None and self.failing_since < step
@@ -226,6 +225,7 @@ class RewardWorker(ModelWorker):
             )
         self.called = self.called or calls > 0
         found = {"failures": failures, "timeouts": timeouts, "unscored": rows - scored}
+        found |= {"unclosed_reasoning": unclosed} if self.reward.strip_reasoning else {}
         if scored:
             mean = score / scored
             found |= {"mean": mean, "std": max(squares / scored - mean**2, 0.0) ** 0.5, "max": highest, "min": -lowest}
@@ -259,10 +259,19 @@ class RewardWorker(ModelWorker):
         texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.context.tokenizer, ids), strict=True)]
         return texts, torch.tensor([self.reward.chooses(row) for row in rows])
 
+    def _answers(self, batch: Batch) -> list[str | None]:
+        """What follows the reasoning in each response; None if it is not closed."""
+        ids = zip(*(batch[name].rows() for name in ("prompt_ids", "response_ids")), strict=True)
+        tags, tokenizer = self.reward.reasoning_tags, self.context.tokenizer
+        return [strip_reasoning(tokenizer, prompt.tolist(), response.tolist(), tags) for prompt, response in ids]
+
     def _asked(self, batch: Batch, texts: list[RewardRow], scored: Tensor) -> tuple[list[int], list[RewardRow], list[int]]:
         """The runner's arguments for the scored rows: their ids, the rows, their groups."""
         assert self.runner is not None
         chosen = scored.nonzero()[:, 0]
+        if self.reward.strip_reasoning:
+            answers = zip(texts, self._answers(batch), strict=True)
+            texts = [(prompt, answer or "", row) for (prompt, _, row), answer in answers]
         rows = [texts[i] for i in chosen.tolist()]
         if self.runner.bound.takes_ids:
             ids = batch["response_ids"].rows()
@@ -273,7 +282,7 @@ class RewardWorker(ModelWorker):
     def _score_text(self, batch: Batch, scores: Tensor, failed: Tensor, refused: dict[int, str]) -> dict[str, Any]:
         """Add the function's scores to ``scores`` and its failures to ``failed`` (bool [rows]), in place.
 
-        Rows that are not scored get nan. All tp ranks of the last stage get the same. Returns what :meth:`_report` needs to know, on tp
+        Rows that are not scored get nan. All ranks of the last stage get the same. Returns what :meth:`_report` needs to know, on tp
         0 with the texts of each row id. ``refused``: why the model cannot read some rows.
         """
         report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}}
@@ -286,6 +295,9 @@ class RewardWorker(ModelWorker):
             limits = torch.tensor([row.get("max_response_length") or math.inf for _, _, row in texts])
             limits = limits.clamp(max=self.context.max_response_length or math.inf)
             report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
+            if self.reward.strip_reasoning:
+                answers = zip(self._answers(batch), scored.tolist(), strict=True)
+                report["unclosed"] = sum(counts and answer is None for answer, counts in answers)
             if self.retokenizer is not None:
                 errors = [f"row {texts[index][2].get('id')}: {why}" for index, why in refused.items() if scored[index]]
                 report |= {"calls": int(scored.sum()), "first_error": next(iter(errors), None)}
@@ -301,7 +313,8 @@ class RewardWorker(ModelWorker):
         report["failures"] = int(failed.sum()) - report["timeouts"] if self.answers else 0
         if self.reward.function is not None or self.reward.data_sources is not None:
             both = torch.stack([scores, failed.to(scores.dtype)])
-            self.mesh.tp.broadcast(both, 0, "batch")
+            for group in (self.mesh.tp, self.mesh.cp):  # cp last: only its first rank has what tp sends
+                group.broadcast(both, 0, "batch")
             scores.copy_(both[0])
             failed.copy_(both[1] > 0)
         return report

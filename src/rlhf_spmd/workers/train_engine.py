@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.kernels import choose_ops
-from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.attention import Attention, PackedAttention
+from rlhf_spmd.models.context_parallel import own_tokens, rows_of, share_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import LoraConfig, is_trained
 from rlhf_spmd.models.sharding import plan_params
@@ -38,7 +39,7 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import FSDPModel, allocate, local_part, stage_of_zero
+from rlhf_spmd.parallel.zero import FSDPModel, allocate, local_part, stage_of_zero, zero_loss
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import Muon
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
@@ -105,13 +106,15 @@ class TrainEngine:
         """
         assert isinstance(mesh.layout, Layout) and mesh.member, "a training engine needs a training mesh that this rank is in"
         self.spec, self.mesh, self.dtype, self.device = spec, mesh, dtype, device
-        self._num_calls, self._seeds = 0, (seed, mesh.pp_rank, mesh.dp_rank)  # calls of forward_backward in this optimizer step
+        self._num_calls = 0  # calls of forward_backward in this optimizer step
+        self._seeds = seed, mesh.pp_rank, mesh.dp_rank, mesh.cp_rank
         self.lora, self.zero = lora if lora is not None and lora.rank else None, stage_of_zero(mesh.layout)
         choose = partial(choose_ops, dtype, device, batch_invariant_gpu=batch_invariant_gpu)
         self.ops, self.attention = choose("auto"), choose(attention)
-        stages, sliced = mesh.layout.pp * mesh.layout.vpp, mesh.layout.sequence_parallel
+        stages = mesh.layout.pp * mesh.layout.vpp
+        options: dict[str, Any] = {"sequence_parallel": mesh.layout.sequence_parallel, "ops": self.ops, "lora": self.lora}
         self.chunks = [
-            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", sequence_parallel=sliced, ops=self.ops, lora=self.lora)
+            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", cp=mesh.cp, **options)
             for stage in mesh.layout.stages(mesh.pp_rank)
         ]
         for chunk in self.chunks:
@@ -151,7 +154,8 @@ class TrainEngine:
         """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
         mesh = self.mesh
         ends = [mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
-        for group in (mesh.tp, *[mesh.dp_shard] * (self.zero > 0), *([mesh.dp_replicate, *ends, mesh.pool] if trains else ())):
+        shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
+        for group in (mesh.tp, mesh.cp, *shared, *summed):
             group.meet(self.device)
         connect_stages(mesh, self.device)
 
@@ -202,7 +206,7 @@ class TrainEngine:
     # -- forward and backward
 
     def forward(self, micro_batches: Sequence[Packed], head: Head) -> list[Any]:
-        """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients.
+        """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients. Heads read it by ``at_tokens``.
 
         All replicas must pass equally many micro-batches, some of which may have no rows. Returns its values on the last stage; None
         on other stages and for micro-batches without rows.
@@ -249,17 +253,19 @@ class TrainEngine:
         mesh, layout = self.mesh, self.mesh.layout
         assert isinstance(layout, Layout)
         actions = schedule(len(batches), layout.pp, mesh.pp_rank, layout.vpp)
-        shapes = [(self.chunks[0].num_rows(max(len(batch.tokens), 1)), self.spec.hidden_size) for batch in batches]
+        rows = [rows_of(max(len(batch.tokens), 1), mesh.cp) for batch in batches]
+        shapes = [(self.chunks[0].num_rows(number), self.spec.hidden_size) for number in rows]
         run_pipeline(actions, mesh, shapes, self.dtype, self.device, forward, backward)
 
     def pass_through(
         self, chunk: Decoder, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]
     ) -> Any:
         """Run one micro-batch through a chunk. Without rows it is a single token, whose result nobody uses."""
-        attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.places)
+        attention: Attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.places)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
-        return chunk(received, attention, last)
+            received = own_tokens(received, self.mesh.cp)
+        return chunk(received, share_tokens(attention, self.mesh.cp), last)
 
     # -- the optimizer step
 
@@ -370,7 +376,7 @@ class _Passes:
             part = part.detach().double()
             self.sums[key] = self.sums[key] + part if key in self.sums else part
         assert empty or value.requires_grad, "the loss does not depend on the model's output"
-        return _zero_loss(decoder, hidden) if empty else value
+        return zero_loss(decoder, hidden) if empty else value
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         leaf, out = self._alive.pop((action.micro_batch, action.chunk))
@@ -392,9 +398,3 @@ def rank_shards(
     """Parameter name -> shape and boxes on the rank at (pp_rank, tp_rank), before ZeRO cuts out its rows. Pure."""
     num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
     return named_by_chunk([plan_params(spec, head, s, num_stages, tp_rank, layout.tp, lora=lora) for s in stages])
-
-
-def _zero_loss(decoder: Decoder, hidden: Tensor) -> Tensor:
-    """0, with a gradient of 0 for every parameter. FSDP reduces whatever has a gradient, and that must be the same on all dp ranks."""
-    outside = [param.sum() for name, param in decoder.named_parameters() if not name.startswith("layers.")]
-    return torch.stack([hidden.sum(), *outside]).sum() * 0.0

@@ -1,0 +1,130 @@
+"""What ``rlhf-spmd convert`` makes of all shell scripts below a directory, such as the examples of a checkout of verl.
+
+    python scripts/results/convert_scripts.py CHECKOUT/examples
+    python scripts/results/convert_scripts.py CHECKOUT/examples --json examples.json
+
+A script converts if ``convert`` writes a configuration. It loads if ``train`` accepts that. It is laid out if ``plan`` then finds its
+calls and places them as configured on the script's GPUs, whatever memory they need; each model has the sizes of a large Llama.
+Models and data are not read. What stops the others is named by its key, and so are keys that nothing is known about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from rlhf_spmd import convert, plan
+from rlhf_spmd.train import read_config
+
+# divisible by what layouts divide by
+SIZES = (
+    "hidden_size: 16384, intermediate_size: 32768, num_hidden_layers: 384, num_attention_heads: 128, num_key_value_heads: 128"
+)
+UNKNOWN = "not known: look it up"
+KEY = re.compile(r"\b[a-z_]\w*(?:\.\w+)+")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One script. ``kind``: rl or sft. ``stopped_by``: a key, or "no trainer": the script starts none. ``why``: one line, "" for a
+    script that nothing stops. ``unknown``: keys that were left out without a reason.
+    """
+
+    script: str
+    kind: str
+    converts: bool
+    loads: bool
+    laid_out: bool
+    stopped_by: str = ""
+    why: str = ""
+    unknown: tuple[str, ...] = ()
+
+
+def try_script(path: Path, name: str) -> Converted:
+    kind = "sft" if "sft_trainer" in path.read_text(encoding="utf-8") else "rl"
+    unknown, stages = tuple[str, ...](), list[bool]()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as directory:
+            given = convert.read(path, [])
+            convert.check_is_verl(path, given)
+            found, left = convert.convert(given)
+            unknown = tuple(key for key, why in left.items() if why == UNKNOWN)
+            stages.append(True)
+            made = Path(directory) / "made.yaml"
+            made.write_text(re.sub(r"\$\{oc\.env:(\w+)\}", r"\1", OmegaConf.to_yaml(convert.tree_of(found))), encoding="utf-8")
+            read_config(str(made), [])
+            stages.append(True)
+            lay_out(made, given.get("trainer.nnodes", 1), given.get("trainer.n_gpus_per_node", 8))
+            stages.append(True)
+    except ValueError as error:
+        why = str(error).replace(f"{path}: ", "").replace(str(path.parent), "")
+        named = KEY.search(why)
+        starts_none = "does not come to the command" in why
+        key = "no trainer" if starts_none else named[0] if named else why.split()[0]
+        return Converted(name, kind, *(len(stages) > stage for stage in range(3)), key, " ".join(why.split()), unknown)
+    return Converted(name, kind, True, True, True, unknown=unknown)
+
+
+def lay_out(made: Path, nodes: int, gpus: int) -> None:
+    """Place the calls of the configuration ``made`` as it says. Raises ValueError, one line."""
+    config, _ = read_config(str(made), [])
+    roles = {*config.models, *(("reward",) if config.reward.model is not None else ())}
+    roles |= {"reference"} & set(config.algorithm.roles)
+    sizes = [
+        text for role in roles for text in (f"models.{role}.path=null", f"models.{role}.spec={{{SIZES}, vocab_size: 151936}}")
+    ]
+    cluster = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}", "cluster.gpu=h100"]
+    request = plan.read_run(str(made), [*sizes, *cluster, "plan.fixed=config", f"plan.out={made.parent / 'plan.yaml'}"])
+    try:
+        plan.plan(request)
+    except ValueError as error:
+        if "GiB" not in str(error):  # it asks for more memory: the sizes are not the model's
+            raise
+
+
+def survey(directory: Path) -> list[Converted]:
+    return [try_script(path, str(path.relative_to(directory))) for path in sorted(directory.rglob("*.sh"))]
+
+
+def table(found: Sequence[Converted]) -> Iterator[list[str | int]]:
+    """Rows of [trainer, scripts, convert, load, laid out, laid out with every key known]."""
+    for kind in ("rl", "sft"):
+        its = [one for one in found if one.kind == kind]
+        stages = ([one.converts for one in its], [one.loads for one in its], [one.laid_out for one in its])
+        yield [kind, len(its), *map(sum, stages), sum(one.laid_out and not one.unknown for one in its)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--json", type=Path, help="a file for what each script gives")
+    arguments = parser.parse_args()
+    found = survey(arguments.directory)
+    print(f"{'':6}" + "".join(f"{title:>16}" for title in ("scripts", "convert", "load", "laid out", "all keys known")))
+    for kind, *numbers in table(found):
+        print(f"{kind:6}" + "".join(f"{number:16}" for number in numbers))
+    stopped = Counter(one.stopped_by for one in found if one.stopped_by)
+    print("\nwhat stops the others")
+    for key, count in stopped.most_common():
+        print(f"{count:4}  {key}: {next(one.why for one in found if one.stopped_by == key)[:160]}")
+    print("\nkeys left out without a reason")
+    for key, count in Counter(key for one in found for key in one.unknown).most_common():
+        print(f"{count:4}  {key}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

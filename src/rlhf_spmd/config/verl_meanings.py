@@ -1,0 +1,82 @@
+"""Settings of verl that stand for several of ours at once: teachers, pairs of bounds, variables of a chat template.
+
+Source of their meanings: verl of August 2026, ``trainer/config/distillation``, ``trainer/ppo/rollout_corr_helper.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_spmd.config.schema import ConfigError
+
+OPTIMIZERS = {
+    "adamw": "adamw",
+    "adam": "adamw",
+    "fusedadam": "adamw",
+    "adamw8bit": "adamw_8bit",
+    "muon": "muon",
+}  # Adam decays apart
+GATHERED = "layout.zero=3 shards the weights: generation's tp or pp does not divide training's"
+LOSS, CORRECTION = "distillation.distillation_loss.", "algorithm.rollout_correction."
+VARIABLES = "data.apply_chat_template_kwargs"
+
+
+def our_name(names: Mapping[str, str], key: str) -> str | None:
+    """Return what stands for ``key``, None if nothing does. Each variable of a chat template is a key of its own."""
+    inner = key.removeprefix(f"{VARIABLES}.")
+    return names.get(key) if inner == key else f"{names[VARIABLES]}.{inner}"
+
+
+def teacher_of(verl: Mapping[str, Any]) -> str | None:
+    """Return the directory of the teacher, None without distillation.
+
+    Raises ConfigError, one line, for a loss other than the policy gradient of the KL on the student's tokens (k1), which is what
+    ``distill`` has, and for several teachers.
+    """
+    if not verl.get("distillation.enabled"):
+        return None
+    given = {key: value for key, value in verl.items() if re.fullmatch(r"distillation\.teacher_models\.\w+\.model_path", key)}
+    if len(given) != 1:
+        raise ConfigError(f"distillation.teacher_models: there are {len(given)}; here is one teacher, models.teacher.path")
+    mode, by_gradient = verl.get(LOSS + "loss_mode", "k3"), bool(verl.get(LOSS + "use_policy_gradient"))
+    if mode != "k1" or not by_gradient:
+        raise ConfigError(
+            f"{LOSS}loss_mode={mode} with use_policy_gradient={str(by_gradient).lower()}: a student learns by the policy gradient of "
+            "k1 here"
+        )
+    if verl.get(LOSS + "use_task_rewards", True):
+        raise ConfigError(f"{LOSS}use_task_rewards=true: here a student learns from its teacher alone")
+    return str(*given.values())
+
+
+def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ``models.<role>.optim.name`` where ``<section>.optimizer`` asks for another than AdamW; and why it cannot be had."""
+    asked = str(verl.get(f"{section}.optimizer", "AdamW"))
+    name = OPTIMIZERS.get(asked.lower())
+    if name is None:
+        return {}, {f"{section}.optimizer": f"there is no {asked}; adamw takes its place"}
+    return {} if name == "adamw" else {f"models.{role}.optim.name": name}, {}
+
+
+def shard_for_generation(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``layout.zero=3`` for an actor whose generation's ``tp`` or ``pp`` does not divide training's: whole weights are then
+    gathered, so that any fits."""
+    actor = "models.actor."
+    pairs = [(found.get(f"{actor}layout.{axis}") or 1, found.get(f"{actor}generation.{axis}") or 1) for axis in ("tp", "pp")]
+    fits = f"{actor}layout.zero" in found or all(training % generation == 0 for training, generation in pairs)
+    return {} if fits else {f"{actor}layout.zero": 3}
+
+
+def split_bounds(verl: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our bounds for ``rollout_rs_threshold=0.5_2.0``, verl's way to write two. Raises ConfigError, one line."""
+    kind, bounds = (str(verl.get(f"{CORRECTION}rollout_rs{end}", "")) for end in ("", "_threshold"))
+    if "," in kind or "," in bounds:
+        raise ConfigError(f"{CORRECTION}rollout_rs={kind}: here one kind of outlier is rejected, with one pair of bounds")
+    lower, pair, upper = bounds.partition("_")
+    try:
+        both = {"_lower": float(lower), "": float(upper)} if pair else {}
+    except ValueError as error:
+        raise ConfigError(f"{CORRECTION}rollout_rs_threshold={bounds} must be a number, or two as in 0.5_2.0") from error
+    return {f"{CORRECTION}rollout_rs_threshold{end}": value for end, value in both.items()}
