@@ -49,7 +49,7 @@ from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_de
 from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, Packing, PageTarget
+from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "Context",
     "CppOps",
     "HeadShape",
+    "LayerOptions",
     "Ops",
     "Packing",
     "PageTarget",
