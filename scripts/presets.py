@@ -178,7 +178,7 @@ TABLE = [
     Preset("grpo", "qwen3_30b_a3b", 64, Z3, "tp: 4"),
     Preset("grpo_32k", "qwen3_4b", 8, C4),
     Preset("grpo_32k", "qwen3_8b", 8, C4),
-    Preset("grpo", "gpt_oss_20b", 8, Z3),
+    Preset("grpo", "gpt_oss_20b", 8, Z3, "tp: 4"),
     Preset("grpo", "llama3.1_8b", 8, Z3),
     Preset("grpo", "llama3.1_70b", 64, T8, "tp: 8"),
     Preset("ppo", "qwen2.5_0.5b", 1),
