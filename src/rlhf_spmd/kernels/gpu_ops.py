@@ -146,7 +146,7 @@ class GpuOps(Ops):
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
-    # -- experts: the host never learns how many rows each has
+    # -- experts: the host learns how many rows each has only where no grouped product fits
 
     def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:

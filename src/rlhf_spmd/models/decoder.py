@@ -241,9 +241,12 @@ class Decoder(nn.Module):
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.slices = tp.size if sequence_parallel else 1
-        # replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum
-        residual = {name for name, shard in self.shards.items() if shard.whole_on_tp and shard.shape == (spec.hidden_size,)}
-        halves = {name for name, shard in self.shards.items() if shard.whole_on_tp and is_adapter(name)}
+        # Replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum. With sequence
+        # parallelism each rank applies them to its own tokens only. Parameters of a mixture see all tokens.
+        whole_on_tp = {name: shard.shape for name, shard in self.shards.items() if shard.whole_on_tp}
+        mixture = {name for name in whole_on_tp if name.rsplit(".", 2)[-2] in WHOLE}
+        residual = {name for name, shape in whole_on_tp.items() if shape == (spec.hidden_size,)} - mixture
+        halves = set(filter(is_adapter, whole_on_tp))
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
