@@ -42,8 +42,10 @@ def read_names(template: str) -> set[str]:
 
 def unread_variables(where: str, variables: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> list[str]:
     """Returns a warning for each variable that the template never reads. ``template``: in place of the tokenizer's."""
-    if not variables or tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
+    if not variables or tokenizer is None:
         return []
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        return [f"{where}.{name} does nothing: the tokenizer has no chat template" for name in variables]
     asked: tuple[list[Any] | None, ...] = (None, [{}])
     texts = {tokenizer.get_chat_template(template, tools) for tools in asked}  # a tokenizer may have one for tools
     known = set().union(*map(read_names, texts))

@@ -256,9 +256,12 @@ class RewardConfig:
 
 
 def check_tags(where: str, tags: Sequence[str]) -> None:
-    """Raises ValueError unless ``tags`` are an opening and a closing tag."""
+    """Raises ValueError unless ``tags`` are an opening and a closing tag, with one name if both are in angle brackets."""
     if len(tags) != 2 or tags[0] == tags[1] or not all(tag.strip() for tag in tags):
         raise ValueError(f"{where}={list(tags)} must be two different texts: [opening, closing]")
+    first, last = (re.fullmatch(form, tag.strip()) for form, tag in zip((r"<(\w+)>", r"</(\w+)>"), tags, strict=True))
+    if first and last and first[1] != last[1]:
+        raise ValueError(f"{where}={list(tags)}: the closing tag of {tags[0]} is </{first[1]}>")
 
 
 def reward_key(name: str) -> str:

@@ -56,7 +56,7 @@ def describe_roles(ready: Any, launch: Launch) -> str:
     """Return :func:`describe` and the place of every role and call, for a run that is not started."""
     world = World(launch, model_device(), lone_store(), 0.0)
     placement, usual = ready.config.placement, PlacementConfig()
-    products = f"float32 products '{torch.get_float32_matmul_precision()}'"
+    products = f"matrix products of float32: precision {torch.get_float32_matmul_precision()}"
     lines = [describe(ready, world), *([f"  {products}"] if capabilities(world.device).batch_invariant else [])]
     set_here = [f.name for f in fields(placement) if f.name != "pools" and getattr(placement, f.name) != getattr(usual, f.name)]
     if set_here:
