@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tasks
 from overrides import STEADY, layout
@@ -17,6 +18,9 @@ from rlhf_spmd.checkpoint.directory import committed
 from rlhf_spmd.checkpoint.load import verify_checkpoint
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.train import prepare
+from rlhf_spmd.training.job import trace
+from rlhf_spmd.training.memory_estimate import measure, step_facts
 
 STEPS = 4
 # ZeRO shards and tensor slices, and what replicas share: the reference's ranks write nothing
@@ -66,6 +70,14 @@ def test_a_checkpoint_has_the_bits_of_its_step(tmp_path: Path, more: tuple[str, 
     expected, found = contents(at_once), contents(late)
     assert expected.keys() == found.keys() and len([name for name in found if name.endswith("COMMIT")]) == STEPS
     assert [name for name in found if found[name] != expected[name]] == []
+    ready = prepare(ppo, settings(late, *more), 2, local_size=2)
+    report = measure(ready.plans, step_facts(ready, trace(ready), torch.device("cpu")))
+    for role in ("actor", "critic"):
+        for rank in range(2):
+            file = found[f"checkpoints/step_1/{role}.rank_{rank:05d}.safetensors"]
+            written = len(file) - 8 - int.from_bytes(file[:8], "little")  # behind the header
+            (kind,) = (kind for kind, ranks in enumerate(report.ranks) if rank in ranks)
+            assert report.held[f"{role} checkpoint copy"][kind] == pytest.approx(written, rel=0.1)
 
 
 # SIGKILL for this rank, or for all, at the NUMBER-th event of a kind in the thread that writes checkpoints
@@ -191,10 +203,10 @@ from pathlib import Path
 def score(prompt, response):
     if len(Path({str(tmp_path / "run" / "metrics.jsonl")!r}).read_text().splitlines()) == 2:
         Path({str(failed)!r}).touch()
-        return float("nan")
+        return 1e300
     return float(len(response))
 """)
     status = troubled(tmp_path, str(failed), f"reward.function={tmp_path}/rewards.py:score")
-    print(status)
-    assert status["class"] != "done" and status["step"] == 3 and status["last_checkpoint"].endswith("step_2")
+    assert (status["class"], status["step"]) == ("reward", 3), status
+    assert status["last_checkpoint"].endswith("step_2")
     assert [each.step for each in committed(tmp_path / "run")] == [2, 1]
