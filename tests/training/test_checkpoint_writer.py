@@ -195,7 +195,7 @@ def test_a_disk_that_is_full_for_one_rank_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    """The write goes on a second longer than the step."""
+    """Its score is beyond float32, and the write goes on a second longer than the step."""
     failed = tmp_path / "failed"
     (tmp_path / "rewards.py").write_text(f"""
 from pathlib import Path
@@ -203,10 +203,10 @@ from pathlib import Path
 def score(prompt, response):
     if len(Path({str(tmp_path / "run" / "metrics.jsonl")!r}).read_text().splitlines()) == 2:
         Path({str(failed)!r}).touch()
-        return 1e300
-    return float(len(response))
+        return 10.0
+    return 0.0
 """)
-    status = troubled(tmp_path, str(failed), f"reward.function={tmp_path}/rewards.py:score")
+    status = troubled(tmp_path, str(failed), f"reward.function={tmp_path}/rewards.py:score", "reward.weight=1e38")
     assert (status["class"], status["step"]) == ("reward", 3), status
     assert status["last_checkpoint"].endswith("step_2")
     assert [each.step for each in committed(tmp_path / "run")] == [2, 1]

@@ -144,7 +144,7 @@ def test_copies_of_what_is_saved_count_where_they_lie(root: Path) -> None:
     assert measure(there, at_once).host is None
     on_cpu = replace(facts, device=torch.device("cpu"))
     peaks = [float(measure(plans, step).peaks.max()) for step in (replace(on_cpu, copied=frozenset()), on_cpu)]
-    assert peaks[1] - peaks[0] == pytest.approx(14 * 7.616e9 / 8, rel=0.01)
+    assert peaks[1] - peaks[0] == pytest.approx(12 * 7.616e9 / 8, rel=0.01)  # fp32 there
     with pytest.raises(ValueError, match=r"it would fit with run\.background_save=false$"):
         check_memory(plans, on_cpu, peaks[0] * 1.001, 8)
 
