@@ -29,6 +29,7 @@ MODELS = {
     "qwen3_4b": "Qwen/Qwen3-4B",
     "qwen3_8b": "Qwen/Qwen3-8B",
     "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "gpt_oss_20b": "openai/gpt-oss-20b",
     "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
@@ -45,6 +46,17 @@ data:
   train_batch_size: {batch}
   max_prompt_length: 512
   max_response_length: 1024
+"""
+LONG_MATH = """\
+data:
+  path: agentica-org/DeepScaleR-Preview-Dataset
+  val_path: HuggingFaceH4/MATH-500
+  prompt_key: problem
+  answer_key: answer
+  apply_chat_template: true
+  train_batch_size: {batch}
+  max_prompt_length: 2048
+  max_response_length: 30720
 """
 PAIRS = """\
 data:
@@ -72,6 +84,14 @@ RECIPES = {
         256,
         BY_STEPS,
         "sampling: {n: 8}\nalgorithm: {name: grpo, ppo_mini_batch_size: 128, kl_loss_coef: 0.001}\nreward: {function: gsm8k}\n",
+        "1.0e-6",
+    ),
+    "grpo_32k": (
+        LONG_MATH,
+        64,
+        BY_STEPS,
+        "sampling: {n: 8}\nalgorithm: {name: grpo, ppo_mini_batch_size: 64, ppo_max_token_len_per_gpu: 8192}\n"
+        "reward: {function: math}\n",
         "1.0e-6",
     ),
     "ppo": (
@@ -116,7 +136,7 @@ class Preset:
 
     def text(self) -> str:
         data, batch, run, rest, rate = RECIPES[self.algorithm]
-        generates = self.algorithm in ("grpo", "ppo")
+        generates = self.algorithm in ("grpo", "grpo_32k", "ppo")
         role = "".join(f"    {line}\n" for line in (self.layout and f"layout: {{{self.layout}}}", self.more) if line)
         own = "attention: auto, max_num_seqs: 256" + (f", {self.generation}" if self.generation else "")
         if self.lora:
@@ -127,14 +147,19 @@ class Preset:
             models += f"  critic:\n    optim: {{lr: 1.0e-5}}\n{role}"
         if self.algorithm != "sft" and self.layout and not self.lora:
             models += f"  reference:\n    layout: {{{self.layout}}}\n"
-        head = f"# {MODELS[self.model]} by {self.algorithm.upper()} on {self.gpus} GPU{'s' * (self.gpus > 1)} of 80 GB"
+        head = f"# {MODELS[self.model]} by {_title(self.algorithm)} on {self.gpus} GPU{'s' * (self.gpus > 1)} of 80 GB"
         return (
             f"{head}; written by scripts/presets.py, figures in docs/presets.md.\n#   {self.command}\n"
             f"run:\n  name: {self.name}\n  {run}\n{data.format(batch=batch)}{models}{rest}"
         )
 
 
-Z3, T8 = "zero: 3", "tp: 8, zero: 3"
+def _title(algorithm: str) -> str:
+    name, _, length = algorithm.partition("_")
+    return f"{name.upper()}{length and f' at {length}'}"
+
+
+Z3, T8, C4 = "zero: 3", "tp: 8, zero: 3", "cp: 4, zero: 3"
 TABLE = [
     Preset("grpo", "qwen2.5_0.5b", 1),
     Preset("grpo", "qwen2.5_0.5b", 8),
@@ -151,6 +176,9 @@ TABLE = [
     Preset("grpo", "qwen3_8b", 16, Z3),
     Preset("grpo", "qwen3_30b_a3b", 16, Z3, "tp: 4"),
     Preset("grpo", "qwen3_30b_a3b", 64, Z3, "tp: 4"),
+    Preset("grpo_32k", "qwen3_4b", 8, C4),
+    Preset("grpo_32k", "qwen3_8b", 8, C4),
+    Preset("grpo", "gpt_oss_20b", 8, Z3, "tp: 4"),
     Preset("grpo", "llama3.1_8b", 8, Z3),
     Preset("grpo", "llama3.1_70b", 64, T8, "tp: 8"),
     Preset("ppo", "qwen2.5_0.5b", 1),
@@ -205,7 +233,7 @@ def page(found: Sequence[tuple[Preset, float, float, str | None]]) -> str:
         f"| {model} | {gpus} | {' | '.join(links.get(name, '') for name in RECIPES)} |\n"
         for (model, gpus), links in cells.items()
     )
-    heads = "".join(f" {name.upper()} |" for name in RECIPES)
+    heads = "".join(f" {_title(name)} |" for name in RECIPES)
     return f"{HEAD}| model | GPUs |{heads}\n|---|--:|{'--:|' * len(RECIPES)}\n{rows}"
 
 
@@ -219,12 +247,14 @@ Configurations to start from: one file for a model, an algorithm and a number of
 | algorithm | data, from the Hugging Face hub | rows per step | tokens |
 |---|---|--:|--:|
 | GRPO | GSM8K, scored by rule | 256 prompts * 8 | 1,024 |
+| GRPO at 32k | DeepScaleR's problems, scored by rule | 64 prompts * 8 | 32,768 |
 | PPO | the same | 512 prompts | 1,024 |
 | DPO | UltraFeedback's pairs | 128 | 2,048 |
 | SFT | Capybara's conversations | 128 | 2,048 |
 
-LoRA trains [adapters](parallelism.md#adapters-lora). Another model of the same size needs only `models.actor.path`. Where ranks have no
-network, run `hf download NAME` (data: with `--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
+LoRA trains [adapters](parallelism.md#adapters-lora). At 32k four ranks share the tokens of a row
+([context parallelism](parallelism.md#context-parallelism)). Another model of the same size needs only `models.actor.path`. Where
+ranks have no network, run `hf download NAME` (data: with `--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
 
 Each cell has the GiB of the fullest GPU (of 79.2) and the seconds of a step on H100, with rows at their limits. Both are predicted, not
 measured. For rows as long as yours:

@@ -186,14 +186,17 @@ def _check_connections(run: Run) -> None:
     made: dict[Communicator, set[int]] = defaultdict(set)
     for rank, events in run.events.items():
         open_: dict[int, Launch] = {}
+        paired: set[Communicator] = set()
         for event in events:
             if isinstance(event, Wait):
                 open_.pop(event.number, None)
             elif isinstance(event, Connect):
                 made[event.comm].add(rank)
             elif isinstance(event, Launch) and event.comm.device:
-                if rank not in made[event.comm]:
+                if rank not in made[event.comm] or (event.kind == "all_to_all" and event.comm not in paired):
                     made[event.comm].add(rank)
+                    if event.kind == "all_to_all":  # each rank is connected with each other, which other collectives do not do
+                        paired.add(event.comm)
                     if under_way := next((each for each in open_.values() if each.comm != event.comm), None):
                         run.find("connections", f"rank {rank}: {event.comm} is connected, for {event}, while open: {under_way}")
                 if event.asynchronous:

@@ -15,7 +15,7 @@ from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.decoder import Block, Decoder
-from rlhf_spmd.models.layers import rope_tables
+from rlhf_spmd.models.rope import Rope, rope_tables
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
@@ -30,14 +30,14 @@ SIZES_1_7B = {
 }
 
 
-def decoder_of(name: str, **changes: int) -> tuple[Decoder, tuple[Tensor, Tensor, Tensor]]:
+def decoder_of(name: str, **changes: int) -> tuple[Decoder, tuple[Tensor, Rope]]:
     """A decoder of one layer, and for 8 tokens what the layer takes: hidden state and rotary tables."""
     config = {**CONFIGS[name], "num_hidden_layers": 1, **changes}
     decoder = Decoder(spec_from_config(config, "test"), "none", 0, 1, solo(), torch.bfloat16, DEVICE, ops=GpuOps())
     init_random(decoder, 3)
     x = torch.randn(8, decoder.spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     frequency = torch.rand(decoder.spec.head_dim // 2, device=DEVICE)
-    return decoder, (x, *rope_tables(frequency, torch.arange(8, device=DEVICE), torch.bfloat16))
+    return decoder, (x, rope_tables(decoder.spec, frequency, torch.arange(8, device=DEVICE), torch.bfloat16))
 
 
 def layer_of(decoder: Decoder) -> Block:
@@ -59,7 +59,7 @@ class Free:
 def test_a_decode_step_of_a_layer(name: str, most: int) -> None:
     """Beside the attention: norm, qkv, heads, which write the pages, out, add and norm, gate_up, gate, down, add; Gemma norms what its
     parts give. With the attention 12 at most."""
-    decoder, (x, cos, sin) = decoder_of(name)
+    decoder, (x, rope) = decoder_of(name)
     block = layer_of(decoder)
     backend = build_backend("triton", x.dtype, DEVICE)
     for pages in (1, 40):
@@ -67,18 +67,18 @@ def test_a_decode_step_of_a_layer(name: str, most: int) -> None:
         table = torch.arange(8 * pages, dtype=torch.int32, device=DEVICE).view(8, pages)
         context = TritonAttention.decoding(torch.arange(8, device=DEVICE), table, cache, block.num_heads)
         with torch.no_grad(), counted_launches() as launches:
-            block(x, cos, sin, context, 8)
+            block(x, rope, context, 8)
         own = [each for each in launches.names if "attend" not in each and "parts" not in each]
         assert len(own) <= most, own
         assert len(launches.names) <= most + 2, launches.names
 
 
-def train(decoder: Decoder, inputs: tuple[Tensor, Tensor, Tensor], rows: int = 8) -> tuple[Launches, Launches]:
+def train(decoder: Decoder, inputs: tuple[Tensor, Rope], rows: int = 8) -> tuple[Launches, Launches]:
     """Launches of the forward and the backward pass but the attention's, where no gradient is there to add to."""
-    x, cos, sin = (part[:rows] for part in inputs)
+    x, rope = inputs[0][:rows], Rope(inputs[1].cos[:rows], inputs[1].sin[:rows])
     x, grad, block = x.detach().requires_grad_(), x.detach().clone(), layer_of(decoder)
     with counted_launches() as forward:
-        out = decoder._run_layer(block, x, cos, sin, Free(), rows)
+        out = decoder._run_layer(block, x, rope, Free(), rows)
     decoder.zero_grad()
     with counted_launches() as backward:
         out.backward(grad)

@@ -44,7 +44,7 @@ def run(decoder: Decoder, checkpointing: str, offload: bool) -> tuple[Tensor, di
     """The output and all gradients of a loss in which every output has another weight."""
     decoder.keep_activations(checkpointing, offload)
     out = decoder(ids_of(decoder), PackedAttention(LENGTHS))
-    names, params = zip(*decoder.named_parameters(), strict=True)
+    names, params = zip(*((name, x) for name, x in decoder.named_parameters() if x.requires_grad), strict=True)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
     return out, dict(zip(names, torch.autograd.grad((out * weights).sum(), params), strict=True))
 

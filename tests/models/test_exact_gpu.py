@@ -183,6 +183,9 @@ CASES = {
     "qwen3-tied-fp32": (torch.float32, replace(SMALL, page_size=16, speculative_tokens=2), 1.0),
     "gemma2": (torch.bfloat16, replace(SMALL, page_size=7, max_num_batched_tokens=20), 0.9),
     "gemma3": (torch.bfloat16, replace(SMALL, page_size=16), 1.0),
+    "glm4": (torch.bfloat16, replace(SMALL, page_size=16), 0.7),
+    "olmo2": (torch.bfloat16, replace(SMALL, page_size=16), 1.0),
+    "ministral3": (torch.float32, replace(SMALL, page_size=16), 0.9),
 }
 
 

@@ -68,9 +68,10 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert off < 2e-5, f"{key}: {off}"
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-tied-bias", "qwen3-tied", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"]
-)
+DENSE = ["llama-tied-bias", "qwen3-tied", "gemma2", "gemma3", "phi4-mini", "olmo2", "smollm3", "granite", "glm4", "ministral3"]
+
+
+@pytest.mark.parametrize("name", [*DENSE, "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"])
 def test_log_probs_and_gradients_are_those_of_torch(name: str) -> None:
     expected = results_of(Ops(), name, solo())
     for checkpointing in CHECKPOINTING if name == "qwen3-tied" else ("none",):
@@ -91,7 +92,7 @@ def _on_rank(world: World, name: str, sequence_parallel: bool) -> tuple[dict[str
     return ours, torchs
 
 
-@pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3-tied", False), ("gemma3", True)])
+@pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3-tied", False), ("gemma3", True), ("olmo3", True)])
 def test_on_two_ranks(name: str, sequence_parallel: bool) -> None:
     for ours, torchs in run_ranks(2, _on_rank, name, sequence_parallel):
         assert_near(ours, torchs)

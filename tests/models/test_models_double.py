@@ -1,4 +1,4 @@
-"""Log-probs and gradients of families with experts equal transformers' in float64, where only the formula can differ."""
+"""Log-probs and gradients equal transformers' in float64, where only the formula can differ."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.planner.shapes import shape_of
+from rlhf_spmd.workers.flops import forward_flops
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 MOST = 1e-9
 EXPERTS = [name for name, config in CONFIGS.items() if "num_experts_per_tok" in config]
+DENSE = ["phi4-mini", "seed-oss", "olmo2", "olmo3", "smollm3", "granite", "glm4", "ministral3"]
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", EXPERTS + DENSE)
 def test_log_probs_and_gradients_equal_transformers(tmp_path: Path, name: str) -> None:
     path = make_model(tmp_path, {**CONFIGS[name], "vocab_size": 301})
     ids, labels = make_batch(301)
@@ -45,3 +48,13 @@ def test_log_probs_and_gradients_equal_transformers(tmp_path: Path, name: str) -
             assert off < MOST * scale, f"{box.name}: {off / scale}"
             theirs[box.name][box.global_slices] = 0
     assert not any(grad.any() for grad in theirs.values()), "a gradient that no parameter has"
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_planner_counts_what_transformers_has(tmp_path: Path, name: str) -> None:
+    path = make_model(tmp_path, CONFIGS[name])
+    model, spec = double_model(path), read_spec(path)
+    assert shape_of(spec, "lm").params == pytest.approx(sum(p.numel() for p in model.parameters()))
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size  # which is looked up
+    assert forward_flops(spec, 10, 0) == 10 * 2 * (matrices - embedding)

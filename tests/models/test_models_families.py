@@ -1,10 +1,10 @@
-"""The families that differ from Llama in more than names: gradients, generation, training and export, and what is refused."""
+"""The families that differ from Llama in more than names: gradients, generation, training and export."""
 
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +47,8 @@ from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of, logits, model_tensors
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss")
+DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "smollm3", "granite", "glm4", "ministral3")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss", *DENSE)
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -107,7 +108,17 @@ def test_generation(models: dict[str, Path], name: str) -> None:
     assert num_unequal(generator.decoder, requests, sampled, 0.7) == 0
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gemma2", Layout(pp=2)), ("qwen3-moe", Layout(tp=2)), ("phi3", Layout(tp=2))])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gemma2", Layout(pp=2)),
+        ("qwen3-moe", Layout(tp=2)),
+        ("phi3", Layout(tp=2)),
+        ("olmo2", Layout(tp=2)),
+        ("smollm3", Layout(pp=2)),
+        ("glm4", Layout(tp=2)),
+    ],
+)
 def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layout) -> None:
     results = run_ranks(layout.size, generate_on_rank, str(models[name]), layout, SMALL, 0.8)
     reference = build_generator(str(models[name])).generate(ragged_requests(), SamplingConfig(temperature=0.8), 3, 5)
@@ -133,6 +144,14 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
         ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
         ("phi3", "lm", Layout(tp=4), "none"),
+        ("phi4-mini", "lm", Layout(pp=2, tp=2), "none"),
+        ("seed-oss", "lm", Layout(dp=2, zero=2), "none"),
+        ("olmo2", "lm", Layout(tp=4), "selective"),
+        ("olmo3", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("smollm3", "value", Layout(pp=2, dp=2, zero=1), "none"),
+        ("granite", "lm", Layout(dp=2, zero=3), "full"),
+        ("glm4", "lm", Layout(tp=2, dp=2, zero=3), "none"),
+        ("ministral3", "lm", Layout(tp=2, sequence_parallel=True), "selective"),
     ],
     ids=str,
 )
@@ -166,7 +185,7 @@ def test_ppo_with_two_families(tmp_path: Path) -> None:
         assert difference < 1e-8, where
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "olmo3", "glm4-moe", "gpt-oss"])
 def test_transitions_of_the_hybrid_engine(name: str) -> None:
     """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
     spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "test")
@@ -182,7 +201,8 @@ def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "model_type")}
+    own = deepcopy(CONFIGS[name])  # transformers writes into it
+    config = {key: value for key, value in own.items() if key not in ("architectures", "model_type")}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(CONFIGS[name]["model_type"], **config)).eval()
     model.save_pretrained(tmp_path / "source")
     path = checkpoint_of(model_tensors(tmp_path / "source"), tmp_path / "source", tmp_path / "run", "lm")
@@ -194,16 +214,18 @@ def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     assert torch.equal(logits(loaded.eval()), logits(model))
 
 
-def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
-    """transformers writes a Gemma 3 with a vision tower; two ranks read its language model, and the export is one for text."""
-    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+@pytest.mark.parametrize(("kind", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral"), ("mistral3", "ministral3")])
+def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: str) -> None:
+    """transformers writes a model with a vision tower; two ranks read its language model, and the export is one for text."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    text = {key: value for key, value in CONFIGS["gemma3"].items() if key not in ("architectures", "model_type")}
+    text = {key: value for key, value in deepcopy(CONFIGS[name]).items() if key != "architectures"}
     eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     ids = dict.fromkeys(("image_token_index", "boi_token_index", "eoi_token_index"), text["vocab_size"] - 1)
-    config = Gemma3Config(text_config=text, vision_config={**eyes, "patch_size": 14}, mm_tokens_per_image=4, **ids)
-    model = Gemma3ForConditionalGeneration(config).eval()
+    seeing = {"vision_config": {**eyes, "patch_size": 14}, "mm_tokens_per_image": 4, **ids}
+    config = AutoConfig.for_model(kind, text_config=text, tie_word_embeddings=kind == "gemma3", **seeing)
+    model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path / "source")
     stored = load_file(tmp_path / "source" / "model.safetensors")
     assert any(name.startswith("vision_tower.") for name in stored)
@@ -211,7 +233,8 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     path = checkpoint_of(named, tmp_path / "source", tmp_path / "run", "lm")
     out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert type(loaded).__name__ == "Gemma3ForCausalLM"
+    assert type(loaded).__name__ == CONFIGS[name]["architectures"][0]
+    assert read_json(out / "config.json")["architectures"] == CONFIGS[name]["architectures"]
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(logits(loaded.eval()), logits(model))
     spec = read_spec(tmp_path / "source")
@@ -224,7 +247,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "glm4"])
 def test_value_models_equal_transformers_classifiers(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -314,35 +337,6 @@ def test_flops_count_active_experts_and_windows(models: dict[str, Path]) -> None
     assert forward_flops(short, 10, 9) == forward_flops(plain, 10, 9)
     longer = forward_flops(short, 10, 1e9) - forward_flops(short, 10, 0)
     assert longer == pytest.approx(10 * 4 * 4 * 32 * 9)  # never more than the window
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("phi3", {"partial_rotary_factor": 0.75}, "'partial_rotary_factor' is 0.75"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "rope_type' is 'longrope'"),
-        ("mistral", {"sliding_window": 0}, "'sliding_window' is 0"),
-        ("gemma2", {"layer_types": ["full_attention"]}, "'layer_types' is .* num_hidden_layers=4"),
-        ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "'layer_types' is "),
-        ("gemma2", {"hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),
-        ("gemma2", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
-        ("gemma2", {"final_logit_softcapping": -1.0}, "'final_logit_softcapping' is -1.0"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
-        ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
-        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
-        ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
-        ("qwen3-moe", {"use_sliding_window": True}, "'use_sliding_window' is True"),
-        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 exceeds num_local_experts=5"),
-        ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' is 0"),
-        ("glm4-moe", {"n_group": 3}, "n_group=3 must divide n_routed_experts=8"),
-        ("glm4-moe", {"topk_group": 1}, "topk_group=1 of the groups must have num_experts_per_tok=3 experts"),
-        ("glm4-moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "of head_dim=12 it must rotate an even number"),
-        ("qwen3-moe", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
-    ],
-)
-def test_what_is_refused(name: str, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=r"^test: .*" + words):
-        spec_from_config({**CONFIGS[name], **changes}, "test")
 
 
 def test_experts_that_tp_does_not_divide() -> None:

@@ -198,7 +198,9 @@ def test_elementwise_pieces_gradcheck() -> None:
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     angle = torch.randn(5, 1, 4, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda a, b: Ops().rms_norm(a, b, 1e-5), (x, weight))
-    assert torch.autograd.gradcheck(lambda a: Ops().rotate(a, angle.cos(), angle.sin()), (x,))
+    for pairs, interleaved in ((4, False), (4, True), (3, False), (3, True), (0, False)):
+        tables = angle[..., :pairs].cos(), angle[..., :pairs].sin()
+        assert torch.autograd.gradcheck(lambda a, t=tables, i=interleaved: Ops().rotate(a, *t, i), (x,))
     assert torch.autograd.gradcheck(
         lambda a: Ops().gated(a, False), (torch.randn(5, 8, dtype=torch.float64, requires_grad=True),)
     )

@@ -250,6 +250,20 @@ def test_a_group_in_which_only_some_ranks_connect() -> None:
     assert rules({rank: [collective(9, three), *events] for rank, events in records.items()}) == set()
 
 
+def test_a_first_all_to_all_while_a_transfer_is_open() -> None:
+    """It connects each rank with each other, which an all-reduce before did not."""
+    both = Communicator("back", (0, 1), True)
+    reduced, swapped = collective(0, both), Launch(both, "all_to_all", "context_parallel", 3, numel=4, dtype="float32")
+    parts = {rank: (Part(1 - rank, rank == 0, 4, "float32"),) for rank in (0, 1)}
+    open_: Records = {
+        rank: [collective(1), reduced, Launch(PAIR, "exchange", "stage", 2, asynchronous=True, parts=parts[rank]), swapped]
+        for rank in (0, 1)
+    }
+    assert "connections" in rules(open_)
+    before = replace(swapped, label="meet", number=1)
+    assert "connections" not in rules({rank: [before, *events] for rank, events in open_.items()})
+
+
 def test_a_batch_that_is_two_on_the_other_side() -> None:
     both = [Part(1, True, 4, "float32"), Part(1, True, 5, "float32")]
     one = Launch(PAIR, "exchange", "weight_sync", 1, parts=tuple(both))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,13 @@ CONFIG = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+EXPERTS = CONFIG | {
+    "model_type": "qwen3_moe",
+    "head_dim": 48,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 192,
+}
 ADAPTED = [  # as CASES; bits of the matrices
     (Layout(), "float32", "none", 2, None),
     (Layout(), "bfloat16", "full", 1, None),
@@ -72,11 +80,17 @@ def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[
 
 
 def measured(
-    world: World, layout: Layout, dtype: str, mode: str, number: int, lora: LoraConfig | None = None
+    world: World,
+    layout: Layout,
+    dtype: str,
+    mode: str,
+    number: int,
+    lora: LoraConfig | None = None,
+    config: Mapping[str, Any] = CONFIG,
 ) -> tuple[float, float, float, int]:
     """Bytes of this rank that live at most, besides what the engine holds: in a mini-batch, its step, and a forward pass; and
     what it holds."""
-    spec, mesh = spec_from_config(CONFIG, "test"), build_mesh(world, range(layout.size), layout)
+    spec, mesh = spec_from_config(config, "test"), build_mesh(world, range(layout.size), layout)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": world.device, "activation_checkpointing": mode}
     engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(), lora=lora, **options)
     rows = [Packed(torch.randint(12000, (ROWS * LENGTH,)), torch.tensor([LENGTH] * ROWS)) for _ in range(number)]
@@ -117,6 +131,18 @@ def test_training_takes_what_is_predicted(layout: Layout, dtype: str, mode: str,
             {k: float(v[0]) / 2**20 for k, v in parts.items()},
             peak / 2**20,
         )
+
+
+@pytest.mark.parametrize(("tp", "mode"), [(1, "none"), (1, "selective"), (1, "full"), (2, "none")])
+def test_rows_for_experts_count(tp: int, mode: str) -> None:
+    """Each token has four, on every rank of tp whole. Between the passes they are most of what lives."""
+    layout = Layout(tp=tp)
+    found = run_ranks(tp, measured, layout, "float32", mode, 1, None, EXPERTS)
+    shape, work = shape_of(spec_from_config(EXPERTS, "test"), "lm"), Workload(ROWS, 1.0, (LENGTH - 1.0,))
+    one = call_settings([(1, tp, 1)], micro_tokens=(ROWS * LENGTH,), checkpointing=(CHECKPOINTING.index(mode),))
+    predicted = float(model.total(model.train(shape, work, one, role("float32"), 0))[0])
+    assert predicted == pytest.approx(found[0][1], rel=0.12), (predicted / 2**20, found[0][1] / 2**20)
+    assert shape.expert_rows == 4
 
 
 def test_a_forward_pass_takes_at_most_what_is_predicted() -> None:

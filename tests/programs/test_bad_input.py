@@ -241,7 +241,7 @@ CONFIG = [
     (
         ["models.critic.layout.zero=1", "models.critic.layout.zero_size=3"],
         4,
-        ["critic", "zero_size=3: must divide dp=4; allowed: 1, 2, 4"],
+        ["critic", "zero_size=3: must divide dp * cp = 4; allowed: 1, 2, 4"],
     ),
     (["models.actor.layout.cp=3"], 3, ["models.actor.layout.cp=3", "4 query heads and 2 KV heads; allowed: 1, 2, 4"]),
     (["models.actor.layout.zero_size=2"], 4, ["actor", "zero_size=2 needs", "zero 1, 2 or 3"]),

@@ -203,7 +203,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], sai
         ("{ranks: 0-3, dp: 4}", "one call of role 'actor' must have home: true"),
         (
             "{ranks: 0-3, dp: 4, home: true, zero: 3, zero_size: 3}",
-            "zero_size=3: must divide dp=4; allowed: 1, 2, 4",
+            "zero_size=3: must divide dp * cp = 4; allowed: 1, 2, 4",
         ),
         ("{ranks: 0-3, dp: 4, home: true, gpu_memory_utilization: 7}", "must be in (0, 1]"),
     ],

@@ -45,12 +45,14 @@ def variants() -> list[tuple[str, Any, int, dict[str, Any]]]:
         gate = {"N": 6144, "GELU": gelu, "BLOCK": triton_layers.TILE // 2}
         found.append((f"gate {'gelu' if gelu else 'silu'}", triton_layers._gate, 4, gate))
         found.append((f"gate {'gelu' if gelu else 'silu'} backward", triton_layers._gate_backward, 4, gate))
-    for normed, dim, blocks in ((True, 128, 1), (False, 128, 1), (False, 64, 1), (True, 80, 1), (True, 256, 1), (True, 128, 2)):
+    shapes = [(True, 128, 1), (False, 128, 1), (False, 64, 1), (True, 80, 1), (True, 256, 1), (True, 128, 2)]
+    for normed, dim, blocks, pairs in [*((*shape, shape[1] // 2) for shape in shapes), (False, 128, 1, 32)]:
         shape = HeadShape(16, 8, dim, blocks)
         block_h, block_d = triton_qkv.head_blocks(shape, 32)
         sizes = {"Q": 16, "KV": 8, "DIM": dim, "BLOCKS": blocks, "NORMED": normed, "PLUS_ONE": False}
-        sizes |= {"BLOCK_H": block_h, "BLOCK_D": block_d}
+        sizes |= {"BLOCK_H": block_h, "BLOCK_D": block_d, "PAIRS": pairs, "INTERLEAVED": 2 * pairs < dim}
         label = f"heads {'normed ' * normed}{dim}{f' in {blocks} blocks' if blocks > 1 else ''}"
+        label += f" turned in {pairs} pairs" if 2 * pairs < dim else ""
         for paged in (False, True):
             heads = 24 if blocks == 1 and not paged else 32
             found.append((f"{label}{' to pages' * paged}", triton_qkv._heads, 4, {**sizes, "HEADS": heads, "PAGED": paged}))

@@ -60,7 +60,10 @@ WINDOWS = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausal
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     kinds = {name: CONFIGS[name] for name in ("untied", "tied", "shared_kv", "qwen3")}
-    return write_models(tmp_path_factory.mktemp("models"), {**kinds, "experts": EXPERTS, "windows": WINDOWS, "sinks": SINKS})
+    return write_models(
+        tmp_path_factory.mktemp("models"),
+        {**kinds, "experts": EXPERTS, "windows": WINDOWS, "sinks": SINKS, "wide router": {**SINKS, "num_local_experts": 16}},
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("experts", Layout(cp=2), [2], {}),
         ("windows", Layout(cp=2), [3], {}),
         ("sinks", Layout(cp=2, tp=2), [3], {}),
+        ("wide router", Layout(tp=2, sequence_parallel=True), [3], {}),  # its bias is as long as the residual stream is wide
     ],
     ids=str,
 )

@@ -153,8 +153,11 @@ def test_layouts_say_which_ranks_hold_what() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LayoutConfig(zero=3, zero_size=3), "zero_size=3: must divide dp=8; allowed: 1, 2, 4, 8, or null: all of dp"),
-        (LayoutConfig(zero=1, zero_size=16), "zero_size=16: must divide dp=8; allowed: 1, 2, 4, 8, or null: all of dp"),
+        (LayoutConfig(zero=3, zero_size=3), "zero_size=3: must divide dp * cp = 8; allowed: 1, 2, 4, 8, or null: all of them"),
+        (
+            LayoutConfig(zero=1, zero_size=16),
+            "zero_size=16: must divide dp * cp = 8; allowed: 1, 2, 4, 8, or null: all of them",
+        ),
         (
             LayoutConfig(zero_size=4),
             "zero_size=4 needs models.actor.layout.zero 1, 2 or 3, and that is 0",

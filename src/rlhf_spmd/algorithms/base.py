@@ -241,8 +241,10 @@ def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
 
 
 def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-    """Return the sum of the fields ``*_scores``: nan for a row that none of them scores, and for a row in a field ``*_failed``, whose
-    sum would lack the failed call's part. Raises RewardError where no reward has scored any row of the run so far."""
+    """Return the sum of the fields ``*_scores``. It is nan if no reward scores the row, or if any call for the row failed.
+
+    Raises RewardError if no reward has scored any row of the run so far.
+    """
     given, failed = (
         torch.stack([field.double() for name, field in fields.items() if name.endswith(end)]) for end in ("_scores", "_failed")
     )

@@ -1,10 +1,18 @@
-"""State at rest (F4): a checkpoint is either complete and verified, or it does not exist.
+"""State at rest: a checkpoint is either complete and verified, or it does not exist.
+
+Floor F4. This package does not know engines or roles: it takes shards (boxes) and tensors by name. Only ``adapters`` and ``export``
+know models.
 
 A checkpoint is a new directory per step: safetensors files of boxes of global tensors, a manifest of JSON lines with the hash of every
 box, and a COMMIT file written last. It is written in one layout and read in any other. No pickle is ever read or written.
 
-Public: ``save.save_checkpoint``, ``load.load_checkpoint`` with ``save.RoleState``; ``load.find_resumable``, ``load.verify_checkpoint``,
-``directory.read_manifest`` (its ``state``); ``export.export_hugging_face``; ``manifest.CheckpointError``. Before writing, it proves
-that the run directory still belongs to this job (``telemetry.run_lock``). It does not know engines or roles: it takes shards
-(boxes) and tensors by name. Only ``adapters`` and ``export`` know models.
+Read in this order:
+
+- ``manifest``: what a checkpoint holds, piece by piece; ``CheckpointError``
+- ``files``: writes that survive a crash
+- ``directory``: drafts, COMMIT and the rename; old checkpoints are removed
+- ``save``: ``save_checkpoint`` of roles (``RoleState``), also in two parts, of which the second may run beside a step (``Draft``).
+  Before it writes, it proves that the run directory is still this job's
+- ``load``: ``load_checkpoint`` into any layout, ``find_resumable``, ``verify_checkpoint``
+- ``export``, ``adapters``: Hugging Face directories; adapters in PEFT's form
 """

@@ -164,7 +164,11 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
     """The source's config.json with the exported dtype and, with a value head, the class that has one. Pure."""
     names = {spec.key for spec in specs}
     if "text_config" in config:  # the language part of a model that sees; its class for text has the same name
-        family = str((config.get("architectures") or [""])[0]).partition("For")[0]
+        text = str(config["text_config"].get("model_type")).removesuffix("_text")
+        seeing = str((config.get("architectures") or [""])[0]).partition("For")[0]
+        family = (
+            seeing if text in (config.get("model_type"), "None") else text.capitalize()
+        )  # Mistral3's is Mistral or Ministral3
         shared: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         config = {**config["text_config"], **shared, "architectures": [f"{family}ForCausalLM"]}
     config = {key: value for key, value in config.items() if key != "quantization_config"}  # of gpt-oss: read, but not written

@@ -1,15 +1,26 @@
-"""Strict configuration and the rule "name = module".
+"""Strict configuration: YAML and dotted overrides into frozen dataclasses. And the rule "name = module".
 
 Floor F0: imports nothing of this project and no torch; only ``load`` and ``interpolation`` import omegaconf.
 
-- ``load.load`` reads a YAML file and dotted overrides into a frozen dataclass. Every mistake is one line (``schema.ConfigError``).
-- ``constraints``: types with ranges for the fields of a configuration; choices are ``Literal``.
-- ``load.check_tree`` checks ranges and choices and calls ``check(where)`` on every dataclass of a loaded configuration.
-- ``schema.inline``: a field whose keys are keys of the section that has it.
-- ``load.to_dict``, ``load.to_yaml`` write a configuration out again; the YAML loads to an equal object.
-- ``written.parse``: YAML whose plain values stay text until the type of their key is known.
-- ``interpolation``: ``${...}``. A value from the environment is :class:`~interpolation.FromEnvironment` and is never written out.
-- ``json_input.parse_json``: JSON from outside, of bounded depth.
-- ``registry.find``, ``registry.resolve``, ``registry.resolve_function`` turn a name into a module or a function.
-  ``registry.find_builtin`` takes only a name of this project.
+How a configuration is loaded, in reading order:
+
+- ``load``: ``load.load`` reads a file and overrides; every mistake is one line (``schema.ConfigError``). ``load.check_tree`` checks
+  ranges and choices, and calls ``check(where)`` of each section. ``load.to_yaml`` writes a configuration out again
+- ``written``: YAML whose plain values stay text until the type of their key is known
+- ``interpolation``: ``${...}``. A value from the environment (:class:`~interpolation.FromEnvironment`) is never written out
+- ``schema``: mappings into dataclasses; ``schema.inline`` marks a field whose keys are keys of its section
+- ``constraints``: types with ranges for fields; choices are ``Literal``
+- ``keys``: all keys with type, default and text, for ``--help``, completion and documents
+
+Names and other inputs:
+
+- ``registry``: ``registry.find`` and ``registry.resolve`` turn a name into a module or a function; ``registry.find_builtin`` takes
+  only names of this project
+- ``json_input``: JSON from outside, of bounded depth
+
+Other projects' settings, for hints and for ``rlhf-spmd convert``:
+
+- ``foreign``: their names (``foreign.yaml``), and what stands for each here
+- ``shell_script``: the arguments that a shell script gives to a program
+- ``verl_meanings``, ``verl_sft``: settings of verl that stand for several of ours
 """

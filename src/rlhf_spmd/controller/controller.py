@@ -12,7 +12,7 @@ These rules hold in all of this package:
    call does not take what was pushed to it, its ranks receive and drop that, all of them alike.
 5. Token counts that a call makes go in a small message to the ranks that partition rows by them: the members of a consumer, and the
    ranks that send to it. ``CallRecord.lengths_sent_to`` is the same on every rank.
-6. Data live as long as a reference to them. The end of a script waits for messages and frees nothing.
+6. Data are freed when the last reference to them goes. The end of a script only waits for its messages.
 7. A call that takes its rows in chunks waits until the script makes a call that must follow it (``streaming.py``). That depends on the
    script only, so every rank runs the same calls in the same order.
 """

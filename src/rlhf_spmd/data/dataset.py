@@ -217,7 +217,7 @@ class TokenDataset:
     entry's position. ``group_size`` entries of ``columns`` form one row of the data and a group of rows in a batch: 2
     for pairs.
 
-    A row is dropped if one of its entries has more tokens than the limit, all columns together; ``kept`` holds the
+    A row is dropped if the columns of an entry together have more tokens than the limit; ``kept`` holds the
     positions of the others. ``limit`` and ``drop`` are keys of ``data`` with their values; if ``drop`` is false, a long
     row raises.
 

@@ -5,7 +5,9 @@ A built-in one is a file here that exports its class as ``environment``. If ther
 ``environment`` names its own. :class:`runner.EnvironmentRunner` calls them in threads. Knows no tokens, batches, ranks
 or tensors.
 
-Public names: ``config.Environment``, ``config.EnvironmentConfig``, ``config.named_environments``,
-``config.environment_of``, ``config.resolve_class``, ``tools.Tools``, ``runner.EnvironmentRunner``,
-``runner.EnvironmentFailure``.
+Read in this order:
+
+- ``config``: the protocol (``Environment``), settings (``EnvironmentConfig``), and which environment a row has (``environment_of``)
+- ``calculator``: an example; ``tools``: calls of tools in a response
+- ``runner``: many rows at once (``EnvironmentRunner``, ``EnvironmentFailure``)
 """

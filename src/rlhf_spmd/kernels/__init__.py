@@ -19,6 +19,8 @@ Any device:
 - ``ops``: class ``Ops``, every operation in torch; start here
 - ``dispatch``: :func:`choose_ops`
 - ``packing``: which keys a query sees; packed sequences as rectangles
+- ``dense_attention``: attention by torch's own kernels, or by plain products
+- ``routing``, ``expert_rows``: which experts a token takes, and its rows for them
 - ``gradients``: makes an operation of a forward and a backward half one autograd node
 - ``devices``: :func:`capabilities`, what a device can; only this module tells kinds of devices apart
 
@@ -36,7 +38,7 @@ GPUs:
 - ``triton_qkv``: q, k and v from the qkv product: norm, rotation, cache
 - ``triton_paged_attention``: attention of generation, over the pages of the KV cache
 - ``triton_layers``: norms and the gated activation
-- ``grouped_gemm``, ``triton_experts``: products and row sums of a mixture of experts
+- ``triton_route``, ``grouped_gemm``, ``triton_experts``: routing, products and row sums of a mixture of experts
 - ``triton_lm_head``: log-probs and entropies from logits, and their gradients
 - ``sampling_tensors``, ``triton_draw``, ``triton_filter``: tokens from logits, without and with top_k, top_p and min_p
 - ``triton_products``: matrix products of ``BatchInvariantGpuOps``
@@ -49,7 +51,7 @@ from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_de
 from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, Packing, PageTarget
+from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "Context",
     "CppOps",
     "HeadShape",
+    "LayerOptions",
     "Ops",
     "Packing",
     "PageTarget",

@@ -5,7 +5,7 @@
 namespace {
 
 struct Block {
-  i64 half, rows, tokens, hidden, heads, kv_heads, dim, inner, plus_one, gelu, window, threads;
+  i64 half, rows, tokens, hidden, heads, kv_heads, dim, inner, plus_one, gelu, window, threads, interleaved, whole_norms, pairs;
   const void *x, *cos, *sin;
   void *qkv, *mixed, *out;  // [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, hidden]
   const void *input_norm, *w_qkv, *q_norm, *k_norm, *w_out, *attention_norm, *post_norm, *w_gate_up, *w_down, *mlp_norm;
@@ -15,7 +15,7 @@ struct Block {
   const int32_t* table;
   void* cache;
   i64 num_pages, page_size, page_elements;
-  double eps, scale, softcap;
+  double eps, scale, softcap, residual;
 };
 
 constexpr i64 SOME = 64;
@@ -32,23 +32,34 @@ template <class T> struct Layer {
   void product(const T* x, i64 m, const void* w, i64 n, i64 k, const float* bias, T* to, int threads) const {
     linear_forward((int)b.half, x, k, m, w, n, k, bias, to, threads);
   }
-  // to = x + norm(added), where there is a norm
+  // to = x + norm(added) * residual, where there is a norm
   void add(const T* x, T* added, const void* weight, i64 m, T* to) const {
     if (weight) norm(added, m, b.hidden, 1, b.hidden, weight, added, b.hidden);
+    for (i64 at = 0; b.residual != 1 && at < m * b.hidden; at += W) {
+      const i64 n = m * b.hidden - at;
+      store_upto(added + at, load_upto(added + at, n) * (float)b.residual, n);
+    }
     for (i64 at = 0; at < m * b.hidden; at += W) {
       const i64 n = m * b.hidden - at;
       store_upto(to + at, load_upto(x + at, n) + load_upto(added + at, n), n);
     }
   }
+  // the rows themselves, where there is no norm
+  const T* normed(const T* x, const void* weight, i64 m) const {
+    if (!weight) return x;
+    T* to = (T*)scratch(4, m * b.hidden);
+    norm(x, m, b.hidden, 1, b.hidden, weight, to, b.hidden);
+    return to;
+  }
   // rows in -> q, k (normed and rotated) and v
   void enter(i64 at, i64 m, int threads) const {
-    T *normed = (T*)scratch(4, m * b.hidden), *qkv = row(b.qkv, at, width);
-    norm(row(b.x, at, b.hidden), m, b.hidden, 1, b.hidden, b.input_norm, normed, b.hidden);
-    product(normed, m, b.w_qkv, width, b.hidden, b.b_qkv, qkv, threads);
-    if (b.q_norm) norm(qkv, m, width, b.heads, b.dim, b.q_norm, qkv, width);
-    if (b.k_norm) norm(qkv + mixed_width, m, width, b.kv_heads, b.dim, b.k_norm, qkv + mixed_width, width);
-    const T *cos = row(b.cos, at, b.dim / 2), *sin = row(b.sin, at, b.dim / 2);
-    rotate((int)b.half, qkv, m, width, b.heads + b.kv_heads, b.dim / 2, cos, sin, qkv, width);
+    T* qkv = row(b.qkv, at, width);
+    product(normed(row(b.x, at, b.hidden), b.input_norm, m), m, b.w_qkv, width, b.hidden, b.b_qkv, qkv, threads);
+    const i64 q_norms = b.whole_norms ? 1 : b.heads, k_norms = b.whole_norms ? 1 : b.kv_heads, kv_width = b.kv_heads * b.dim;
+    if (b.q_norm) norm(qkv, m, width, q_norms, mixed_width / q_norms, b.q_norm, qkv, width);
+    if (b.k_norm) norm(qkv + mixed_width, m, width, k_norms, kv_width / k_norms, b.k_norm, qkv + mixed_width, width);
+    const T *cos = row(b.cos, at, b.pairs), *sin = row(b.sin, at, b.pairs);
+    rotate((int)b.half, qkv, m, width, b.heads + b.kv_heads, b.dim, b.pairs, cos, sin, (int)b.interleaved, qkv, width);
   }
   void attend() const {
     const T *q = (T*)b.qkv, *k = q + mixed_width, *v = k + b.kv_heads * b.dim;
@@ -64,15 +75,14 @@ template <class T> struct Layer {
   }
   // the attention's output matrix and the gated MLP, each added to the rows
   void leave(i64 at, i64 m, int threads) const {
-    T *normed = (T*)scratch(4, m * b.hidden), *gate_up = (T*)scratch(5, m * 2 * b.inner), *active = (T*)scratch(6, m * b.inner);
+    T *added = (T*)scratch(4, m * b.hidden), *gate_up = (T*)scratch(5, m * 2 * b.inner), *active = (T*)scratch(6, m * b.inner);
     T* out = row(b.out, at, b.hidden);
-    product(row(b.mixed, at, mixed_width), m, b.w_out, b.hidden, mixed_width, nullptr, normed, threads);
-    add(row(b.x, at, b.hidden), normed, b.attention_norm, m, out);
-    norm(out, m, b.hidden, 1, b.hidden, b.post_norm, normed, b.hidden);
-    product(normed, m, b.w_gate_up, 2 * b.inner, b.hidden, b.b_gate_up, gate_up, threads);
+    product(row(b.mixed, at, mixed_width), m, b.w_out, b.hidden, mixed_width, nullptr, added, threads);
+    add(row(b.x, at, b.hidden), added, b.attention_norm, m, out);
+    product(normed(out, b.post_norm, m), m, b.w_gate_up, 2 * b.inner, b.hidden, b.b_gate_up, gate_up, threads);
     gated_linear((int)b.half, gate_up, m, b.inner, (int)b.gelu, active);
-    product(active, m, b.w_down, b.hidden, b.inner, nullptr, normed, threads);
-    add(out, normed, b.mlp_norm, m, out);
+    product(active, m, b.w_down, b.hidden, b.inner, nullptr, added, threads);
+    add(out, added, b.mlp_norm, m, out);
   }
   template <class Part> void in_parts(Part part) const {
     const i64 parts = (b.rows + SOME - 1) / SOME;

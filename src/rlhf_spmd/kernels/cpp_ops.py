@@ -22,7 +22,7 @@ from rlhf_spmd.kernels.dense_attention import sink_gradients
 from rlhf_spmd.kernels.devices import has_amx
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, Packing, pad_rows
+from rlhf_spmd.kernels.packing import AttentionRule, Context, LayerOptions, Packing, pad_rows
 
 
 class _Pointer:
@@ -42,7 +42,7 @@ _SIGNATURES = {
     "attend_packed_backward": _ATTENTION + "pl ffl ppp ppp i",
     "attend_paged": _ATTENTION + "plpp lll fflp pi",
     "rms_norm": "ip llll pif plp",
-    "rotate": "ip llll ppp l",
+    "rotate": "ip lllll pp ip l",
     "rms_norm_backward": "ipp ll pi ppp",
     "gated_linear": "ip lli p",
     "gated_linear_backward": "ipp lli pi",
@@ -52,7 +52,7 @@ _SIGNATURES = {
     "draw": "p ll f ppi",
     "block_forward": "s",
 }
-_BLOCK = struct.Struct("12q 3q 3q 10q 2q 7q 3d")  # Block of block.cpp
+_BLOCK = struct.Struct("15q 3q 3q 10q 2q 7q 4d")  # Block of block.cpp
 _LANES = 16  # of the widest vectors
 
 
@@ -207,12 +207,12 @@ class CppOps(BatchInvariantOps):
         self._c.rms_norm_backward(half, x, scale, *sizes, weight, plus_one, grad, out, grad_weight)
         return out, grad_weight.to(weight.dtype)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         x = _heads(x)
         tokens, heads, dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
-        sizes, tables = (tokens, x.stride(0), heads, dim // 2), (cos.contiguous(), sin.contiguous())
-        self._c.rotate(x.dtype == torch.bfloat16, x, *sizes, *tables, out, heads * dim)
+        sizes, tables = (tokens, x.stride(0), heads, dim, cos.shape[-1]), (cos.contiguous(), sin.contiguous())
+        self._c.rotate(x.dtype == torch.bfloat16, x, *sizes, *tables, interleaved, out, heads * dim)
         return out
 
     def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
@@ -229,10 +229,10 @@ class CppOps(BatchInvariantOps):
         return (out,)
 
     def layer(
-        self, parts: Sequence[Any], sizes: Sequence[int], options: tuple[float, bool, bool], rule: AttentionRule, index: int
+        self, parts: Sequence[Any], sizes: Sequence[int], options: LayerOptions, rule: AttentionRule, index: int
     ) -> Callable[..., Tensor | None] | None:
         biased = any(part.bias is not None for part in (parts[4], parts[8]))
-        if biased or sizes[3] % 2 or not self.multiplies(parts[0].weight, parts[8].weight):
+        if biased or sizes[3] % 2 or not self.multiplies(parts[1].weight, parts[8].weight):
             return None
         heads, kv_heads, dim, _ = sizes
 
@@ -249,11 +249,12 @@ class CppOps(BatchInvariantOps):
             if space is None or space.numel() < size or space.dtype != x.dtype:
                 space = attention.space = x.new_empty(size)
             at, half = space.data_ptr(), x.dtype == torch.bfloat16
-            head = half, rows, num_tokens, hidden, *sizes, *options[1:], rule.window or 0, torch.get_num_threads()
+            switches = options.interleaved, options.whole_norms, cos.shape[-1]
+            head = half, rows, num_tokens, hidden, *sizes, *options[1:3], rule.window or 0, torch.get_num_threads(), *switches
             inputs = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
             outputs = at, at + rows * (heads + 2 * kv_heads) * dim * x.itemsize, out.data_ptr()
             pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*weights, *biases)]
-            numbers = options[0], *_numbers(rule)[:2]
+            numbers = options.eps, *_numbers(rule)[:2], options.residual
             self._c.block_forward(_BLOCK.pack(*head, *inputs, *outputs, *pointers, *context(index), *numbers))
             return out
 

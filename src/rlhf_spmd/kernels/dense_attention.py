@@ -14,16 +14,20 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.packing import AttentionRule
 
+HEAD_DIMS = 8  # torch's fused kernels take multiples of it
+
 
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
     """torch's own attention: q [B, H * G, R, D], k and v [B, H, L, D] -> [B, H * G, R, D].
 
-    ``allowed`` None is causal, else it includes the rule's window. ``sinks``: the rule's, as they
-    broadcast to the scores. torch's kernels have neither sinks nor a softcap: plain products then.
+    ``allowed`` None is causal, else it includes the rule's window. ``sinks``: the rule's, as they broadcast to the scores. torch's
+    kernels have no sinks, so a key with the value 0 stands for them. They have no softcap: plain products then.
     """
-    if rule.softcap is None and sinks is None:
+    if rule.softcap is None and sinks is not None:
+        return _attend_with_sinks(q, k, v, rule, allowed, sinks)
+    if rule.softcap is None:
         grouped = q.shape[1] != k.shape[1]
         if grouped and (allowed is not None or q.dtype == torch.float32):
             # Of torch's kernels only flash attention groups heads, and it takes no mask and no float32: without copies of the
@@ -33,17 +37,27 @@ def attend_dense(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=rule.scale, enable_gqa=grouped
         )
+    assert sinks is None, "no model has both sinks and a softcap"
     if allowed is None:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)  # bf16 would round scores of 20 by 0.06
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2))
-    scores = scores * rule.scale if rule.softcap is None else torch.tanh(scores * (rule.scale / rule.softcap)) * rule.softcap
-    scores = scores.masked_fill(~allowed, -math.inf)
-    if sinks is None:
-        return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
-    scores = torch.cat([scores, sinks.to(wide).expand(*scores.shape[:-1], 1)], -1)
-    return torch.matmul(torch.softmax(scores, -1)[..., :-1].to(v.dtype), v)
+    scores = torch.tanh(scores * (rule.scale / rule.softcap)) * rule.softcap
+    return torch.matmul(torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).to(v.dtype), v)
+
+
+def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None, sinks: Tensor) -> Tensor:
+    """:func:`attend_dense` with one more dim and one more key, the first: their product is the sink. Dims are a multiple of
+    ``HEAD_DIMS`` then, which torch's fused kernels ask for. Half precision rounds a sink like a query."""
+    dim, more = q.shape[-1], HEAD_DIMS - q.shape[-1] % HEAD_DIMS
+    q = torch.cat([q, (sinks / rule.scale).to(q.dtype).expand(*q.shape[:-1], 1), q.new_zeros(*q.shape[:-1], more - 1)], -1)
+    k, v = F.pad(k, (0, more, 1, 0)), F.pad(v, (0, more, 1, 0))
+    k[..., 0, dim] = 1
+    plain = AttentionRule(rule.scale)
+    if allowed is None:  # one more query, which nobody reads, keeps causal attention square
+        return attend_dense(F.pad(q, (0, 0, 1, 0)), k, v, plain, None)[..., 1:, :dim]
+    return attend_dense(q, k, v, plain, F.pad(allowed, (1, 0), value=True))[..., :dim]
 
 
 def sink_gradients(sinks: Sequence[Tensor], grad: Tensor, out: Tensor, log_sums: Tensor) -> list[Tensor]:

@@ -26,19 +26,27 @@ void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, 
 }
 
 template <class T>
-void rotary(const T* x, i64 tokens, i64 stride, i64 heads, i64 half, const T* cos, const T* sin, T* out, i64 out_stride) {
-  for (i64 token = 0; token < tokens; token++)
-    for (i64 at = 0; at < half; at += W) {
-      const i64 n = half - at;
-      const vf c = load_upto(cos + token * half + at, n), s = load_upto(sin + token * half + at, n);
+void rotary(const T* x, i64 tokens, i64 stride, i64 heads, i64 dim, i64 pairs, const T* cos, const T* sin, int interleaved, T* out,
+            i64 out_stride) {
+  for (i64 token = 0; token < tokens; token++) {
+    for (i64 at = 0; at < pairs; at += W) {
+      const i64 n = pairs - at, m = n < W ? n : W;
+      const vf c = load_upto(cos + token * pairs + at, n), s = load_upto(sin + token * pairs + at, n);
       for (i64 head = 0; head < heads; head++) {
-        const T* from = x + token * stride + head * 2 * half + at;
-        T* to = out + token * out_stride + head * 2 * half + at;
-        const vf a = load_upto(from, n), b = load_upto(from + half, n);
-        store_upto(to, fma(a, c, -(b * s)), n);
-        store_upto(to + half, fma(b, c, a * s), n);
+        const T* from = x + token * stride + head * dim;
+        T* to = out + token * out_stride + head * dim;
+        T left[W], right[W];
+        for (i64 i = 0; interleaved && i < m; i++) left[i] = from[2 * (at + i)], right[i] = from[2 * (at + i) + 1];
+        const vf a = load_upto(interleaved ? left : from + at, n), b = load_upto(interleaved ? right : from + pairs + at, n);
+        store_upto(interleaved ? left : to + at, fma(a, c, -(b * s)), n);
+        store_upto(interleaved ? right : to + pairs + at, fma(b, c, a * s), n);
+        for (i64 i = 0; interleaved && i < m; i++) to[2 * (at + i)] = left[i], to[2 * (at + i) + 1] = right[i];
       }
     }
+    for (i64 head = 0; out != x && 2 * pairs < dim && head < heads; head++)
+      memcpy(out + token * out_stride + head * dim + 2 * pairs, x + token * stride + head * dim + 2 * pairs,
+             (dim - 2 * pairs) * sizeof(T));
+  }
 }
 
 inline vf activate(vf x, int gelu) {
@@ -169,11 +177,15 @@ void rms_norm(int half, const void* x, i64 outer, i64 stride, i64 inner, i64 n, 
   else norm((const float*)x, outer, stride, inner, n, (const float*)weight, plus_one, eps, (float*)out, out_stride, scales);
 }
 
-// x [tokens, heads, 2 * half_dim] -> out (may be x), strides from token to token; cos and sin [tokens, half_dim].
-void rotate(int half, const void* x, i64 tokens, i64 stride, i64 heads, i64 half_dim, const void* cos, const void* sin, void* out,
-            i64 out_stride) {
-  if (half) rotary((const bf16*)x, tokens, stride, heads, half_dim, (const bf16*)cos, (const bf16*)sin, (bf16*)out, out_stride);
-  else rotary((const float*)x, tokens, stride, heads, half_dim, (const float*)cos, (const float*)sin, (float*)out, out_stride);
+// x [tokens, heads, dim] -> out (may be x), strides from token to token; cos and sin [tokens, pairs] of the first 2 * pairs dims.
+// Pairs are halves of these, or with interleaved neighbours.
+void rotate(int half, const void* x, i64 tokens, i64 stride, i64 heads, i64 dim, i64 pairs, const void* cos, const void* sin,
+            int interleaved, void* out, i64 out_stride) {
+  if (half)
+    rotary((const bf16*)x, tokens, stride, heads, dim, pairs, (const bf16*)cos, (const bf16*)sin, interleaved, (bf16*)out, out_stride);
+  else
+    rotary((const float*)x, tokens, stride, heads, dim, pairs, (const float*)cos, (const float*)sin, interleaved, (float*)out,
+           out_stride);
 }
 
 // gate_up [rows, 2 n] -> out [rows, n]: silu(gate) * up, or gelu(gate) * up in its tanh form.

@@ -65,9 +65,6 @@ class GpuOps(Ops):
         return total, out
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
-        if 2 * cos.shape[-1] < shape.dim:  # a part of each head is rotated: no kernel
-            return super().heads(qkv, norms, cos, sin, shape)
-
         def forward(qkv: Tensor, *norms: Tensor | None) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
             of_q, of_k = norms
             return triton_qkv.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
@@ -88,8 +85,6 @@ class GpuOps(Ops):
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
-        if 2 * cos.shape[-1] < shape.dim:
-            return super().heads_to_pages(qkv, norms, cos, sin, shape, pages)
         return triton_qkv.heads(qkv, norms, cos, sin, shape, pages)[0]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
@@ -151,7 +146,7 @@ class GpuOps(Ops):
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
-    # -- experts: the host never learns how many rows each has
+    # -- experts: the host learns how many rows each has only where no grouped product fits
 
     def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:

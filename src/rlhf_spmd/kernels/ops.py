@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhf_spmd.kernels import expert_rows
 from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget, pad_rows, visible
+from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
 from rlhf_spmd.kernels.routing import RoutingRule, choose, sigmoid, weigh
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
@@ -93,7 +93,7 @@ class Ops:
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D]. q and k are normed if ``norms`` has weights, then rotated
-        by cos and sin [T, 1, D / 2]."""
+        by cos and sin [T, 1, D / 2], or fewer: of the first dims alone."""
         queries, keys, dim = shape.queries, shape.keys, shape.dim
         per_head = qkv.view(qkv.shape[0], queries + 2 * keys, dim)
         if shape.blocks > 1:
@@ -103,11 +103,12 @@ class Ops:
         of_q, of_k = norms
         if of_q is None or of_k is None:
             qk, v = per_head.split([queries + keys, keys], 1)
-            q, k = self.rotate(qk, cos, sin).split([queries, keys], 1)
+            q, k = self.rotate(qk, cos, sin, shape.interleaved).split([queries, keys], 1)
             return q, k, v
         q, k, v = per_head.split([queries, keys, keys], 1)
         q, k = (
-            self.rotate(self.rms_norm(x, weight, shape.eps, shape.plus_one), cos, sin) for x, weight in ((q, of_q), (k, of_k))
+            self.rotate(self.rms_norm(x, weight, shape.eps, shape.plus_one), cos, sin, shape.interleaved)
+            for x, weight in ((q, of_q), (k, of_k))
         )
         return q, k, v
 
@@ -132,13 +133,15 @@ class Ops:
             return self.gate(gate_up, gelu)
         return differentiable(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of x [T, heads, D] in half-split form; cos and sin [T, 1, D / 2], or fewer: of the first dims alone."""
-        if 2 * cos.shape[-1] < x.shape[-1]:
-            return torch.cat([self.rotate(x[..., : 2 * cos.shape[-1]], cos, sin), x[..., 2 * cos.shape[-1] :]], -1)
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+        """Rotary embedding of x [T, heads, D] in half-split form, or of neighbours; cos and sin [T, 1, D / 2], or fewer: of the first
+        dims alone."""
+        if not cos.shape[-1]:
+            return x
         if not torch.is_grad_enabled():
-            return self.turn(x, cos, sin)
-        return differentiable(lambda x: (self.turn(x, cos, sin), (cos, sin)), self.turn_backward, x)
+            return self.turn(x, cos, sin, interleaved)
+        backward = partial(self.turn_backward, interleaved)
+        return differentiable(lambda x: (self.turn(x, cos, sin, interleaved), (cos, sin)), backward, x)
 
     def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``correction`` [E, 3], see
@@ -208,7 +211,7 @@ class Ops:
         return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
     def layer(
-        self, parts: Sequence[Any], sizes: Sequence[int], options: tuple[float, bool, bool], rule: AttentionRule, index: int
+        self, parts: Sequence[Any], sizes: Sequence[int], options: LayerOptions, rule: AttentionRule, index: int
     ) -> Callable[..., Tensor | None] | None:
         """Returns one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
 
@@ -216,7 +219,7 @@ class Ops:
         for an attention that it does not know.
 
         ``parts`` have a weight and a bias, or are None: norm, qkv, norms of q and k, out, norm, norm, gate_up, down, norm. ``sizes``:
-        query heads, KV heads, head_dim, inner; ``options``: eps, plus_one, gelu; ``index``: the attention's name for the layer.
+        query heads, KV heads, head_dim, inner; ``index``: the attention's name for the layer.
         """
         return None
 
@@ -267,17 +270,20 @@ class Ops:
         grad_up.mul_(grad)
         return (grads,)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        out = torch.empty_like(x)
-        half = x.shape[-1] // 2
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+        out, turned = torch.empty_like(x), 2 * cos.shape[-1]
+        first = slice(0, turned, 2) if interleaved else slice(turned // 2)
+        second = slice(1, turned, 2) if interleaved else slice(turned // 2, turned)
+        a, b = x[..., first], x[..., second]
         # no addcmul: it may fuse the rounding on some elements and not on others
-        torch.sub(a * cos, b * sin, out=out[..., :half])
-        torch.add(b * cos, a * sin, out=out[..., half:])
+        torch.sub(a * cos, b * sin, out=out[..., first])
+        torch.add(b * cos, a * sin, out=out[..., second])
+        if turned < x.shape[-1]:
+            out[..., turned:] = x[..., turned:]
         return out
 
-    def turn_backward(self, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-        return (self.turn(grad.contiguous(), cos, -sin),)
+    def turn_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        return (self.turn(grad.contiguous(), cos, -sin, interleaved),)
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
         """left [n, k] times right [k, m]; bits may depend on the number of rows."""

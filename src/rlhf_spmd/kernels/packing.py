@@ -55,6 +55,7 @@ class HeadShape:
     - dim: elements of a head
     - blocks: number of equal parts of the row, each with queries, keys and values
     - eps, plus_one: options of the norms of queries and keys
+    - interleaved: neighbours are rotated together, not a dim of the first half and one of the second
     """
 
     queries: int
@@ -63,6 +64,19 @@ class HeadShape:
     blocks: int = 1
     eps: float = 1e-6
     plus_one: bool = False
+    interleaved: bool = False
+
+
+class LayerOptions(NamedTuple):
+    """What layers differ in: ``eps`` and ``plus_one`` of their norms; gelu in place of silu; ``interleaved`` as in HeadShape;
+    ``whole_norms``: q and k are normed over all heads; ``residual`` multiplies what is added to the rows."""
+
+    eps: float
+    plus_one: bool
+    gelu: bool
+    interleaved: bool = False
+    whole_norms: bool = False
+    residual: float = 1.0
 
 
 class PageTarget(NamedTuple):

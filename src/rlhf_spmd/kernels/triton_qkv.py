@@ -45,6 +45,26 @@ def _rotated(
 
 
 @triton.jit
+def _left(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
+    """Where in a head the first dim of each pair lies: the pairs that are rotated, then those of the other dims."""
+    place = column
+    if HALF != PAIRS or INTERLEAVED:
+        turned = column * 2 if INTERLEAVED else column
+        place = tl.where(column < PAIRS, turned, column + PAIRS)
+    return place
+
+
+@triton.jit
+def _right(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
+    """The same of the second dim."""
+    place = column + HALF
+    if HALF != PAIRS or INTERLEAVED:
+        turned = column * 2 + 1 if INTERLEAVED else column + PAIRS
+        place = tl.where(column < PAIRS, turned, place)
+    return place
+
+
+@triton.jit
 def _weights(q_weight: tl.tensor, k_weight: tl.tensor, column: tl.tensor, inside: tl.tensor, is_q: tl.tensor) -> tl.tensor:
     """Returns the weights of each head's norm, [heads, columns]."""
     of_q = tl.load(q_weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +77,7 @@ def _heads(
     qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, q: tl.tensor, k: tl.tensor,
     v: tl.tensor, slots: tl.tensor, written: tl.tensor, head_elements: tl.tensor, eps: tl.tensor, HEADS: tl.constexpr,
     Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr,
-    PAGED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, PAGED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     """Norms and rotates the first HEADS heads of a token. PAGED: keys and values go to ``k``, the pages of a layer."""
     token = tl.program_id(0).to(tl.int64)
@@ -67,38 +87,39 @@ def _heads(
     real = column < HALF
     inside = (head < HEADS)[:, None] & real[None, :]
     is_q, is_v = head < Q, head >= Q + KV
-    at = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM + column[None, :]
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(cos + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    left, right = _left(column, HALF, PAIRS, INTERLEAVED), _right(column, HALF, PAIRS, INTERLEAVED)
+    at = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM
+    a = tl.load(at + left[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + right[None, :], mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * PAIRS + column, mask=column < PAIRS, other=1.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * PAIRS + column, mask=column < PAIRS, other=0.0).to(tl.float32)[None, :]
     x, y = a, b
     if NORMED:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / DIM + eps)[:, None]
-        x = scaled(a * scale, _weights(q_weight, k_weight, column, real, is_q), q, PLUS_ONE)
-        y = scaled(b * scale, _weights(q_weight + HALF, k_weight + HALF, column, real, is_q), q, PLUS_ONE)
+        x = scaled(a * scale, _weights(q_weight, k_weight, left, real, is_q), q, PLUS_ONE)
+        y = scaled(b * scale, _weights(q_weight, k_weight, right, real, is_q), q, PLUS_ONE)
     x, y = _rotated(x, y, c, s, q, False)
     x = tl.where(is_v[:, None], a, x).to(q.dtype.element_ty)
     y = tl.where(is_v[:, None], b, y).to(q.dtype.element_ty)
-    to = q + (token * Q + head)[:, None] * DIM + column[None, :]
+    to = q + (token * Q + head)[:, None] * DIM
     of_q = inside & is_q[:, None]
-    tl.store(to, x, mask=of_q)
-    tl.store(to + HALF, y, mask=of_q)
+    tl.store(to + left[None, :], x, mask=of_q)
+    tl.store(to + right[None, :], y, mask=of_q)
     if PAGED:
         slot = tl.load(slots + token, mask=token < written, other=0).to(tl.int64)
-        to = k + slot * DIM + (head - Q).to(tl.int64)[:, None] * head_elements + column[None, :]
+        to = k + slot * DIM + (head - Q).to(tl.int64)[:, None] * head_elements
         of_pages = inside & (head >= Q)[:, None] & (token < written)
-        tl.store(to, x, mask=of_pages)
-        tl.store(to + HALF, y, mask=of_pages)
+        tl.store(to + left[None, :], x, mask=of_pages)
+        tl.store(to + right[None, :], y, mask=of_pages)
     else:
-        to = k + (token * KV + head - Q)[:, None] * DIM + column[None, :]
+        to = k + (token * KV + head - Q)[:, None] * DIM
         of_k = inside & ((head >= Q) & (head < Q + KV))[:, None]
-        tl.store(to, x, mask=of_k)
-        tl.store(to + HALF, y, mask=of_k)
+        tl.store(to + left[None, :], x, mask=of_k)
+        tl.store(to + right[None, :], y, mask=of_k)
         if HEADS > Q + KV:
-            to = v + (token * KV + head - Q - KV)[:, None] * DIM + column[None, :]
-            tl.store(to, x, mask=inside & is_v[:, None])
-            tl.store(to + HALF, y, mask=inside & is_v[:, None])
+            to = v + (token * KV + head - Q - KV)[:, None] * DIM
+            tl.store(to + left[None, :], x, mask=inside & is_v[:, None])
+            tl.store(to + right[None, :], y, mask=inside & is_v[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "per_program"])
@@ -107,7 +128,7 @@ def _heads_backward(
     cos: tl.tensor, sin: tl.tensor, out: tl.tensor, parts: tl.tensor, tokens: tl.tensor, per_program: tl.tensor,
     q_stride: tl.tensor, q_head: tl.tensor, k_stride: tl.tensor, k_head: tl.tensor, v_stride: tl.tensor, v_head: tl.tensor,
     eps: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr,
-    PLUS_ONE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PLUS_ONE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -118,35 +139,36 @@ def _heads_backward(
     is_q, is_k, is_v = head < Q, (head >= Q) & (head < Q + KV), head >= Q + KV
     of_q, of_k, of_v = inside & is_q[:, None], inside & is_k[:, None], inside & is_v[:, None]
     wide = head.to(tl.int64)
-    place = _place(head, Q, KV, BLOCKS)[:, None] * DIM + column[None, :]
-    q_place = (wide * q_head)[:, None] + column[None, :]
-    k_place = ((wide - Q) * k_head)[:, None] + column[None, :]
-    v_place = ((wide - Q - KV) * v_head)[:, None] + column[None, :]
+    left, right = _left(column, HALF, PAIRS, INTERLEAVED), _right(column, HALF, PAIRS, INTERLEAVED)
+    place = _place(head, Q, KV, BLOCKS)[:, None] * DIM
+    q_place = (wide * q_head)[:, None]
+    k_place = ((wide - Q) * k_head)[:, None]
+    v_place = ((wide - Q - KV) * v_head)[:, None]
     sum_a = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     sum_b = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     weight_a, weight_b = sum_a, sum_b
     if NORMED:
-        weight_a = _weights(q_weight, k_weight, column, real, is_q)
-        weight_b = _weights(q_weight + HALF, k_weight + HALF, column, real, is_q)
+        weight_a = _weights(q_weight, k_weight, left, real, is_q)
+        weight_b = _weights(q_weight, k_weight, right, real, is_q)
         if PLUS_ONE:
             weight_a, weight_b = 1.0 + weight_a, 1.0 + weight_b
     first = program.to(tl.int64) * per_program
     for token in range(first, tl.minimum(first + per_program, tokens)):
         from_q, from_k, from_v = grad_q + token * q_stride, grad_k + token * k_stride, grad_v + token * v_stride
         # each head is of one kind: the other two add zeros
-        value_a = tl.load(from_v + v_place, mask=of_v, other=0.0).to(tl.float32)
-        value_b = tl.load(from_v + v_place + HALF, mask=of_v, other=0.0).to(tl.float32)
-        a = tl.load(from_q + q_place, mask=of_q, other=0.0).to(tl.float32)
-        b = tl.load(from_q + q_place + HALF, mask=of_q, other=0.0).to(tl.float32)
-        a += tl.load(from_k + k_place, mask=of_k, other=0.0).to(tl.float32)
-        b += tl.load(from_k + k_place + HALF, mask=of_k, other=0.0).to(tl.float32)
-        c = tl.load(cos + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
-        s = tl.load(sin + token * HALF + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        value_a = tl.load(from_v + v_place + left[None, :], mask=of_v, other=0.0).to(tl.float32)
+        value_b = tl.load(from_v + v_place + right[None, :], mask=of_v, other=0.0).to(tl.float32)
+        a = tl.load(from_q + q_place + left[None, :], mask=of_q, other=0.0).to(tl.float32)
+        b = tl.load(from_q + q_place + right[None, :], mask=of_q, other=0.0).to(tl.float32)
+        a += tl.load(from_k + k_place + left[None, :], mask=of_k, other=0.0).to(tl.float32)
+        b += tl.load(from_k + k_place + right[None, :], mask=of_k, other=0.0).to(tl.float32)
+        c = tl.load(cos + token * PAIRS + column, mask=column < PAIRS, other=1.0).to(tl.float32)[None, :]
+        s = tl.load(sin + token * PAIRS + column, mask=column < PAIRS, other=0.0).to(tl.float32)[None, :]
         a, b = _rotated(a, b, c, s, out, True)
         if NORMED:
             at = qkv + token * ((Q + 2 * KV) * DIM) + place
-            x = tl.load(at, mask=of_q | of_k, other=0.0).to(tl.float32)
-            y = tl.load(at + HALF, mask=of_q | of_k, other=0.0).to(tl.float32)
+            x = tl.load(at + left[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
+            y = tl.load(at + right[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / DIM + eps)[:, None]
             x, y = x * scale, y * scale
             sum_a += a * x
@@ -155,14 +177,14 @@ def _heads_backward(
             along = tl.sum(a * x + b * y, 1)[:, None] / DIM
             a, b = (a - x * along) * scale, (b - y * along) * scale
         to = out + token * ((Q + 2 * KV) * DIM) + place
-        tl.store(to, tl.where(is_v[:, None], value_a, a).to(out.dtype.element_ty), mask=inside)
-        tl.store(to + HALF, tl.where(is_v[:, None], value_b, b).to(out.dtype.element_ty), mask=inside)
+        tl.store(to + left[None, :], tl.where(is_v[:, None], value_a, a).to(out.dtype.element_ty), mask=inside)
+        tl.store(to + right[None, :], tl.where(is_v[:, None], value_b, b).to(out.dtype.element_ty), mask=inside)
     if NORMED:
-        to = parts + (program.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (2 * DIM) + column
-        tl.store(to, tl.sum(tl.where(is_q[:, None], sum_a, 0.0), 0), mask=real)
-        tl.store(to + HALF, tl.sum(tl.where(is_q[:, None], sum_b, 0.0), 0), mask=real)
-        tl.store(to + DIM, tl.sum(tl.where(is_k[:, None], sum_a, 0.0), 0), mask=real)
-        tl.store(to + DIM + HALF, tl.sum(tl.where(is_k[:, None], sum_b, 0.0), 0), mask=real)
+        to = parts + (program.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (2 * DIM)
+        tl.store(to + left, tl.sum(tl.where(is_q[:, None], sum_a, 0.0), 0), mask=real)
+        tl.store(to + right, tl.sum(tl.where(is_q[:, None], sum_b, 0.0), 0), mask=real)
+        tl.store(to + DIM + left, tl.sum(tl.where(is_k[:, None], sum_a, 0.0), 0), mask=real)
+        tl.store(to + DIM + right, tl.sum(tl.where(is_k[:, None], sum_b, 0.0), 0), mask=real)
 
 
 def head_blocks(shape: HeadShape, heads: int) -> tuple[int, int]:
@@ -187,7 +209,18 @@ def heads(
         v = v if shape.blocks == 1 else torch.empty_like(k)
     needed = count if pages is None and shape.blocks == 1 else count + shape.keys
     block_h, block_d = head_blocks(shape, count + shape.keys)  # with and without pages: so the norms' sums have one order
-    sizes = needed, shape.queries, shape.keys, shape.dim, shape.blocks, of_q is not None, shape.plus_one, pages is not None
+    turned = cos.shape[-1], shape.interleaved
+    sizes = (
+        needed,
+        shape.queries,
+        shape.keys,
+        shape.dim,
+        shape.blocks,
+        of_q is not None,
+        shape.plus_one,
+        *turned,
+        pages is not None,
+    )
     _heads[(tokens, triton.cdiv(needed, block_h))](
         qkv, qkv if of_q is None else of_q, qkv if of_k is None else of_k, cos, sin, q, k, v, slots, written, stride, shape.eps,
         *sizes, block_h, block_d, **OPTIONS,
@@ -207,7 +240,7 @@ def heads_backward(
     per_program = max(triton.cdiv(tokens, PROGRAMS), 1)
     grid = triton.cdiv(tokens, per_program), triton.cdiv(shape.queries + 2 * shape.keys, block_h)
     parts = qkv.new_empty(grid[0] * grid[1] if normed else 0, 2 * shape.dim, dtype=torch.float32)
-    sizes = shape.queries, shape.keys, shape.dim, shape.blocks, normed, shape.plus_one
+    sizes = shape.queries, shape.keys, shape.dim, shape.blocks, normed, shape.plus_one, cos.shape[-1], shape.interleaved
     _heads_backward[grid](
         *grads_of, qkv, qkv if of_q is None else of_q, qkv if of_k is None else of_k, cos.contiguous(), sin.contiguous(), out,
         parts, tokens, per_program, *strides, shape.eps, *sizes, block_h, block_d, **OPTIONS,

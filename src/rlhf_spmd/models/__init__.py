@@ -1,9 +1,15 @@
-"""The models (floor F3): one decoder for training, scoring and generation, and its split over ranks as data.
+"""The models: one decoder for training, scoring and generation, and its split over ranks as data.
 
-Public modules: ``spec`` (what a config.json says), ``sharding`` (which slice of which Hugging Face tensor a rank holds;
-pure), ``decoder`` (the plain module), ``activations`` (what it keeps for the backward pass), ``attention``, ``heads`` (log-probs,
-values), ``experts`` (mixture of experts), ``weights`` (Hugging Face directories in), and one file per family, found by
-the ``model_type`` of config.json (``llama``, ``qwen3``, ``gemma2`` ...).
+Floor F3. This package must not know roles, batches of requests, pages, optimizers or reinforcement learning.
 
-Must not know: roles, batches of requests, pages, optimizers, reinforcement learning.
+A family is one file, named after the ``model_type`` of config.json: ``llama``, ``qwen3``, ``gemma2`` and so on. Read in this order:
+
+- ``spec``: what a config.json says (``ModelSpec``); ``mixture``: what a mixture of experts is (``Experts``)
+- ``sharding``: which slice of which Hugging Face tensor a rank holds (pure)
+- ``decoder``: the module; ``layers``: holders of its parameters, rotary tables
+- ``attention``: attention over packed sequences; ``context_parallel``: over ranks that share their tokens
+- ``experts``: the mixture of experts; ``heads``: log-probs, entropies and values
+- ``tensor_parallel``: collectives with gradients; ``activations``: what a layer keeps for its backward pass
+- ``lora``, ``adapters``, ``quantized``: adapters beside matrices, of 4 or 8 bits
+- ``stored``, ``file_forms``, ``weights``: Hugging Face directories in and out; ``hub``, ``published``: models by name
 """

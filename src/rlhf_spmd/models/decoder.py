@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import HeadShape, Ops, choose_ops
+from rlhf_spmd.kernels import HeadShape, LayerOptions, Ops, choose_ops
 from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
-from rlhf_spmd.models.layers import Linear, RMSNorm, rope_frequencies, rope_tables
+from rlhf_spmd.models.layers import Linear, RMSNorm, whole_norms
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.mixture import CORRECTION, WHOLE
+from rlhf_spmd.models.rope import Rope, rope_frequencies, rope_tables
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -87,17 +88,19 @@ class Block(nn.Module):
         qkv_blocks, self.gate_up_blocks = fused_blocks(spec, tp.size, blocks)
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
+        self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
         self.num_kv_heads = (shards["qkv.weight"].shape[0] // spec.head_dim - self.num_heads) // 2
         heads = self.num_heads, self.num_kv_heads, self.head_dim
-        self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one)
-        self.input_norm = norm(spec.hidden_size)
+        self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one, spec.interleaved_rope)
+        self.residual_scale, self.whole_qk_norm = spec.residual_scale, spec.whole_qk_norm
+        self.input_norm = norm(spec.hidden_size) if spec.names.input_norm else None
         self.qkv = linear("qkv")
-        self.q_norm = norm(spec.head_dim) if spec.qk_norm else None
-        self.k_norm = norm(spec.head_dim) if spec.qk_norm else None
+        self.q_norm = norm(*shards["q_norm.weight"].shape) if spec.qk_norm else None
+        self.k_norm = norm(*shards["k_norm.weight"].shape) if spec.qk_norm else None
         self.sinks = linear("sinks") if spec.names.sinks else None
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
-        self.post_norm = norm(spec.hidden_size)
+        self.post_norm = norm(spec.hidden_size) if spec.names.post_norm else None
         for name in ("gate_up", "down") if self.experts is None else self.experts.matrices:
             setattr(self, name, linear(name))
             if name == CORRECTION:
@@ -106,21 +109,23 @@ class Block(nn.Module):
         attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         sizes = *heads, shards["down.weight"].shape[-1]
-        options = spec.rms_norm_eps, spec.norm_plus_one, self.gelu
+        switches = spec.norm_plus_one, self.gelu, spec.interleaved_rope, spec.whole_qk_norm
+        options = LayerOptions(spec.rms_norm_eps, *switches, spec.residual_scale)
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and self.sinks is None and spec.partial_rotary_factor == 1 and not any(one.base for one in self.adapters)
+        alone = alone and self.sinks is None and spec.query_growth is None
+        alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
-        this rank's R / t of them. ``cos`` and ``sin`` are of all R rows."""
+        this rank's R / t of them. ``rope`` is of all R rows."""
         if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
-            whole = self._whole(x, cos, sin, attention, num_tokens)
+            whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
             if whole is not None:
                 return whole
         qkv = self.run_entry(self._enter, x)
-        partial = self.run_part(self._mix, qkv, cos, sin, attention, num_tokens)
+        partial = self.run_part(self._mix, qkv, rope, attention, num_tokens)
         mixed = self._leave(partial, self.out, self.attention_norm, "attention")
         if self.experts is None:
             x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
@@ -131,32 +136,44 @@ class Block(nn.Module):
 
     def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
         """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
-        return self._product_of_all_rows(self.input_norm(x), self.qkv, recomputed)
+        return self._product_of_all_rows(x if self.input_norm is None else self.input_norm(x), self.qkv, recomputed)
+
+    def _add(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x + mixed, and what of it goes into the MLP."""
+        if self.post_norm is not None:
+            return self.post_norm.add(x, mixed)
+        total = x + mixed
+        return total, total
 
     def _add_and_enter(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """x + mixed, which are as in :meth:`_enter`, and of that the norm before the MLP and its first product."""
-        x, normed = self.post_norm.add(x, mixed)
+        x, normed = self._add(x, mixed)
         return x, self._product_of_all_rows(normed, self.gate_up, recomputed)
 
     def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
-    def _mix(self, recomputed: bool, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
+    def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
-        mixed = self._attend(qkv, cos, sin, attention, num_tokens)
+        mixed = self._attend(qkv, rope, attention, num_tokens)
         return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
 
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attention: Attention, num_tokens: int) -> Tensor:
+    def _attend(self, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
         """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
-        norms = self.q_norm, self.k_norm
-        # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
-        of_q, of_k = (None if norm is None else copy_to_tp(norm.weight, self.tp) for norm in norms)
-        parts = qkv, (of_q, of_k), cos, sin, self.head_shape
+        norms: tuple[Tensor | None, ...] = None, None
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.whole_qk_norm:
+                qkv = whole_norms(self.ops, qkv, self.q_norm, self.k_norm, self.head_shape, self.kv_copies, self.tp)
+            else:  # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
+                norms = copy_to_tp(self.q_norm.weight, self.tp), copy_to_tp(self.k_norm.weight, self.tp)
+        parts = qkv, (norms[0], norms[1]), rope.cos, rope.sin, self.head_shape
         rule = self.rule if self.sinks is None else replace(self.rule, sinks=self.sinks.weight)
         if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
             q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
+            q = q if rope.growth is None else q * rope.growth
             return attention.attend_written(self.index, q[:num_tokens], rule)
         q, k, v = self.ops.heads(*parts)
+        q = q if rope.growth is None else q * rope.growth
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
         return attention.attend(self.index, q, k, v, rule)
@@ -170,7 +187,7 @@ class Block(nn.Module):
     def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
         assert self.experts is not None
-        x, normed = self.post_norm.add(x, mixed)
+        x, normed = self._add(x, mixed)
         rows = self._enter_tp(normed, self.tp)
         weights = {name: getattr(self, name).weight for name in self.experts.matrices}
         # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
@@ -183,7 +200,8 @@ class Block(nn.Module):
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
         total = self._leave_tp(partial, self.tp, label)
         total = total if linear.bias is None else total + linear.bias
-        return total if norm is None else norm(total)
+        total = total if norm is None else norm(total)
+        return total if self.residual_scale == 1 else total * self.residual_scale
 
 
 class Decoder(nn.Module):
@@ -223,9 +241,12 @@ class Decoder(nn.Module):
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.slices = tp.size if sequence_parallel else 1
-        # replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum
-        residual = {name for name, shard in self.shards.items() if shard.whole_on_tp and shard.shape == (spec.hidden_size,)}
-        halves = {name for name, shard in self.shards.items() if shard.whole_on_tp and is_adapter(name)}
+        # Replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum. With sequence
+        # parallelism each rank applies them to its own tokens only. Parameters of a mixture see all tokens.
+        whole_on_tp = {name: shard.shape for name, shard in self.shards.items() if shard.whole_on_tp}
+        mixture = {name for name in whole_on_tp if name.rsplit(".", 2)[-2] in WHOLE}
+        residual = {name for name, shape in whole_on_tp.items() if shape == (spec.hidden_size,)} - mixture
+        halves = set(filter(is_adapter, whole_on_tp))
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
         whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
@@ -347,11 +368,12 @@ class Decoder(nn.Module):
             x = pad_rows(inputs, rows // self.slices)
         self._frequencies = {local: frequency.to(x.device) for local, frequency in self._frequencies.items()}
         positions = pad_rows(attention.positions, rows)
-        tables = {local: rope_tables(frequency, positions, x.dtype) for local, frequency in self._frequencies.items()}
+        dtype, frequencies = x.dtype, self._frequencies.items()
+        tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
             rope = tables[self.spec.local_rope(layer)]
-            with self._saving(block, *rope):
-                x = self._run_layer(block, x, *rope, attention, num_tokens)
+            with self._saving(block, rope.cos, rope.sin):
+                x = self._run_layer(block, x, rope, attention, num_tokens)
         if self.norm is not None:
             x = self.norm(x)
             x = gather_whole(x, self.tp) if self.slices > 1 else x

@@ -141,15 +141,20 @@ def token_log_probs(
     weight, keep = decoder.head_weight, torch.is_grad_enabled()
     if chunk_rows is None:
         chunk_rows = max(decoder.ops.chunk_logits // weight.shape[0], 64)
-    settings = float(temperature), entropy, chunk_rows, keep
+    hidden, settings = _scaled(decoder, hidden), (float(temperature), entropy, chunk_rows, keep)
     log_probs, entropies = _TokenLogProbs.apply(decoder, hidden, weight, labels, *settings)
     return log_probs, entropies if entropy else None
+
+
+def _scaled(decoder: Decoder, hidden: Tensor) -> Tensor:
+    """What the head multiplies: with its scale, whose product with the logits would be another rounding of as many numbers."""
+    return hidden if decoder.spec.logit_scale == 1 else hidden * decoder.spec.logit_scale
 
 
 def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
     """This rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
     with torch.no_grad():
-        logits, softcap = decoder.ops.logits(hidden, decoder.head_weight), decoder.spec.logit_softcap
+        logits, softcap = decoder.ops.logits(_scaled(decoder, hidden), decoder.head_weight), decoder.spec.logit_softcap
         return logits if softcap is None else decoder.ops.cap_logits(logits, softcap)
 
 

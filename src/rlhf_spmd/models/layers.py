@@ -1,15 +1,14 @@
-"""The holders of a block's parameters, and rotary tables."""
+"""The holders of a block's parameters."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels import HeadShape, Ops
 from rlhf_spmd.models.adapters import Adapter
-from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.tensor_parallel import copy_to_tp, reduce_from_tp
+from rlhf_spmd.parallel.collectives import Group
 
 
 class Linear(nn.Module):
@@ -54,34 +53,24 @@ class RMSNorm(nn.Module):
         return self._add_norm(x, y, self.weight, self.eps, self.plus_one)
 
 
-def rope_frequencies(spec: ModelSpec, local: bool = False) -> Tensor:
-    """Radians per position of each pair of rotated dims, fp32 on CPU, after the spec's scaling (transformers' modeling_rope_utils).
-
-    ``local``: of the layers that have ``local_rope_theta``, which are not scaled.
-    """
-    theta = spec.local_rope_theta if local else spec.rope_theta
-    assert theta is not None, "no layer of this model has a rotary theta of its own"
-    dim = int(spec.head_dim * spec.partial_rotary_factor)
-    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    frequency = 1.0 / (theta**exponent)
-    scaling = spec.rope_scaling
-    if scaling is None or local:
-        return frequency
-    factor = float(scaling["factor"])
-    if scaling["rope_type"] == "linear":
-        return frequency / factor
-    assert scaling["rope_type"] == "llama3", f"rope type {scaling['rope_type']!r} passed read_spec"
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    original = float(scaling["original_max_position_embeddings"])
-    wavelength = 2 * math.pi / frequency
-    smooth = (original / wavelength - low) / (high - low)
-    between = (1 - smooth) * frequency / factor + smooth * frequency
-    scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
-    medium = (wavelength >= original / high) & (wavelength <= original / low)
-    return torch.where(medium, between, scaled)
-
-
-def rope_tables(frequency: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, D / 2] of positions [T], computed in fp32."""
-    angles = positions.to(frequency.dtype)[:, None, None] * frequency
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def whole_norms(ops: Ops, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: HeadShape, kv_copies: int, tp: Group) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) * D] of this rank -> the same, its queries normed over the heads of all ranks, and its keys. ``kv_copies``:
+    ranks that hold the same KV head. Collective over tp: every rank of it must call, in program order."""
+    rows, blocks = len(qkv), qkv.view(len(qkv), shape.blocks, -1)
+    widths = [count * shape.dim // shape.blocks for count in (shape.queries, shape.keys, shape.keys)]
+    q, k, v = blocks.split(widths, 2)
+    q, k = q.reshape(rows, -1), k.reshape(rows, -1)
+    if tp.size == 1:
+        q, k = q_norm(q), k_norm(k)
+    else:
+        wide = torch.promote_types(qkv.dtype, torch.float32)
+        wide_q, wide_k = q.to(wide), k.to(wide)
+        squares = torch.stack([wide_q.square().sum(-1), wide_k.square().sum(-1) / kv_copies], 1)
+        # every rank norms its heads by the sum, so the sum's gradient is one over the ranks, too
+        sums = copy_to_tp(reduce_from_tp(squares, tp, "qk_norm"), tp, "qk_norm_grad")
+        sizes = q.shape[1] * tp.size, k.shape[1] * tp.size // kv_copies
+        scale_q, scale_k = (torch.rsqrt(sums[:, i, None] / sizes[i] + q_norm.eps) for i in range(2))
+        q, k = ((x * scale).to(qkv.dtype) for x, scale in ((wide_q, scale_q), (wide_k, scale_k)))
+        q, k = q_norm.weight * q, k_norm.weight * k
+    q, k = q.view(rows, shape.blocks, -1), k.view(rows, shape.blocks, -1)
+    return torch.cat([q, k, v], 2).view(rows, -1)

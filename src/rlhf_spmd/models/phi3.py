@@ -1,7 +1,7 @@
-"""Phi-3: Llama's shape with q, k and v in one stored tensor, gate and up in another, and a sliding window in every layer.
+"""Phi-3 and Phi-4: Llama's shape with q, k and v in one stored tensor, gate and up in another, a sliding window in every layer, and
+in Phi-4-mini rotary embeddings of a part of each head.
 
-Refused: rotary embeddings of a part of the head (Phi-4-mini) and long-rope scaling (the 128k models), whose frequencies change
-with the length of the sequence, so that a token's log-prob would depend on what follows it.
+Rows of models with long-rope scaling end where transformers would change the frequencies, at ``original_max_position_embeddings``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.spec import ModelSpec, Names, read_windows, standard_spec
+from rlhf_spmd.models.spec import ModelSpec, Names, read_rotary_factor, read_windows, standard_spec
 
 IGNORED = ("auto_map",)  # first published with code of its own, which transformers has since taken in
 _QKV, _GATE_UP = "model.layers.{layer}.self_attn.qkv_proj", "model.layers.{layer}.mlp.gate_up_proj"
 NAMES = replace(Names(), q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
+_OLD = {"su": "longrope", "yarn": "longrope"}  # what early models call it
 
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
-    """transformers' Phi3Config. Its dropouts are not applied."""
-    full = {"rms_norm_eps": 1e-5, **config}
-    return standard_spec(full, source, names=NAMES, windows=read_windows(full, source), hf_config=dict(config))
+    """transformers' Phi3Config, with its defaults. Its dropouts are not applied."""
+    full = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, **config}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := full.get(key), Mapping):
+            kind = rope.get("rope_type", rope.get("type"))
+            full[key] = {**rope, "rope_type": _OLD.get(str(kind), kind or "default")}
+    flags = {"names": NAMES, "windows": read_windows(full, source), "hf_config": dict(config)}
+    return standard_spec(full, source, partial_rotary_factor=read_rotary_factor(full, source, 1.0), **flags)

@@ -13,6 +13,13 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "vocab_size": 128256,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "max_position_embeddings": 131072,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
 LLAMA["rope_scaling"] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -46,6 +53,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B": QWEN3 | _sizes(2560, 9728, 36, 32, 8, **TIED),
     "Qwen/Qwen3-8B": QWEN3 | _sizes(4096, 12288, 36, 32, 8, vocab_size=151936),
     "Qwen/Qwen3-30B-A3B": QWEN3 | _sizes(2048, 6144, 48, 32, 4, vocab_size=151936) | {"model_type": "qwen3_moe"} | MIXTURE,
+    "openai/gpt-oss-20b": GPT_OSS | _sizes(2880, 2880, 24, 64, 8, vocab_size=201088, num_local_experts=32),
     "meta-llama/Llama-3.1-8B": LLAMA | _sizes(4096, 14336, 32, 32, 8),
     "meta-llama/Llama-3.1-70B": LLAMA | _sizes(8192, 28672, 80, 64, 8),
 }

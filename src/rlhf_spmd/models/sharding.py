@@ -142,13 +142,13 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     def at(name: str, expert: int = 0) -> str:
         return name.format(layer=layer, expert=expert)
 
-    plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)}
+    plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)} if names.input_norm else {}
     plan["qkv.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in qkv], hidden)
     if spec.attention_bias:
         plan["qkv.bias"] = _columns([(at(name) + ".bias", a, n, of) for name, a, n, of in qkv], None)
     if spec.qk_norm:
-        plan["q_norm.weight"] = _replicated(at(names.q_norm), dim)
-        plan["k_norm.weight"] = _replicated(at(names.k_norm), dim)
+        for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, kv_rows)):
+            plan[key] = _columns([(at(name), *rows)], None) if spec.whole_qk_norm else _replicated(at(name), dim)
     if names.sinks:
         rows = tp_rank * heads, heads, spec.num_attention_heads
         plan["sinks.weight"] = _columns([(at(names.sinks), *rows)], None)
@@ -157,7 +157,8 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
         plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
     if names.attention_norm:
         plan["attention_norm.weight"] = _replicated(at(names.attention_norm), hidden)
-    plan["post_norm.weight"] = _replicated(at(names.post_norm), hidden)
+    if names.post_norm:
+        plan["post_norm.weight"] = _replicated(at(names.post_norm), hidden)
     experts = spec.experts_of(layer)
     if experts is None:
         mlps, width = [(at(names.gate), at(names.up), at(names.down))], spec.intermediate_size

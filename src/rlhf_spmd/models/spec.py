@@ -16,12 +16,20 @@ from typing import Any
 from rlhf_spmd.config import registry
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.keys import check_factors, longest_row, read_rope
+from rlhf_spmd.models.keys import read_positive as read_positive
+from rlhf_spmd.models.keys import read_rotary_factor as read_rotary_factor
+from rlhf_spmd.models.keys import read_size as read_size
+from rlhf_spmd.models.keys import reject_unless as reject_unless
 from rlhf_spmd.models.mixture import Experts as Experts
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
-# sizes that multiply the tensors of a model, of which lists are made: several times the largest published
-MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
+# families that the decoder cannot be, why, and the nearest that it can
+UNFIT = {
+    "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
+    "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,8 @@ class Names:
     lm_head: str = "lm_head.weight"
     value_head: str = "score.weight"
     second_head: str = "v_head.weight"  # the value head of a model that has both; no Hugging Face class has it
-    input_norm: str = "model.layers.{layer}.input_layernorm.weight"
-    post_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    input_norm: str | None = "model.layers.{layer}.input_layernorm.weight"  # before the attention
+    post_norm: str | None = "model.layers.{layer}.post_attention_layernorm.weight"  # before the MLP
     q: str = "model.layers.{layer}.self_attn.q_proj"
     k: str = "model.layers.{layer}.self_attn.k_proj"
     v: str = "model.layers.{layer}.self_attn.v_proj"
@@ -61,14 +69,20 @@ class Names:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A normalised decoder architecture. Sizes count elements; ``rope_scaling`` is None for plain rotary embeddings.
+    """A normalised decoder architecture. Sizes count elements; what a family does not set is as in Llama.
 
-    ``attention_scale`` None is 1 / sqrt(head_dim); ``windows`` has one entry per layer, or none where no layer has a window;
-    ``local_rope_theta`` is that of the layers with a window, where it is another. ``partial_rotary_factor``: the part of a head, its
-    first dims, that is rotated. ``embed_scale`` multiplies the embeddings,
-    rounded to their dtype. ``norm_plus_one``: norms multiply by 1 + weight. ``logit_softcap``: logits are c * tanh(logits / c).
-    ``text_prefix``: part of the tensors' names in a directory that holds a vision tower as well.
-    ``hf_config`` is the raw config.json, kept for export.
+    - rope_scaling: None for plain rotary embeddings. local_rope_theta: of the layers with a window, where it is another.
+    - partial_rotary_factor: the part of a head, its first dims, that is rotated. interleaved_rope: pairs are neighbours, not a
+      dim of the first half and one of the second. unrotated: layers without rotary embeddings.
+    - query_growth: (beta, n): rotated queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
+    - attention_bias: on q, k and v; attention_out_bias: on the matrix behind the attention.
+    - qk_norm: q and k have a norm, per head, or with whole_qk_norm over all heads.
+    - attention_scale: None is 1 / sqrt(head_dim). windows: one entry per layer, or none where no layer has a window.
+    - norm_plus_one: norms multiply by 1 + weight. embed_scale multiplies the embeddings, rounded to their dtype; residual_scale
+      what a layer adds to the residual stream; logit_scale the logits. logit_softcap: logits are c * tanh(logits / c).
+    - max_position_embeddings: tokens of the longest row.
+    - text_prefix: part of the tensors' names in a directory that holds a vision tower as well.
+    - hf_config: the raw config.json, kept for export.
     """
 
     family: str
@@ -84,15 +98,21 @@ class ModelSpec:
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     local_rope_theta: float | None = None
     partial_rotary_factor: float = 1.0
+    interleaved_rope: bool = False
+    unrotated: tuple[int, ...] = ()
+    query_growth: tuple[float, int] | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     logit_softcap: float | None = None
     norm_plus_one: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     experts: Experts | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
@@ -107,8 +127,10 @@ class ModelSpec:
         scale = 1 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
         return AttentionRule(scale, self.attention_softcap, self.windows[layer] if self.windows else None)
 
-    def local_rope(self, layer: int) -> bool:
-        """Whether a layer's rotary embeddings have ``local_rope_theta``."""
+    def local_rope(self, layer: int) -> bool | None:
+        """Whether a layer's rotary embeddings have ``local_rope_theta``; None where it has none."""
+        if layer in self.unrotated:
+            return None
         return self.local_rope_theta is not None and self.attention_rule(layer).window is not None
 
     def experts_of(self, layer: int) -> Experts | None:
@@ -146,6 +168,8 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
     family = config.get("model_type")
     if not isinstance(family, str):
         raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
+    if unfit := UNFIT.get(family.removesuffix("_text")):
+        raise ValueError(f"{source}: model_type {family!r} is not supported: {unfit[0]}; the nearest that is: {unfit[1]!r}")
     try:
         module = registry.find_builtin("model family", __package__, family, exports="build_spec")
     except ValueError as error:
@@ -165,7 +189,8 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
     hidden = read_size(config, source, "hidden_size")
     if "head_dim" not in flags and config.get("head_dim") is None and hidden % heads:
         raise ValueError(f"{source}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; set 'head_dim'")
-    rope_theta, rope_scaling = _rope(config, source, "partial_rotary_factor" in flags)
+    rope_theta, rope_scaling = read_rope(config, source, "partial_rotary_factor" in flags)
+    context = read_size(config, source, "max_position_embeddings", 2048)
     fields: dict[str, Any] = {
         "family": config["model_type"],
         "vocab_size": read_size(config, source, "vocab_size"),
@@ -179,7 +204,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_position_embeddings": read_size(config, source, "max_position_embeddings", 2048),
+        "max_position_embeddings": longest_row(rope_scaling, context),
         "eos_token_ids": _eos_ids(config.get("eos_token_id"), source) or (),
         "hf_config": dict(config),
     }
@@ -191,6 +216,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         )
     if spec.head_dim % 2:
         raise ValueError(f"{source}: head_dim={spec.head_dim} must be even for rotary embeddings")
+    check_factors(spec.rope_scaling, int(spec.head_dim * spec.partial_rotary_factor) // 2, source)
     if "hidden_act" not in flags:
         reject_unless(config, source, "hidden_act", "silu")
     return spec
@@ -210,14 +236,6 @@ def read_windows(config: Mapping[str, Any], source: str, pattern: int | None = N
             "'sliding_attention' or 'full_attention'"
         )
     return tuple(read_size(config, source, "sliding_window") if kind == "sliding_attention" else None for kind in types)
-
-
-def reject_unless(config: Mapping[str, Any], source: str, key: str, *allowed: Any) -> None:
-    """ValueError if ``key`` is set to something other than ``allowed`` (a missing key or null passes)."""
-    value = config.get(key)
-    if value is not None and value not in allowed:
-        listed = ", ".join(repr(a) for a in allowed if a is not None) or "nothing (leave it out)"
-        raise ValueError(f"{source}: '{key}' is {value!r}, which is not supported; allowed: {listed}")
 
 
 def read_eos_ids(path: str | Path) -> tuple[int, ...]:
@@ -243,19 +261,6 @@ def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
-def read_size(config: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
-    """A positive integer, within ``MOST`` if the key is there; ``default`` where the key is missing or null. Raises ValueError naming
-    the key and the value."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: '{key}' is {value!r}; it must be a positive integer")
-    if value > MOST.get(key, value):
-        raise ValueError(f"{source}: '{key}' is {value}; it must be at most {MOST[key]}")
-    return value
-
-
 def read_choice(config: Mapping[str, Any], source: str, key: str, count: int, per_token: int) -> tuple[int, int]:
     """The number of experts, of which ``key`` is the name, and how many of them a token takes, with their defaults. Raises ValueError
     naming the keys."""
@@ -263,52 +268,3 @@ def read_choice(config: Mapping[str, Any], source: str, key: str, count: int, pe
     if per_token > count:
         raise ValueError(f"{source}: num_experts_per_tok={per_token} exceeds {key}={count}")
     return count, per_token
-
-
-def read_positive(value: Any, source: str, key: str) -> float:
-    """``value`` of ``key`` as a float. Raises ValueError naming both unless it is a positive number."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{source}: '{key}' is {value!r}; it must be a positive number")
-    return float(value)
-
-
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-def read_rotary_factor(config: Mapping[str, Any], source: str, default: float) -> float:
-    """``ModelSpec.partial_rotary_factor``. Raises ValueError unless it is an even number of dims, at most all."""
-    inner = config.get("rope_parameters") or {}
-    key = "partial_rotary_factor"
-    factor = read_positive(inner.get(key, config.get(key, default)), source, key)
-    heads = read_size(config, source, "num_attention_heads")
-    head_dim = read_size(config, source, "head_dim", read_size(config, source, "hidden_size") // heads)
-    if factor > 1 or int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
-        raise ValueError(
-            f"{source}: '{key}' is {factor}; of head_dim={head_dim} it must rotate an even number of dims, at most all"
-        )
-    return factor
-
-
-def _rope(config: Mapping[str, Any], source: str, partly: bool = False) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from transformers 5's ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``. ``partly``:
-    heads may be rotated in part."""
-    if not partly:
-        reject_unless(config, source, "partial_rotary_factor", 1, 1.0)
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    scaling = config.get(key)
-    if scaling is None:
-        scaling = {}
-    if not isinstance(scaling, Mapping):
-        raise ValueError(f"{source}: '{key}' is {scaling!r}; it must be an object")
-    theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _ROPE_KEYS:
-        raise ValueError(f"{source}: '{key}.rope_type' is {kind!r}, which is not supported; allowed: {', '.join(_ROPE_KEYS)}")
-    if not partly:
-        reject_unless(scaling, source, "partial_rotary_factor", 1, 1.0)
-    numbers = {name: read_positive(scaling.get(name), source, f"{key}.{name}") for name in _ROPE_KEYS[kind]}
-    return read_positive(theta, source, "rope_theta"), {"rope_type": kind, **numbers} if kind != "default" else None

@@ -11,7 +11,7 @@ Ranks and communication:
 
 How a model is split:
 
-- ``layout``: ``Layout`` and ``GenerationLayout``, the grid [pp, dp, tp] of a model's ranks, as numbers (pure)
+- ``layout``: ``Layout`` and ``GenerationLayout``, the grid [pp, dp, cp, tp] of a model's ranks, as numbers (pure)
 - ``mesh``: ``Mesh``, this rank's coordinates and groups in a layout on a pool
 - ``boxes``: ``ParamShard``, a rank's part of a parameter, as boxes of Hugging Face tensors (pure)
 

@@ -100,8 +100,8 @@ class Group:
             if exchanges is not None:
                 self.meet(exchanges)
 
-    def meet(self, device: torch.device) -> None:
-        """Let NCCL connect all ranks here, not in their first operation.
+    def meet(self, device: torch.device, pairs: bool = False) -> None:
+        """Let NCCL connect all ranks here, not in their first operation. ``pairs``: also each rank with each other, for all-to-alls.
 
         Other transfers may be in flight then, and two ranks could each wait for the other (nccl#1082).
 
@@ -109,6 +109,8 @@ class Group:
         """
         if self.size > 1 and capabilities(device).nccl:
             self.all_reduce(torch.zeros(1, device=device), "meet")
+            if pairs:
+                self.all_to_all(torch.zeros(self.size, 1, device=device), "meet")
 
     @property
     def connected(self) -> bool:

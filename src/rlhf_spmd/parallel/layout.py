@@ -191,14 +191,14 @@ def check_zero_size(zero: int, size: int | None, copies: int, where: str) -> Non
         return
     if copies % size:
         allowed = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
-        raise ValueError(f"{where}.zero_size={size}: must divide dp={copies}; allowed: {allowed}, or null: all of dp")
+        raise ValueError(f"{where}.zero_size={size}: must divide dp * cp = {copies}; allowed: {allowed}, or null: all of them")
     if not zero:
         raise ValueError(f"{where}.zero_size={size} needs {where}.zero 1, 2 or 3, and that is 0")
 
 
 @dataclass(frozen=True)
 class GenerationLayout(Grid):
-    """(p_g, t_g, d_g, d) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per copy of the model.
+    """(p_g, t_g, d_g, d * c) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per copy of the model.
 
     ``consecutive``: no regrouping. The ranks form the grid [p_g, replicas, t_g] like those of a training layout, and a training shard
     may lie outside its rank's generation shard. :func:`generation_layout` chooses.

@@ -6,7 +6,7 @@ Legend: b bytes of a weight, a bytes of a sum of gradients (4 if b is 2).
 A rank's peak is what its roles hold between calls, plus the most that one of its calls needs besides, plus :data:`RESERVE`.
 :func:`held` has the first; :func:`train`, :func:`infer` and :func:`generate` have the second. The planner takes the fullest
 rank of each call (:func:`fullest`); the check before a run takes each rank by itself (training/memory_estimate.py). Replicated parts
-of a tp slice (norms) count as sliced. Rows that are gathered for experts do not count.
+of a tp slice (norms) count as sliced.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class _Slice:
         self.first, self.last = np.asarray(stage) == 0, np.asarray(stage) == pp - 1
         self.rows = np.where(settings.sequence_parallel > 0, tp, 1)  # slices of the residual stream
         self.hidden, self.queries, self.columns = shape.hidden, shape.queries / tp, shape.intermediate / tp
+        self.to_experts = shape.expert_rows * shape.hidden  # rows for experts; their results are as many
         self.keys = shape.keys / np.minimum(tp, shape.kv_heads)
         self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
         self.tp, self.layer = tp, shape.layer / tp
@@ -108,7 +109,7 @@ class _Slice:
     def whole_layer(self) -> Any:
         """Numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""
         gathered = np.where(self.rows > 1, 0, 2 * self.hidden)  # slices are gathered again instead
-        return 2 * self.hidden / self.rows + gathered + 3 * (self.queries + self.keys + self.columns)
+        return 2 * self.hidden / self.rows + gathered + 3 * (self.queries + self.keys + self.columns) + 2 * self.to_experts
 
     def kept(self, checkpointing: np.ndarray) -> Any:
         """Numbers that a layer keeps for a token with these levels of checkpointing."""
@@ -157,8 +158,12 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
         kept = part.whole_layer()
     kept = kept + np.where(part.last, 2 * part.hidden, part.hidden / part.rows)  # of the last norm, or for the next stage
     activations = b * tokens * kept * alive
-    again = [0, part.columns + part.queries + part.keys, part.whole_layer()]  # numbers that are computed again, by level
-    passing = b * tokens * (np.choose(settings.checkpointing, again) + 2 * part.columns + 2 * part.hidden)
+    again = [
+        0,
+        part.columns + part.queries + part.keys + 2 * part.to_experts,
+        part.whole_layer(),
+    ]  # numbers that are computed again, by level
+    passing = b * tokens * (np.choose(settings.checkpointing, again) + 2 * part.columns + 2 * part.hidden + 2 * part.to_experts)
     loss = _head(part, work, tokens, role, backward=True)
     # gradients are sums of whole parameters (zero 0, and 1 until the last micro-batch) or of the rank's shard
     trained = _trained(part, role)
@@ -311,7 +316,8 @@ def _merging(part: _Slice, role: RoleSettings) -> Any:
 
 def _forward(part: _Slice) -> Any:
     """Numbers that a layer's forward pass has for a token at a time."""
-    return 4 * part.hidden + part.queries + 2 * part.keys + np.maximum(3 * part.columns, 3 * part.queries + 3 * part.keys)
+    mlp = 3 * part.columns + 2 * part.to_experts
+    return 4 * part.hidden + part.queries + 2 * part.keys + np.maximum(mlp, 3 * part.queries + 3 * part.keys)
 
 
 def _head(part: _Slice, work: Workload, tokens: Any, role: RoleSettings, backward: bool) -> Any:

@@ -23,7 +23,8 @@ class ModelShape:
     ``queries`` and ``keys``: heads * head_dim of queries and of keys; values are like keys. ``intermediate``: columns of the
     MLP that a token meets, in a mixture of experts those of all its experts. ``active``: matrix weights of a layer that a token
     is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
-    layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head.
+    layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head. ``expert_rows``: rows
+    that an average layer makes of a token for its experts; 0 without experts.
     """
 
     layers: int
@@ -39,6 +40,7 @@ class ModelShape:
     head: int
     outputs: int
     tied: bool
+    expert_rows: float = 0.0
 
     @property
     def params(self) -> float:
@@ -72,11 +74,12 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         part = name.split(".")[0]
         held[part] = held.get(part, 0) + int(np.prod(shard.shape))
     queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    columns = routers = 0.0
+    columns = routers = rows = 0.0
     for layer in range(spec.num_hidden_layers):
         experts = spec.experts_of(layer)
         columns += spec.intermediate_size if experts is None else experts.width
         routers += 0 if experts is None else experts.routers
+        rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
     active = spec.hidden_size * (2 * queries + 2 * keys + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
@@ -94,6 +97,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         held.get("head", 0) + held.get("norm", 0) + held.get("value", 0),
         outputs,
         spec.tie_word_embeddings and head in ("lm", "both"),
+        rows / spec.num_hidden_layers,
     )
 
 

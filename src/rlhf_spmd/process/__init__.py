@@ -13,10 +13,11 @@ Floor F3. This package must not know models, roles or algorithms.
 
 When a rank dies:
 
-1. ``failure_detector``: rank 0 misses its heartbeats, and ``Watch.judge`` returns a ``Finding``. Under ``launcher``,
-   ``_Job.look`` sees the process end first.
-2. ``program``: a survivor whose connection breaks raises. ``_fail`` classifies the exception and waits in
-   ``Board.await_verdict`` for the real cause; only if none comes does it post its own failure.
+1. ``program``: a survivor whose connection breaks raises. ``_fail`` classifies the exception and waits in
+   ``Board.await_verdict`` for the real cause, up to 15 s. It marks the job as suspect in the store, so 6 s of silence suffice
+   instead of 20 s. Only if no cause comes does it post its own failure.
+2. ``failure_detector``: rank 0 misses the heartbeats of the dead rank, and ``Watch.judge`` returns a ``Finding``. Under
+   ``launcher``, ``_Job.look`` sees the process end first.
 3. ``board``: ``Board._post`` puts the failure into the store; the first one counts. Its finder prints one line and writes
    exit_status.json (``exit.announce``, ``exit.record_status``).
 4. ``board``: the thread of every rank reads the failure within half a second. ``Board._end`` writes stacks, kills a

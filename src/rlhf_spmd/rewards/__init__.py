@@ -5,6 +5,12 @@ Floor F1. A reward function is ``f(prompt, response, row) -> float | dict``; a b
 raises, hangs or crashes costs its row the configured default and nothing else. Knows no models, batches, ranks or
 tensors. Nothing here imports torch, because the workers import this package and must start fast and small.
 
-Public names: ``config.RewardConfig``, ``config.resolve_reward``, ``runner.RewardRunner``, ``results.RewardResult``,
-``results.RewardError``.
+Read in this order:
+
+- ``config``: ``reward.*`` (``RewardConfig``); ``binding``: a function's arguments by their names, of this project, verl or TRL
+- ``runner``: :class:`~runner.RewardRunner` deals rows to worker processes; ``worker``: one of them; ``results``: what comes back
+- built-in rewards: ``gsm8k``, ``math``, ``aime``, ``multiple_choice``, ``exact_match`` and others, on ``answers`` and ``latex``
+- ``auto``: the reward that a row's ``data_source`` names
+- ``code``: tests of programs; ``sandbox`` and ``code_judge`` run them
+- ``http``: scores from a server; ``eval_metrics``: pass@k and its kind
 """

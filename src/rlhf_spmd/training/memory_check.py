@@ -193,7 +193,7 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
 
     budget, longest = step.limits.max_tokens, ceil(step.longest)
     budgets = [budget >> n for n in range(1, 12) if budget >> n > longest] + [longest] * (longest < budget)
-    split = [role for role in models if models[role].shape.layout.dp > 1]
+    split = [role for role in models if models[role].shape.layout.copies > 1]
     zero = [rung([role for role in split if role in trained], "layout.zero", stage) for stage in (1, 2, 3)]
     wide: list[Setting] = [(role, "layout.zero_size", None) for role in split if models[role].config.layout.zero_size]
     states, powers = rung(trained, "optim.offload", True), [2**n for n in range(1, 11)]

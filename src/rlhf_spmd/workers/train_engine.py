@@ -7,7 +7,7 @@ parameter names then start with ``chunks.<i>.``.
 
 ZeRO stages, over the ranks of a shard group. 0 keeps plain parameters and sums gradients once per optimizer step. 1 sums each gradient
 into its owner's shard once, after the last micro-batch. 2 does so after every micro-batch. 3 also gathers parameters layer by layer,
-in every pass; 1 and 2 hold the gathered parameters from the first micro-batch to the last. A shard group is all of dp, or
+in every pass; 1 and 2 hold the gathered parameters from the first micro-batch to the last. A shard group is all of dp * cp, or
 ``layout.zero_size`` neighbours in it. Then the shards' gradients are also summed over these groups, once per optimizer step.
 
 Gradients are summed in a fixed order, so equal runs give equal bits: over the micro-batches of a chunk in the schedule's order, then
@@ -155,8 +155,9 @@ class TrainEngine:
         mesh = self.mesh
         ends = [mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
         shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
-        for group in (mesh.tp, mesh.cp, *shared, *summed):
+        for group in (mesh.tp, *shared, *summed):
             group.meet(self.device)
+        mesh.cp.meet(self.device, pairs=True)
         connect_stages(mesh, self.device)
 
     def _plan_shards(self, head: str) -> None:

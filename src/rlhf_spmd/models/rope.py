@@ -1,0 +1,84 @@
+"""Rotary embeddings: their frequencies, and the tables of a forward pass (transformers' modeling_rope_utils)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.models.spec import ModelSpec
+
+
+def rope_frequencies(spec: ModelSpec, local: bool | None = False) -> Tensor:
+    """Radians per position, fp32 on CPU, for each pair of the dims that are rotated, after the spec's scaling. ``local``: what
+    :meth:`ModelSpec.local_rope` says of a layer; those with ``local_rope_theta`` are not scaled, and None has no pair."""
+    if local is None:
+        return torch.empty(0)
+    theta, scaling = (spec.local_rope_theta, None) if local else (spec.rope_theta, spec.rope_scaling)
+    assert theta is not None, "no layer of this model has a rotary theta of its own"
+    dim = int(spec.head_dim * spec.partial_rotary_factor)
+    kind = "default" if scaling is None else scaling["rope_type"]
+    if scaling is not None and kind == "dynamic":  # 1 up to the context, but for rounding
+        factor, context = scaling["factor"], spec.max_position_embeddings
+        theta *= ((factor * context / context) - (factor - 1)) ** (dim / (dim - 2)) if dim > 2 else 1
+    power: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    frequency = 1.0 / power
+    if scaling is None or kind == "dynamic":
+        return frequency
+    if kind == "longrope":
+        return 1.0 / (torch.tensor(scaling["short_factor"], dtype=torch.float32) * power)
+    factor = float(scaling["factor"])
+    if kind == "linear":
+        return frequency / factor
+    if kind == "yarn":
+        return _yarn(scaling, theta, dim, frequency, 1.0 / (factor * power))
+    assert kind == "llama3", f"rope type {kind!r} passed read_rope"
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    original = float(scaling["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / frequency
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * frequency / factor + smooth * frequency
+    scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
+    medium = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(medium, between, scaled)
+
+
+def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, kept: Tensor, slowed: Tensor) -> Tensor:
+    """Pairs that turn often in the context of pretraining are ``kept``, those that turn rarely ``slowed``, those between mixed
+    (https://arxiv.org/abs/2309.00071)."""
+
+    def pair_of(turns: float) -> float:
+        turned = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        return dim * math.log(turned) / (2 * math.log(theta))
+
+    first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first if last != first else 0.001
+    share = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return slowed * (1 - share) + kept * share
+
+
+class Rope(NamedTuple):
+    """cos and sin [T, 1, pairs] of the tokens' positions, and ``growth`` [T, 1, 1], which multiplies rotated queries."""
+
+    cos: Tensor
+    sin: Tensor
+    growth: Tensor | None = None
+
+
+def rope_tables(spec: ModelSpec, frequency: Tensor, positions: Tensor, dtype: torch.dtype, local: bool | None = False) -> Rope:
+    """The tables of positions [T], computed in fp32. ``local`` as for :func:`rope_frequencies`."""
+    angles = positions.to(frequency.dtype)[:, None, None] * frequency
+    cos, sin, growth = angles.cos(), angles.sin(), None
+    factor = 1 if local or spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1)
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    if spec.query_growth is not None:
+        beta, context = spec.query_growth
+        growth = (1 + beta * torch.log(1 + torch.floor(positions / context)))[:, None, None].to(dtype)
+    return Rope(cos.to(dtype), sin.to(dtype), growth)

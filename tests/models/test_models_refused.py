@@ -1,0 +1,50 @@
+"""What a family does not compute is refused with the file, the key and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_spmd.models.spec import spec_from_config
+from small_models import CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {"partial_rotary_factor": 0.75}, "'partial_rotary_factor' is 0.75"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "'partial_rotary_factor' is 0.4; of head_dim=8 .* even number of dims"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "'rope_scaling.long_factor' is None"),
+        ("phi4-mini", {"partial_rotary_factor": 1.0}, "'short_factor' .* has 3 numbers; a head rotates 4 pairs"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": -1.0}}, "'rope_parameters.factor' is -1.0"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'rope_type' is 'yarn'"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "'no_rope_layers' is .* 0 or 1 for each of 4 layers"),
+        ("granite", {"mlp_bias": True}, "'mlp_bias' is True"),
+        ("granite", {"logits_scaling": 0}, "'logits_scaling' is 0"),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn"}}, "llama_4_scaling_beta' is None"),
+        ("llama", {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "mistral or ministral3"),
+        ("mistral", {"sliding_window": 0}, "'sliding_window' is 0"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "'layer_types' is .* num_hidden_layers=4"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "'layer_types' is "),
+        ("gemma2", {"hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "'final_logit_softcapping' is -1.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+        ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
+        ("gemma3", {"model_type": "gemma4_text"}, "'gemma4_text' is not supported: .* two sizes, .* 'gemma3'"),
+        ("llama", {"model_type": "llama4"}, "'llama4' is not supported: .* chunks, .* 'llama'"),
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
+        ("qwen3-moe", {"use_sliding_window": True}, "'use_sliding_window' is True"),
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 exceeds num_local_experts=5"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' is 0"),
+        ("glm4-moe", {"n_group": 3}, "n_group=3 must divide n_routed_experts=8"),
+        ("glm4-moe", {"topk_group": 1}, "topk_group=1 of the groups must have num_experts_per_tok=3 experts"),
+        ("glm4-moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "of head_dim=12 it must rotate an even number"),
+        ("qwen3-moe", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+    ],
+)
+def test_what_is_refused(name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r"^test: .*" + words):
+        spec_from_config({**CONFIGS[name], **changes}, "test")
