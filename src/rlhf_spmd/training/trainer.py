@@ -122,9 +122,7 @@ class Trainer:
             under_way.append(self._make(script, global_step))
             self.writer.check()
             is_tested = bool(test_freq) and (global_step % test_freq == 0 or global_step == self.steps)
-            is_exported, is_saved = (
-                bool(freq) and global_step % freq == 0 for freq in (self.config.export_freq, self.config.save_freq)
-            )
+            is_exported, is_saved = (bool(n) and global_step % n == 0 for n in (self.config.export_freq, self.config.save_freq))
             spare = 0 if is_tested or is_saved or is_exported or global_step == self.steps else self.controller.versions.ahead
             preempted = stopped = is_best = False
             while len(under_way) > spare:
@@ -251,10 +249,7 @@ class Trainer:
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, global_step).name)
             keep = self.config.keep_checkpoints
             draft = prepare_checkpoint(self.run_dir, global_step, held, state, self.world.all, keep, self.damaged)
-            if in_background:
-                self.writer.start(draft)
-            else:
-                self.writer.write(draft)
+            (self.writer.start if in_background else self.writer.write)(draft)
 
     def resume(self) -> int:
         """Load the checkpoint that ``run.resume`` asks for. Returns its step, 0 for a new run.
