@@ -40,7 +40,7 @@ from rlhf_spmd.training import checks, plan_stand_ins
 from rlhf_spmd.training.checks import UNKNOWN_STEPS
 from rlhf_spmd.training.job import TrainJob, trace
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
-from rlhf_spmd.training.memory_estimate import StepFacts
+from rlhf_spmd.training.memory_estimate import StepFacts, copied_roles
 from rlhf_spmd.training.placing import place
 from rlhf_spmd.training.plan_profile import profile
 from rlhf_spmd.training.plan_roles import checked_plan, model_calls, placed_calls
@@ -147,7 +147,8 @@ def step_of(request: PlanRequest, machine: Machine) -> StepFacts:
     prompts = [section.max_prompt_length for section in sections if hasattr(section, "max_prompt_length")]
     prompt, device = float(max(prompts, default=request.work.prompt)), "cpu" if machine.device.on_host else "cuda"
     limits, ahead, validates = config.algorithm.limits, config.placement.max_staleness, config.run.test_freq > 0
-    return StepFacts(request.graph, prompt, request.work.responses, limits, torch.device(device), ahead, validates)
+    copied = copied_roles(config, request.described)
+    return StepFacts(request.graph, prompt, request.work.responses, limits, torch.device(device), ahead, validates, copied)
 
 
 def evaluate(request: PlanRequest, machine: Machine, times: CallTimes) -> PlanResult:

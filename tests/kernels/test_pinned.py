@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import devices, pinned_memory
-from rlhf_spmd.kernels.pinned_memory import ARENA_SLAB, PAGE, PinnedArena, host_empty, host_like, host_zeros
+from rlhf_spmd.kernels.pinned_memory import ARENA_SLAB, PAGE, PinnedArena, copy_to_host, host_empty, host_like, host_zeros
 from rlhf_spmd.models.activations import save_on_host
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.optim_config import OptimConfig
@@ -74,6 +74,22 @@ def test_tensors_lie_in_one_slab_that_is_not_rounded_to_a_power_of_two(driver: D
     assert driver.holds(last), "a view of one of them holds the slab"
     last.fill_(7)
     del last
+
+
+def test_copies_are_contiguous_and_their_memory_is_lent(driver: Driver) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    tensors = [whole[:, 1:3], torch.arange(3), torch.empty(0, 2)]
+    expected = [x.clone() for x in tensors]
+    copies, wait_for_copies = copy_to_host(tensors)
+    whole.zero_()
+    tensors[1].zero_()
+    wait_for_copies()
+    assert all(x.is_contiguous() and torch.equal(x, y) for x, y in zip(copies, expected, strict=True))
+    assert driver.holds(copies[0]) and driver.holds(copies[1])
+    first = copies[0].data_ptr()
+    del copies
+    again, _ = copy_to_host(tensors)
+    assert again[0].data_ptr() == first and len(driver.registered) == 1
 
 
 def test_what_the_driver_refuses_is_want_of_memory(driver: Driver) -> None:

@@ -131,6 +131,24 @@ def test_states_that_a_host_cannot_hold_are_refused(root: Path) -> None:
     assert measure(resident, facts).host is None
 
 
+def test_copies_of_what_is_saved_count_where_they_lie(root: Path) -> None:
+    """14 bytes of each of 7.6 * 10^9 parameters over the ranks, if checkpoints are written in the background."""
+    given = ("models.actor.layout.zero=1", "run.save_freq=10")
+    case = Fit("sft", "qwen2.5_7b", 8, H100, given, 0.0)
+    plans, facts = judged(case, root)
+    host = measure(plans, facts).host
+    assert host is not None and host.by_host(8)[0] / GIB == pytest.approx(14 * 7.616e9 / GIB + 16, rel=0.01)
+    with pytest.raises(ValueError, match=r"of rank 0 actor checkpoint copy 12\.4.* or run\.background_save=false$"):
+        check_memory(plans, facts, H100, 8, host_memory=80 * GIB)
+    there, at_once = judged(case, root, "run.background_save=false")
+    assert measure(there, at_once).host is None
+    on_cpu = replace(facts, device=torch.device("cpu"))
+    peaks = [float(measure(plans, step).peaks.max()) for step in (replace(on_cpu, copied=frozenset()), on_cpu)]
+    assert peaks[1] - peaks[0] == pytest.approx(12 * 7.616e9 / 8, rel=0.01)  # fp32 there
+    with pytest.raises(ValueError, match=r"it would fit with run\.background_save=false$"):
+        check_memory(plans, on_cpu, peaks[0] * 1.001, 8)
+
+
 def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
     """As vLLM: weights, cache, what a step works with and what training has left there take no more than that share."""
     case = Fit("grpo", "llama3.1_8b", 2, H200, ("models.actor.generation.gpu_memory_utilization=0.3",), 0.0)

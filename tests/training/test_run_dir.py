@@ -68,14 +68,16 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_has_their_step(tmp_path:
 def test_a_job_that_was_suspended_and_followed_ends_and_leaves_all_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other one takes the lock in the middle of the second step."""
+    """The other one takes the lock in the middle of the second step, when the first checkpoint is written."""
     run_dir, lock, other = tmp_path / "run", tmp_path / "run" / run_lock.LOCK_FILE, tmp_path / "other"
     (tmp_path / "rewards.py").write_text(f"""
-import json, os
+import json, os, time
 from pathlib import Path
 
 def score(prompt, response):
     lock = Path({str(lock)!r})
+    while lock.with_name("metrics.jsonl").read_text() and not lock.with_name("checkpoints").joinpath("latest").exists():
+        time.sleep(0.01)
     if len(Path({str(run_dir / "metrics.jsonl")!r}).read_text().splitlines()) == 1 and not os.path.exists({str(other)!r}):
         owner = json.loads(lock.read_text())
         lock.write_text(json.dumps({{**owner, "host": "node7", "pid": 4711, "machine": "another", "job": "SLURM job 17"}}))
@@ -238,10 +240,13 @@ def test_a_disk_that_fills_up_ends_the_run_and_nothing_is_lost(
 ) -> None:
     run_dir = small_disk / "run"
     (tmp_path / "rewards.py").write_text(f"""
+import time
 from pathlib import Path
 
 def score(prompt, response):
     if len(Path({str(run_dir / "metrics.jsonl")!r}).read_text().splitlines()) == 2:
+        while not Path({str(run_dir / "checkpoints" / "step_2")!r}).exists():
+            time.sleep(0.01)
         with open({str(small_disk / "other files")!r}, "ab", buffering=0) as file:
             try:
                 while file.write(bytes(4096)) == 4096:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.kernels.devices import unavailable
-from rlhf_spmd.kernels.pinned_memory import host_like, host_zeros
+from rlhf_spmd.kernels.pinned_memory import copy_to_host, host_like, host_zeros
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -151,6 +152,20 @@ def test_optimizer_states_on_the_host_change_no_bit(dtype: torch.dtype) -> None:
         assert torch.equal(param, others[name])
         for key, state in on_host[name].items():
             assert state.is_pinned() and torch.equal(state, states[name][key].cpu()), f"{key} of {name}"
+
+
+def test_copies_to_the_host_have_the_values_of_their_time() -> None:
+    """Though the host goes on and changes the tensors; the thread that reads the copies waits for them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = [torch.arange(1 << 26, device=device), torch.arange(1 << 20, device=device).view(1024, 1024)[:, 1:500]]
+    expected = [x.cpu() for x in tensors]
+    copies, wait_for_copies = copy_to_host(tensors)
+    for x in tensors:
+        x.fill_(-1)
+    reader = Thread(target=wait_for_copies)
+    reader.start()
+    reader.join()
+    assert all(x.is_pinned() and torch.equal(x, y) for x, y in zip(copies, expected, strict=True))
 
 
 def test_host_memory_is_pinned_in_slabs_and_in_the_arena() -> None:

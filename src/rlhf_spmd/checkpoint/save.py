@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlhf_spmd.checkpoint.manifest import (
     piece_lines,
     plan_writes,
 )
+from rlhf_spmd.kernels.pinned_memory import copy_to_host
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.telemetry.run_lock import LockLost
@@ -65,6 +66,63 @@ class RoleState:
                 assert found == expected, f"role {role}, {kind} of {name}: tensor of shape {found}, shard of {expected}"
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint whose boxes have been dealt out.
+
+    ``pieces``: by role, what this rank writes: (kind, box, values). ``wait``: returns when the values are complete.
+    """
+
+    run_dir: Path
+    step: int
+    state: Mapping[str, Any]
+    keep: int
+    damaged: Collection[Committed]
+    pieces: Mapping[str, Sequence[tuple[str, Box, Tensor]]]
+    wait: Callable[[], object] = lambda: None
+
+    @torch.no_grad()
+    def copied(self) -> Draft:
+        """The draft with copies of the values in host memory: the next step may change the tensors while the draft is written."""
+        copies, wait = copy_to_host([values for its in self.pieces.values() for *_, values in its])
+        left = iter(copies)
+        pieces = {role: [(kind, box, next(left)) for kind, box, _ in its] for role, its in self.pieces.items()}
+        return replace(self, pieces=pieces, wait=wait)
+
+    def write(self, group: Group) -> Path:
+        """Write this rank's boxes; the first rank commits when all have. Returns the checkpoint's path.
+
+        Raises CheckpointError on every rank if any rank fails. Earlier checkpoints are then untouched.
+
+        Collective over ``group`` (the ranks that prepared it): every rank of it must call, in program order.
+        """
+        draft = draft_directory(self.run_dir, self.step)
+
+        def write() -> list[Any]:
+            with _explained(draft):
+                self.wait()
+                rank = group.ranks[group.rank]
+                written = [_write_role(draft, role, rank, pieces) for role, pieces in self.pieces.items() if pieces]
+                lines = piece_lines(piece for pieces in written for piece in pieces)
+                files = {file: (draft / file).stat().st_size for *_, file in lines}
+            return [files, [[*key, line] for key, line in lines.items()]]
+
+        def complete(written: list[Any]) -> None:
+            files = {name: size for sizes, _ in written for name, size in sizes.items()}
+            lines = {(role, kind, file): line.encode() for _, rows in written for role, kind, file, line in rows}
+            with _explained(draft):
+                manifest = Manifest(self.step, group.size, files, lines, dict(self.state))
+                commit(self.run_dir, manifest, self.keep, self.damaged)
+
+        try:
+            agree(group, write, complete)
+        except CheckpointError:
+            if group.rank == 0:
+                drop_draft(self.run_dir, self.step)
+            raise
+        return step_directory(self.run_dir, self.step)
+
+
 def save_checkpoint(
     run_dir: Path,
     step: int,
@@ -74,46 +132,44 @@ def save_checkpoint(
     keep: int = 2,
     damaged: Collection[Committed] = (),
 ) -> Path:
-    """Write ``run_dir/checkpoints/step_<step>``; returns its path.
+    """Write ``run_dir/checkpoints/step_<step>``; returns its path. Arguments and errors as of :func:`prepare_checkpoint`.
+
+    Collective over ``group`` (the world): every rank of it must call, in program order.
+    """
+    return prepare_checkpoint(run_dir, step, roles, state, group, keep, damaged).write(group)
+
+
+def prepare_checkpoint(
+    run_dir: Path,
+    step: int,
+    roles: Mapping[str, RoleState],
+    state: Mapping[str, Any],
+    group: Group,
+    keep: int = 2,
+    damaged: Collection[Committed] = (),
+) -> Draft:
+    """Make the directory of a checkpoint, and deal out who writes which box.
 
     ``roles``: those of which this rank is a member. ``state``: plain JSON; the one of the group's first rank is stored. The ``keep``
     newest checkpoints stay (at least 2), and that of the step ``state["best"]["step"]``, if given; ``damaged`` ones do not count.
-    Raises CheckpointError on every rank if any rank fails. Earlier checkpoints are then untouched.
+    Raises CheckpointError on every rank if any rank fails. Drafts of earlier saves are removed, so they must have been written.
 
     Collective over ``group`` (the world): every rank of it must call, in program order.
     """
     if keep < 2:
         raise ValueError(f"keep={keep} must be at least 2: one checkpoint to fall back to")
-    if json.loads(json.dumps(state)) != state:
+    kept_state = json.loads(json.dumps(state))  # a copy, which nobody changes while it is written
+    if kept_state != state:
         raise ValueError("checkpoint state must be plain JSON (string keys, lists instead of tuples)")
     for role, held in roles.items():
         if not re.fullmatch(r"\w+", role):
             raise ValueError(f"role name {role!r} must consist of letters, digits and underscores")
         held.check(role)
-    run_dir, draft = Path(run_dir), draft_directory(run_dir, step)
+    run_dir = Path(run_dir)
     boxes = {role: held_boxes(held.shards) for role, held in roles.items()}
     writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group, damaged)
-
-    def write() -> list[Any]:
-        with _explained(draft):
-            written = [_write_role(draft, role, roles[role], boxes[role], keys, group) for role, keys in writes.items() if keys]
-            lines = piece_lines(piece for pieces in written for piece in pieces)
-            files = {file: (draft / file).stat().st_size for *_, file in lines}
-        return [files, [[*key, line] for key, line in lines.items()]]
-
-    def complete(written: list[Any]) -> None:
-        files = {name: size for sizes, _ in written for name, size in sizes.items()}
-        lines = {(role, kind, file): line.encode() for _, rows in written for role, kind, file, line in rows}
-        with _explained(draft):
-            commit(run_dir, Manifest(step, group.size, files, lines, dict(state)), keep, damaged)
-
-    try:
-        agree(group, write, complete)
-    except CheckpointError:
-        if group.rank == 0:
-            drop_draft(run_dir, step)
-        raise
-    return step_directory(run_dir, step)
+    pieces = {role: _pieces(roles[role], [boxes[role][key] for key in keys]) for role, keys in writes.items()}
+    return Draft(run_dir, step, kept_state, keep, damaged, pieces)
 
 
 def _assign(
@@ -139,25 +195,26 @@ def _assign(
     return {role: [held[role][i] for i in plan[role][group.rank]] for role in sorted(held)}
 
 
-def _write_role(
-    draft: Path, role: str, state: RoleState, boxes: dict[BoxKey, tuple[str, Box]], keys: list[BoxKey], group: Group
-) -> list[StoredBox]:
-    """Write this rank's boxes of one role, of all kinds, to one file; returns them."""
-    views: dict[Spec, Tensor] = {}
-    found: list[tuple[str, Box]] = []
+def _pieces(state: RoleState, boxes: Sequence[tuple[str, Box]]) -> list[tuple[str, Box, Tensor]]:
+    """Returns the values of all kinds in these boxes of local parameters, as views."""
     kinds = state.kinds()
-    for parameter, box in map(boxes.__getitem__, keys):
-        for kind, tensors in kinds.items():
-            if parameter in tensors:
-                view = tensors[parameter][box.local_slices]
-                views[Spec(piece_key(kind, box), view.dtype, tuple(view.shape))] = view
-                found.append((kind, box))
-    path = draft / f"{role}.rank_{group.ranks[group.rank]:05d}.safetensors"
+    return [
+        (kind, box, tensors[parameter][box.local_slices])
+        for parameter, box in boxes
+        for kind, tensors in kinds.items()
+        if parameter in tensors
+    ]
+
+
+def _write_role(draft: Path, role: str, rank: int, pieces: Sequence[tuple[str, Box, Tensor]]) -> list[StoredBox]:
+    """Write boxes of one role to one file; returns them."""
+    views = {Spec(piece_key(kind, box), values.dtype, tuple(values.shape)): values for kind, box, values in pieces}
+    path = draft / f"{role}.rank_{rank:05d}.safetensors"
     with torch.no_grad():
         hashes = write_safetensors(path, list(views), views.__getitem__)
     return [
         StoredBox(role, kind, path.name, box.name, box.shape, box.start, box.size, DTYPE_NAMES[spec.dtype], digest)
-        for spec, (kind, box), digest in zip(views, found, hashes, strict=True)
+        for spec, (kind, box, _), digest in zip(views, pieces, hashes, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ import os
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -168,6 +168,22 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if not capabilities(device).pinned:
         return torch.empty(tuple(shape), dtype=dtype)
     return _arena(device).empty(shape, dtype)
+
+
+def copy_to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Returns contiguous copies in host memory, and a function that waits until they are complete, in any thread.
+
+    The host does not wait for a GPU: it copies in its current stream, so later work of that stream may change ``tensors`` at once.
+    """
+    copies = [host_empty(x.shape, x.dtype, x.device).copy_(x, non_blocking=True) for x in tensors]
+    devices = {x.device for x in tensors if capabilities(x.device).streams}
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def wait_for_copies() -> None:
+        for event in events:
+            event.synchronize()
+
+    return copies, wait_for_copies
 
 
 def _rounded(nbytes: int) -> int:

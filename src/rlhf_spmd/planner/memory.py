@@ -12,7 +12,7 @@ of a tp slice (norms) count as sliced.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,16 @@ def held_by_host(shape: ModelShape, settings: CallSettings, role: RoleSettings, 
     weights, states = _kept(_Slice(shape, settings, stage), role)
     here = not role.on_host
     return {"weights": weights * (here and role.offload), "optimizer": states * (here and role.optim_offload)}
+
+
+def checkpoint_copy(shape: ModelShape, settings: CallSettings, role: RoleSettings, stage: Stage) -> Any:
+    """Bytes in host memory of what a rank writes to a checkpoint, while it is written in the background.
+
+    Ranks that hold the same share it: by whole tensors, here evenly. Moments in 8 bits are saved in float32.
+    """
+    part = _Slice(shape, settings, stage)
+    _, states = _kept(part, replace(role, optim="adamw") if role.optim == "adamw_8bit" else role)
+    return (role.itemsize * _trained(part, role) / part.shards + states) / settings.dp_replicate
 
 
 def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:

@@ -23,6 +23,7 @@ The run:
 - ``streams``: ``data`` of an algorithm's step: its streams of rows (``RowStream``, ``InFlightStream``)
 - ``validation``: ``data.validation``: validation rows, and calls on them
 - ``recorder``: metrics and samples, on rank 0
+- ``checkpoint_writer``: writes checkpoints while the next step runs
 - ``resume``: what a checkpoint has of a run, and whether it is of the same experiment
 - ``exports``, ``model_card``: Hugging Face directories
 

@@ -20,11 +20,12 @@ from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.training.disk import check_disk
-from rlhf_spmd.training.memory_estimate import MemoryReport, StepFacts, measure, step_facts
+from rlhf_spmd.training.memory_estimate import CHECKPOINT_COPY, MemoryReport, StepFacts, measure, step_facts
 from rlhf_spmd.training.placing import lay_out
 from rlhf_spmd.training.roles import RolePlan
 
 Plans = Mapping[str, RolePlan]
+BACKGROUND_SAVE = "run.background_save"
 Setting = tuple[str | None, str, Any]  # role, or None: of the algorithm; key; value
 
 
@@ -102,9 +103,10 @@ def _check_host(report: MemoryReport, memory: float, local_size: int, rank: int 
     )
     if needs[host] <= memory * (1 + model.ERROR):
         return f"{line}; that may be too much"
+    less = f", or {BACKGROUND_SAVE}=false" * any(name.endswith(CHECKPOINT_COPY) for name in report.held)
     raise ValueError(
         f"{line}; offload less (offload, optim.offload, activation_offload, generation.buffers and kv_cache), raise layout.zero, or "
-        "use more hosts with fewer ranks on each"
+        f"use more hosts with fewer ranks on each{less}"
     )
 
 
@@ -198,6 +200,7 @@ def _ladders(plans: Plans, step: StepFacts, local_size: int) -> list[list[list[S
     largest = max(len(plan.pool.ranks) for plan in models.values())
     here = [role for role in models if models[role].shape.generation is not None]  # generate on their own ranks
     return [
+        [[(None, BACKGROUND_SAVE, False)]] if step.copied and step.on_host else [],
         [rung(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]],
         [[(None, step.limits.where, tokens)] for tokens in budgets] if step.limits.rows is None else [],
         [*zero, *([wide] if wide else []), [*rung(split, "layout.zero", 3), *wide]],
@@ -217,7 +220,9 @@ def _changed(plans: Plans, step: StepFacts, settings: Sequence[Setting]) -> tupl
     """Returns ``plans`` and ``step`` with these settings. Raises ValueError for impossible layouts."""
     found = dict(plans)
     for role, key, value in settings:
-        if role is None:
+        if key == BACKGROUND_SAVE:
+            step = replace(step, copied=frozenset())
+        elif role is None:
             step = replace(step, limits=replace(step.limits, max_tokens=value))
         else:
             found[role] = _set(found[role], key, value)

@@ -31,6 +31,7 @@ from rlhf_spmd.workers.config import BatchLimits
 
 # host memory of a rank on a GPU: libraries of CUDA, nccl and gloo; an estimate, measured on no machine
 BESIDE_GPU = 2 * GIB
+CHECKPOINT_COPY = "checkpoint copy"  # a part of what a rank holds
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class StepFacts:
     - device: the models' device
     - ahead: steps that generation is ahead of training
     - validates: validation needs the newest weights beside older ones
+    - copied: roles of which ranks hold a copy in host memory while it is saved
     """
 
     graph: Graph
@@ -51,6 +53,7 @@ class StepFacts:
     device: torch.device
     ahead: int = 0
     validates: bool = False
+    copied: frozenset[str] = frozenset()
 
     def work(self, call: Any) -> Workload:
         return Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_mini_batches, 1), max(call.epochs, 1))
@@ -251,6 +254,8 @@ class _RoleMemory:
         found = model.held(self.shape, self._call_settings(layout), self.settings, stage)
         if self.config.generation.buffers == "keep" and self.plan.shape.generation is not None:
             found["buffers"] = self._generation_weights()
+        if self.step.on_host and self.role in self.step.copied:
+            found[CHECKPOINT_COPY] = model.checkpoint_copy(self.shape, self._call_settings(layout), self.settings, stage)
         found = {f"{self.role} {name}": each for name, each in inside(found).items()}
         for method, call in self.plan.calls.items():
             delta = self.config.calls[method].delta
@@ -273,6 +278,8 @@ class _RoleMemory:
         if generation.buffers == "offload" and getattr(self.plan.shape.generating, "consecutive", False):
             beside = model.held(self.shape, self._call_settings(layout), self.replica, stage)["weights"]
             found["training shards while generating"] = beside
+        if self.role in self.step.copied:
+            found[CHECKPOINT_COPY] = model.checkpoint_copy(self.shape, self._call_settings(layout), self.settings, stage)
         return {f"{self.role} {name}": each for name, each in inside(found).items()}
 
     def saved_by_host(self, call: Any) -> dict[str, np.ndarray]:
@@ -342,6 +349,13 @@ def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
     longest, mean = (max((float(measure(lengths)) for lengths in given), default=0.0) for measure in (torch.max, torch.mean))
     if longest > prompt + responses[0]:
         prompt, responses = 0.0, (2 * mean - longest, longest)  # quantiles whose mean is that of the rows
+    ahead, validates = config.placement.max_staleness, config.run.test_freq > 0
     return StepFacts(
-        graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness, config.run.test_freq > 0
+        graph, prompt, responses, config.algorithm.limits, device, ahead, validates, copied_roles(config, ready.plans)
     )
+
+
+def copied_roles(config: Any, plans: Mapping[str, RolePlan]) -> frozenset[str]:
+    """Returns the roles that are saved in the background."""
+    saved = (role for role, plan in plans.items() if plan.trained or role in config.algorithm.moved)
+    return frozenset(saved if config.run.save_freq and config.run.background_save else ())

@@ -31,6 +31,8 @@ class RunConfig:
     - seed: of sampling, of random weights and, unless `data.seed` is given, of the order of the data
     - steps: steps of the whole run; a resumed run goes on to this number; null: `data.epochs` says the length
     - save_freq: steps between checkpoints; 0: only at the end
+    - background_save: write the checkpoints of `save_freq` while the next step runs. Needs host memory for a copy of what a rank
+      writes; false: every rank waits instead. A checkpoint that is exported, or the last one, is waited for in any case
     - test_freq: steps between validations, besides one before the first step and one at the end; 0: never. Needs validation data:
       `data.val_path`, in `sft` also `val_prompts`
     - resume: `auto`: go on from the newest good checkpoint in `run.dir`, if there is one. A checkpoint of another algorithm
@@ -54,6 +56,7 @@ class RunConfig:
     seed: Seed = 0
     steps: PositiveInt | None = 100
     save_freq: NonNegativeInt = 0
+    background_save: bool = True
     test_freq: NonNegativeInt = 0
     resume: str = "auto"
     keep_checkpoints: Annotated[int, Range(least=2)] = 2

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
 from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
-from rlhf_spmd.checkpoint.save import save_checkpoint
+from rlhf_spmd.checkpoint.save import prepare_checkpoint
 from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.controller import CallStats, Controller, Reference
 from rlhf_spmd.controller.versions import Versions
@@ -34,6 +34,7 @@ from rlhf_spmd.telemetry.summary import artifact_lines
 from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
 from rlhf_spmd.training import resume
 from rlhf_spmd.training.banner import start_facts
+from rlhf_spmd.training.checkpoint_writer import CheckpointWriter
 from rlhf_spmd.training.checks import in_flight
 from rlhf_spmd.training.exports import Exports
 from rlhf_spmd.training.recorder import MadeStep, Recorder, merge_reports
@@ -63,6 +64,7 @@ class Trainer:
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         self.exports = Exports(ready, self.controller)
+        self.writer = CheckpointWriter(self.world, self.board)
         algorithm, device = ready.config.algorithm, self.world.device
         self.goal = algorithm.goal
         prompts = [row for rows in ready.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
@@ -87,6 +89,10 @@ class Trainer:
         The run ends early when ``TARGET`` reaches the algorithm's goal. Collective over the world: every rank of it must call.
         Raises Preempted, after saving, if any rank was signalled.
         """
+        with self.writer:
+            self._run(script, validate)
+
+    def _run(self, script: Script, validate: Validate) -> None:
         started_at = self.resume()
         if self.finished_before or started_at >= self.steps:
             self.board.set_step(started_at)
@@ -114,9 +120,10 @@ class Trainer:
         under_way: deque[MadeStep] = deque()  # steps that some ranks may not have ended yet
         for global_step in range(started_at + 1, self.steps + 1):
             under_way.append(self._make(script, global_step))
+            self.writer.check()
             is_tested = bool(test_freq) and (global_step % test_freq == 0 or global_step == self.steps)
-            is_saved = any(freq and global_step % freq == 0 for freq in (self.config.save_freq, self.config.export_freq))
-            spare = 0 if is_tested or is_saved or global_step == self.steps else self.controller.versions.ahead
+            is_exported, is_saved = (bool(n) and global_step % n == 0 for n in (self.config.export_freq, self.config.save_freq))
+            spare = 0 if is_tested or is_saved or is_exported or global_step == self.steps else self.controller.versions.ahead
             preempted = stopped = is_best = False
             while len(under_way) > spare:
                 step = under_way.popleft()
@@ -124,6 +131,7 @@ class Trainer:
                     preempted, spare = True, 0  # the checkpoint comes after all steps
                 metrics, samples = self._receive(step)
                 if is_tested and not under_way:
+                    self.writer.wait()
                     found = validate(global_step)
                     self._moved_bytes()  # not of a step
                     metrics |= found
@@ -137,14 +145,15 @@ class Trainer:
                         f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {global_step}"
                     )
             ended = stopped or global_step == self.steps
-            if ended or preempted or is_saved or is_best:
+            is_awaited = ended or preempted or is_exported or is_best
+            if is_awaited or is_saved:
                 if recorder is not None:
                     recorder.sync()  # before the checkpoint is there
-                self.save(global_step, stopped)
+                self.save(global_step, stopped, in_background=self.config.background_save and not is_awaited)
             if preempted and not ended:
                 self._close(recorder, "preempted", global_step)
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
-            if ended or is_saved or is_best:
+            if is_awaited:
                 self._export(global_step, ended)
             if ended:
                 break
@@ -220,9 +229,13 @@ class Trainer:
         environment = resume.environment_digests(self.context.prepared.config)
         return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
 
-    def save(self, global_step: int, stopped: bool = False) -> None:
-        """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
+    def save(self, global_step: int, stopped: bool = False, in_background: bool = False) -> None:
+        """Wait for the checkpoint in flight, then write one of this step, or start to.
+
+        Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them.
+        """
         with self.controller.timeline.span("save_checkpoint", category="io"):
+            self.writer.wait()
             progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
             steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
             versions = self.controller.versions.state()
@@ -235,8 +248,8 @@ class Trainer:
                 run_lock.check_still_held(self.run_dir)
                 run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, global_step).name)
             keep = self.config.keep_checkpoints
-            path = save_checkpoint(self.run_dir, global_step, held, state, self.world.all, keep, self.damaged)
-        self.board.last_checkpoint = str(path)
+            draft = prepare_checkpoint(self.run_dir, global_step, held, state, self.world.all, keep, self.damaged)
+            (self.writer.start if in_background else self.writer.write)(draft)
 
     def resume(self) -> int:
         """Load the checkpoint that ``run.resume`` asks for. Returns its step, 0 for a new run.
