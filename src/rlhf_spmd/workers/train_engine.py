@@ -152,8 +152,7 @@ class TrainEngine:
 
     def _connect(self, trains: bool) -> None:
         """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
-        mesh = self.mesh
-        ends = [mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
+        mesh, ends = self.mesh, [self.mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
         shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
         for group in (mesh.tp, *shared, *summed):
             group.meet(self.device)
