@@ -14,11 +14,11 @@ from rlhf_spmd.reshard import hybrid, start_transfer, transfer, transfer_steps
 from rlhf_spmd.workers import weight_sync
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "bucket": (transfer.Transfer, "_land"),
+    "bucket": (transfer.Transfer, "_finish"),
     "parameter": (hybrid.Transition, "_restore"),
     "target": (hybrid.HybridWeights, "allocate"),
     "message": (transfer.Transfer, "_start"),
-    "small message": (transfer.Transfer, "_land"),
+    "small message": (transfer.Transfer, "_finish"),
 }
 
 
