@@ -230,12 +230,15 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str, g
 
 
 def test_a_plan_offloads_no_more_than_a_host_has(tmp_path: Path) -> None:
-    """8B on one GPU, whose optimizer rests in host memory: 12 bytes of each parameter, 90 GiB."""
+    """8B on one GPU, whose optimizer rests in host memory: 12 bytes of each parameter, 90 GiB. A copy for a checkpoint has more."""
     roles = [one for one in large("actor") if one.startswith("models.")]
     given = ["cluster.nodes=1", "cluster.gpus_per_node=1", f"plan.out={tmp_path / 'plan.yaml'}", *roles]
     config = str(CONFIGS / "quickstart_grpo.yaml")
     found = plan.plan(plan.read_run(config, given)).file
     assert any(call.optim_offload for call in found.calls.values() if call.home)
+    with pytest.raises(ValueError, match=r"no plan fits: .*; run\.background_save=false needs no copies in host memory"):
+        plan.plan(plan.read_run(config, [*given, "cluster.host_memory_gb=128"]))
+    given.append("run.background_save=false")
     enough = plan.plan(plan.read_run(config, [*given, "cluster.host_memory_gb=128"])).file
     assert enough.calls.keys() == found.calls.keys()
     with pytest.raises(ValueError, match=r"no plan fits: .* needs at least [\d.]+ GiB on each of 1 ranks"):

@@ -162,7 +162,14 @@ def checked_plan(
     ahead, room, least, pinned = config.placement.max_staleness, machine, 0.0, 0.0
     budgets, key = token_budgets(step.limits, max(call.work.longest for call in calls))
     for _ in range(ATTEMPTS):
-        planned = best_plan(calls, room, times, budgets, key, ahead, **search)
+        try:
+            planned = best_plan(calls, room, times, budgets, key, ahead, **search)
+        except ValueError as error:
+            if not (pinned and step.copied):
+                raise
+            raise ValueError(
+                f"{error}; run.background_save=false needs no copies in host memory while a checkpoint is written"
+            ) from error
         if proved and not planned.search.optimal:
             raise ValueError("no plan was proved to be the best in time; search by `rlhf-spmd plan` and give plan=FILE")
         plans = placed_roles(described, planned.file, lambda: step.graph, ahead)
