@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import save_checkpoint
 from ranks import run_ranks
 from rlhf_spmd.checkpoint import directory, files, load
 from rlhf_spmd.checkpoint import manifest as manifests
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
 from rlhf_spmd.checkpoint.manifest import CheckpointError, StoredBox, held_boxes, plan_writes
-from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard, cover

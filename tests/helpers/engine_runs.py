@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpoints import save_checkpoint
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.load import load_checkpoint
-from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.context_parallel import at_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values

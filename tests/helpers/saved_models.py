@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from checkpoints import save_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.file_forms import find_tensor
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, read_spec

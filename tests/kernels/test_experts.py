@@ -16,9 +16,8 @@ from launches import counted_launches
 from places import ROOT
 from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
+from rlhf_spmd.models.expert_config import CORRECTION, Experts
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
-from rlhf_spmd.models.mixture import CORRECTION
-from rlhf_spmd.models.spec import Experts
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 

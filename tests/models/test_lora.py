@@ -15,8 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from checkpoints import save_checkpoint
 from rlhf_spmd.checkpoint.adapters import STATE, SavedAdapters, find_adapters
-from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.models.adapters import merge

@@ -33,11 +33,11 @@ from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import AttentionRule, Ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.expert_config import Experts, is_fixed
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts, route
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
-from rlhf_spmd.models.mixture import is_fixed
 from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import Experts, read_spec, spec_from_config
+from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo

@@ -33,6 +33,8 @@ from small_models import CONFIGS
         ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
+        ("llama", {"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its attention is latent .* 'glm4_moe'"),
+        ("llama", {"model_type": "qwen3_5_moe_text"}, "'qwen3_5_moe_text' is not supported: .* linear attention .* 'qwen3'"),
         ("gemma3", {"model_type": "gemma4_text"}, "'gemma4_text' is not supported: .* two sizes, .* 'gemma3'"),
         ("llama", {"model_type": "llama4"}, "'llama4' is not supported: .* chunks, .* 'llama'"),
         ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),

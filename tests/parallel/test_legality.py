@@ -51,11 +51,9 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
             *layout("critic", dp=4, zero=3),
         ),
     ),
-    "cp2 dp2, cp2 pp2": (
-        4,
-        1,
-        (*layout("actor", cp=2, dp=2, zero=2), *layout("critic", pp=2, cp=2), *layout("reference", tp=2, cp=2, zero=3)),
-    ),
+    "cp2 dp2": (4, 1, (*layout("actor", cp=2, dp=2, zero=2), *layout("reference", tp=2, cp=2, zero=3), *micro_batches(rows=2))),
+    # receives are open when its ranks first share tokens
+    "a critic with cp2 pp2": (4, 1, (*layout("actor", dp=4), *layout("critic", pp=2, cp=2), *micro_batches(rows=1))),
     "tp2 pp2": (4, 1, (*layout("actor", pp=2, tp=2), *layout("critic", pp=2, dp=2, zero=1), *micro_batches(rows=2))),
     "generation and values on ranks of their own": (4, 2, CRITIC_APART),
     "generation ahead": (4, 3, AHEAD),

@@ -21,7 +21,8 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.models.activations import CHECKPOINTING
-from rlhf_spmd.models.spec import Experts, ModelSpec, read_spec
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout

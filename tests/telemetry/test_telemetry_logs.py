@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
+from checkpoints import save_checkpoint
 from rlhf_spmd.checkpoint.files import write_safetensors
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.checkpoint.save import save_checkpoint
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process.board import Board, announce
@@ -241,7 +241,7 @@ def test_of_jobs_that_start_at_once_one_is_the_owner(tmp_path: Path) -> None:
 import sys
 from rlhf_spmd.checkpoint.files import write_safetensors
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.checkpoint.save import save_checkpoint
+from checkpoints import save_checkpoint
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.process.program import _fail, classify

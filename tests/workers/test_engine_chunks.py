@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import save_checkpoint
 from engine_runs import (
     CONFIGS,
     OPTIM,
@@ -30,7 +31,7 @@ from engine_runs import (
 )
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.load import load_checkpoint
-from rlhf_spmd.checkpoint.save import RoleState, save_checkpoint
+from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel import zero

@@ -11,8 +11,8 @@ Read in this order:
 - ``manifest``: what a checkpoint holds, piece by piece; ``CheckpointError``
 - ``files``: writes that survive a crash
 - ``directory``: drafts, COMMIT and the rename; old checkpoints are removed
-- ``save``: ``save_checkpoint`` of roles (``RoleState``), also in two parts, of which the second may run beside a step (``Draft``).
-  Before it writes, it proves that the run directory is still this job's
+- ``save``: ``prepare_checkpoint`` of roles (``RoleState``) makes a ``Draft``, whose ``write`` may run beside a step. Before it
+  writes, it proves that the run directory is still this job's
 - ``load``: ``load_checkpoint`` into any layout, ``find_resumable``, ``verify_checkpoint``
 - ``export``, ``adapters``: Hugging Face directories; adapters in PEFT's form
 """

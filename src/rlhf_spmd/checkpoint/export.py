@@ -139,7 +139,7 @@ def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callabl
 def in_files(
     spec: ModelSpec, held: Sequence[Spec], get: Callable[[Spec], Tensor]
 ) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
-    """Of the tensors of a model those of its files, and how to make each."""
+    """Returns the tensors that the model's files have, and a function that makes one of them from the model's own."""
     by_name = {tensor.key: tensor for tensor in held}
     forms = {form.name: form for form in file_forms(spec, {name: tensor.shape for name, tensor in by_name.items()})}
 

@@ -123,22 +123,6 @@ class Draft:
         return step_directory(self.run_dir, self.step)
 
 
-def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    roles: Mapping[str, RoleState],
-    state: Mapping[str, Any],
-    group: Group,
-    keep: int = 2,
-    damaged: Collection[Committed] = (),
-) -> Path:
-    """Write ``run_dir/checkpoints/step_<step>``; returns its path. Arguments and errors as of :func:`prepare_checkpoint`.
-
-    Collective over ``group`` (the world): every rank of it must call, in program order.
-    """
-    return prepare_checkpoint(run_dir, step, roles, state, group, keep, damaged).write(group)
-
-
 def prepare_checkpoint(
     run_dir: Path,
     step: int,

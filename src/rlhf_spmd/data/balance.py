@@ -87,7 +87,7 @@ def computed_tokens(
 ) -> np.ndarray:
     """Returns the tokens that each row adds to the work of its part, int64 [rows].
 
-    Of the rows of one item in one part, only every ``fits``-th row adds its ``common`` tokens.
+    If a part has several rows of one item, only every ``fits``-th row adds its ``common`` tokens.
     """
     order = np.lexsort((items, parts))
     begins = np.ones(len(order), dtype=bool)

@@ -18,7 +18,7 @@ from torch import Tensor
 class RoutingRule:
     """A token takes the ``per_token`` experts of the highest scores, which are their weights, times ``scale``.
 
-    ``scoring``: of the logits, "softmax" or "sigmoid" over all experts, or "chosen": a softmax over those that are taken.
+    ``scoring``: how scores come from logits: "softmax" or "sigmoid" over all experts, or "chosen", a softmax over those that are taken.
     ``normalise``: weights are divided by their sum. ``groups``: experts lie in as many equal groups, of which a token takes only from
     those ``top_groups`` whose two highest scores have the highest sum (DeepSeek-V3, arXiv 2412.19437).
     """
@@ -32,7 +32,7 @@ class RoutingRule:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Of x [T, n]. A gap after each row: a tensor's last elements have another rounding on CPUs, so all rows must end alike."""
+    """Returns the sigmoid of x [T, n]. CPUs round a tensor's last elements otherwise, so each row gets one more element behind it."""
     return torch.sigmoid(F.pad(x, (0, 1))[:, :-1])
 
 
@@ -40,8 +40,8 @@ TINY = 1e-20  # added to the sums of sigmoids, as transformers does
 
 
 def choose(logits: Tensor, correction: Tensor | None, rule: RoutingRule) -> Tensor:
-    """Numbers of the experts that tokens take, int64 [T, K], those of the highest scores first. ``logits`` [T, E], fp32 or fp64;
-    ``correction`` [E, 3], see :func:`as_parts`, is added to the scores by which experts are chosen."""
+    """Returns the numbers of the experts that tokens take, int64 [T, K], the highest scores first. ``logits``: [T, E], fp32 or fp64.
+    ``correction``: [E, 3], see :func:`as_parts`; it is added to the scores that choose experts, not to their weights."""
     with torch.no_grad():
         ranked = logits
         if rule.groups > 1 or correction is not None:

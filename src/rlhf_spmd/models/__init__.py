@@ -4,7 +4,7 @@ Floor F3. This package must not know roles, batches of requests, pages, optimize
 
 A family is one file, named after the ``model_type`` of config.json: ``llama``, ``qwen3``, ``gemma2`` and so on. Read in this order:
 
-- ``spec``: what a config.json says (``ModelSpec``); ``mixture``: what a mixture of experts is (``Experts``)
+- ``spec``: what a config.json says (``ModelSpec``); ``expert_config``: what a mixture of experts is (``Experts``)
 - ``sharding``: which slice of which Hugging Face tensor a rank holds (pure)
 - ``decoder``: the module; ``layers``: holders of its parameters, rotary tables
 - ``attention``: attention over packed sequences; ``context_parallel``: over ranks that share their tokens

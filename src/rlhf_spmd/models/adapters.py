@@ -105,8 +105,8 @@ class Adapter(nn.Module):
         return grad_x, None, None, grad_a, grad_b
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Of ranks that read the same x the same is dropped, if their default generators are alike: tp ranks of a column-parallel
-        matrix; of slices of x others. What is computed again finds the generator as it was."""
+        """Drops elements of x. Ranks that read the same x (tp ranks of a column-parallel matrix) drop the same if their default
+        generators are alike; ranks with slices of x drop others. Recomputation finds the generator as it was."""
         generator = torch.Generator(x.device).manual_seed(int(torch.randint(1 << 48, ())) + self.first_column)
         dropped = torch.empty_like(x, dtype=torch.bool).bernoulli_(self.dropout, generator=generator)
         return x.masked_fill(dropped, 0) / (1 - self.dropout)

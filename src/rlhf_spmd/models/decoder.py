@@ -22,10 +22,10 @@ from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
+from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.layers import Linear, RMSNorm, whole_norms
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
-from rlhf_spmd.models.mixture import CORRECTION, WHOLE
 from rlhf_spmd.models.rope import Rope, rope_frequencies, rope_tables
 from rlhf_spmd.models.sharding import fused_blocks, plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import Ops
-from rlhf_spmd.models.mixture import Experts
+from rlhf_spmd.models.expert_config import Experts
 
 
 class MixtureWeights(NamedTuple):

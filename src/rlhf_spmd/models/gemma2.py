@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.spec import ModelSpec, Names, read_positive, read_size, read_windows, reject_unless, standard_spec
+from rlhf_spmd.models.keys import read_positive, read_size, reject_unless
+from rlhf_spmd.models.spec import ModelSpec, Names, read_windows, standard_spec
 
 NAMES = replace(
     Names(),

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_spmd.models.gemma2 import DEFAULTS, gemma_spec
-from rlhf_spmd.models.spec import ModelSpec, read_positive, read_size, read_windows, reject_unless
+from rlhf_spmd.models.keys import read_positive, read_size, reject_unless
+from rlhf_spmd.models.spec import ModelSpec, read_windows
 
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:

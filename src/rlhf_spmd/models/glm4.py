@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.spec import ModelSpec, Names, read_rotary_factor, standard_spec
+from rlhf_spmd.models.keys import read_rotary_factor
+from rlhf_spmd.models.spec import ModelSpec, Names, standard_spec
 
 _GATE_UP = "model.layers.{layer}.mlp.gate_up_proj"
 NAMES = replace(

@@ -9,16 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.spec import (
-    Experts,
-    ModelSpec,
-    Names,
-    read_choice,
-    read_positive,
-    read_rotary_factor,
-    read_size,
-    standard_spec,
-)
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.keys import read_positive, read_rotary_factor, read_size
+from rlhf_spmd.models.spec import ModelSpec, Names, read_choice, standard_spec
 
 _SHARED = "model.layers.{layer}.mlp.shared_experts."
 NAMES = replace(Names(), shared_gate=_SHARED + "gate_proj", shared_up=_SHARED + "up_proj", shared_down=_SHARED + "down_proj")

@@ -9,17 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.spec import (
-    Experts,
-    ModelSpec,
-    Names,
-    read_choice,
-    read_positive,
-    read_size,
-    read_windows,
-    reject_unless,
-    standard_spec,
-)
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.keys import read_positive, read_size, reject_unless
+from rlhf_spmd.models.spec import ModelSpec, Names, read_choice, read_windows, standard_spec
 
 IGNORED = ("quantization_config",)
 NAMES = replace(Names(), router="model.layers.{layer}.mlp.router.weight", sinks="model.layers.{layer}.self_attn.sinks")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_spmd.models.spec import ModelSpec, reject_unless, standard_spec
+from rlhf_spmd.models.keys import reject_unless
+from rlhf_spmd.models.spec import ModelSpec, standard_spec
 
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:

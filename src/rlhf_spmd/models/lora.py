@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Annotated, Literal, NamedTuple
 
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, Range
-from rlhf_spmd.models.mixture import is_fixed
+from rlhf_spmd.models.expert_config import is_fixed
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 
 ALL_LINEAR = "all-linear"
@@ -78,7 +78,7 @@ class AdapterPart(NamedTuple):
 
 
 def is_adapter(name: str) -> bool:
-    """Of a parameter of the decoder."""
+    """Returns True for the name of an adapter's parameter in the decoder."""
     return ".lora." in name
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_spmd.models.spec import ModelSpec, read_positive, read_size, read_windows, standard_spec
+from rlhf_spmd.models.keys import read_positive, read_size
+from rlhf_spmd.models.spec import ModelSpec, read_windows, standard_spec
 
 DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
 ROPE = {

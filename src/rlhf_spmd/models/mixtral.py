@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.spec import Experts, ModelSpec, Names, read_choice, read_size, read_windows, standard_spec
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.keys import read_size
+from rlhf_spmd.models.spec import ModelSpec, Names, read_choice, read_windows, standard_spec
 
 _MIXTURE = "model.layers.{layer}.block_sparse_moe."
 NAMES = replace(

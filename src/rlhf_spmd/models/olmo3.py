@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_spmd.models import olmo2
-from rlhf_spmd.models.spec import ModelSpec, read_positive, read_windows, reject_unless
+from rlhf_spmd.models.keys import read_positive, reject_unless
+from rlhf_spmd.models.spec import ModelSpec, read_windows
 
 THETA = 5e5
 

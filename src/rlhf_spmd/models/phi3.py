@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.spec import ModelSpec, Names, read_rotary_factor, read_windows, standard_spec
+from rlhf_spmd.models.keys import read_rotary_factor
+from rlhf_spmd.models.spec import ModelSpec, Names, read_windows, standard_spec
 
 IGNORED = ("auto_map",)  # first published with code of its own, which transformers has since taken in
 _QKV, _GATE_UP = "model.layers.{layer}.self_attn.qkv_proj", "model.layers.{layer}.mlp.gate_up_proj"

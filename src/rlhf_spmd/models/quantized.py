@@ -94,7 +94,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 def _matrices(spec: ModelSpec, lora: LoraConfig, tp: int) -> list[ParamShard]:
-    """Of a rank, those that lie in ``lora.bits``."""
+    """Returns a rank's matrices that lie in ``lora.bits``."""
     plan = plan_params(spec, "none", 0, 1, 0, tp, lora=lora) if lora.bits is not None else {}
     return [plan[f"{name.removesuffix('.lora.a')}.weight"] for name in plan if name.endswith(".lora.a")]
 

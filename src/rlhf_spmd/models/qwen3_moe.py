@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_spmd.models.spec import Experts, ModelSpec, read_choice, read_size, reject_unless, standard_spec
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.keys import read_size, reject_unless
+from rlhf_spmd.models.spec import ModelSpec, read_choice, standard_spec
 
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlhf_spmd.models.expert_config import CORRECTION, Experts
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
-from rlhf_spmd.models.mixture import CORRECTION, Experts
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.layout import stage_layers

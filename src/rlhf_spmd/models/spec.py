@@ -16,18 +16,21 @@ from typing import Any
 from rlhf_spmd.config import registry
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
-from rlhf_spmd.models.keys import check_factors, longest_row, read_rope
-from rlhf_spmd.models.keys import read_positive as read_positive
-from rlhf_spmd.models.keys import read_rotary_factor as read_rotary_factor
-from rlhf_spmd.models.keys import read_size as read_size
-from rlhf_spmd.models.keys import reject_unless as reject_unless
-from rlhf_spmd.models.mixture import Experts as Experts
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
+LATENT = ("its attention is latent (MLA)", "glm4_moe")
+DELTA = ("most of its layers have linear attention (gated delta rule)", "qwen3")
 # families that the decoder cannot be, why, and the nearest that it can
 UNFIT = {
     "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "qwen3_next": DELTA,
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": DELTA,
     "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
 }
 

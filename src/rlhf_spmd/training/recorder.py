@@ -59,7 +59,7 @@ def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[st
     """Return the collected values of a step's calls as metrics (keys with a slash) and samples.
 
     The members' values of a key are equal, or each member has its own. A pair [total, count] becomes the mean over all members.
-    Of other values a name that ends in max takes the largest, one in min the smallest, and any other their mean.
+    A name that ends in max takes the largest value, one in min the smallest, and any other their mean.
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []

@@ -13,19 +13,23 @@ WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
 
 
 def is_fixed(name: str) -> bool:
-    """Whether a parameter of the decoder is one that no optimizer changes."""
+    """Returns True for a parameter of the decoder that no optimizer changes."""
     return name.endswith(f".{CORRECTION}.weight")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture that replaces the MLP in every layer but ``dense_layers``: ``count`` experts, of which a token takes ``per_token``.
+    """The mixture that replaces the MLP in every layer but ``dense_layers``.
 
-    ``normalise`` to ``top_groups``: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`. ``corrected``: the router
-    has a correction of the scores by which it chooses, which gradients do not change. ``shared_size``: columns of an MLP beside the
-    experts, which every token takes; ``shared_gate``: times the sigmoid of one more product. ``wide_router``: logits of half-precision
-    models are computed in fp32. ``biased``: router and experts have biases. ``clamp``: alpha and limit of the experts' gate,
-    see :meth:`~rlhf_spmd.kernels.Ops.clamped_gate`. ``fused``: files have the matrices of all experts in one, transposed.
+    - count, per_token, intermediate_size: experts, how many of them a token takes, and columns of each
+    - normalise, scoring, scale, groups, top_groups: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`
+    - corrected: the router has a correction of the scores by which it chooses; gradients do not change it
+    - shared_size: columns of an MLP beside the experts, which every token takes. shared_gate: its output is multiplied by the sigmoid
+      of one more product
+    - wide_router: half-precision models compute the router's logits in fp32
+    - biased: router and experts have biases
+    - clamp: alpha and limit of the experts' gate, see :meth:`~rlhf_spmd.kernels.Ops.clamped_gate`
+    - fused: files have the matrices of all experts in one tensor, transposed
     """
 
     count: int
