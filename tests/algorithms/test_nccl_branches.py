@@ -145,8 +145,8 @@ def connections(world: World, config: str, given: list[str]) -> tuple[set[str], 
     first: list[int] = []
     meet, note = Group.meet, Group._note
 
-    def noted_meeting(self: Group, device: torch.device) -> None:
-        meet(self, device)
+    def noted_meeting(self: Group, device: torch.device, pairs: bool = False) -> None:
+        meet(self, device, pairs)
         if self.size > 1:
             met.setdefault(self.process_group, next(events))
 

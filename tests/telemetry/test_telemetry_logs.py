@@ -239,14 +239,6 @@ def test_of_jobs_that_start_at_once_one_is_the_owner(tmp_path: Path) -> None:
     owned(tmp_path, started="another process has its number")
     script = f"""
 import sys
-from rlhf_spmd.checkpoint.files import write_safetensors
-from rlhf_spmd.checkpoint.manifest import CheckpointError
-from checkpoints import save_checkpoint
-from rlhf_spmd.process.board import Board
-from rlhf_spmd.parallel.collectives import solo
-from rlhf_spmd.process.program import _fail, classify
-from rlhf_spmd.parallel.launch import Launch
-from rlhf_spmd.training.recorder import Recorder
 from rlhf_spmd.telemetry import run_lock
 print("ready", flush=True), sys.stdin.readline()
 try:
