@@ -14,7 +14,8 @@ from rlhf_spmd.kernels import AttentionRule, triton_layers, triton_qkv
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
-from rlhf_spmd.models.decoder import Block, Decoder
+from rlhf_spmd.models.block import Block
+from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.rope import Rope, rope_tables
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random

@@ -22,7 +22,8 @@ from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.attention import PackedAttention
-from rlhf_spmd.models.decoder import Block, Decoder
+from rlhf_spmd.models.block import Block
+from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.lora import ALL_LINEAR, AdapterPart, LoraConfig, is_adapter
 from rlhf_spmd.models.quantized import BLOCK, rounded

@@ -31,7 +31,8 @@ from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.packing import round_up
-from rlhf_spmd.models.decoder import Block, Decoder
+from rlhf_spmd.models.block import Block
+from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.mesh import Mesh
 
 

@@ -28,7 +28,8 @@ from rlhf_spmd.kernels import CppOps, Ops, capabilities, on_device
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
 from rlhf_spmd.kernels.pinned_memory import host_empty
 from rlhf_spmd.models.attention import Attention
-from rlhf_spmd.models.decoder import Block, Decoder
+from rlhf_spmd.models.block import Block
+from rlhf_spmd.models.decoder import Decoder
 
 COPIED_BYTES = 4 << 20  # of pages copied at a time on CPUs: a larger block is fresh memory, with a page fault per 4 KB
 QUEUED_BYTES = 256 << 20  # the same on GPUs, where each block costs launches instead

@@ -6,7 +6,7 @@ A family is one file, named after the ``model_type`` of config.json: ``llama``, 
 
 - ``spec``: what a config.json says (``ModelSpec``); ``expert_config``: what a mixture of experts is (``Experts``)
 - ``sharding``: which slice of which Hugging Face tensor a rank holds (pure)
-- ``decoder``: the module; ``layers``: holders of its parameters, rotary tables
+- ``decoder``: the module; ``block``: one of its layers; ``layers``: holders of parameters; ``rope``: rotary tables
 - ``attention``: attention over packed sequences; ``context_parallel``: over ranks that share their tokens
 - ``experts``: the mixture of experts; ``heads``: log-probs, entropies and values
 - ``tensor_parallel``: collectives with gradients; ``activations``: what a layer keeps for its backward pass

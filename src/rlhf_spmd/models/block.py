@@ -1,0 +1,188 @@
+"""One transformer layer: attention and MLP, or mixture of experts, with their norms, on one tensor-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_spmd.kernels import HeadShape, LayerOptions, Ops
+from rlhf_spmd.kernels.packing import pad_rows
+from rlhf_spmd.models.activations import run_part
+from rlhf_spmd.models.adapters import Adapter
+from rlhf_spmd.models.attention import Attention, WritesPages
+from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
+from rlhf_spmd.models.experts import MixtureWeights, mix_experts
+from rlhf_spmd.models.layers import Linear, RMSNorm, whole_norms
+from rlhf_spmd.models.lora import LoraConfig
+from rlhf_spmd.models.rope import Rope
+from rlhf_spmd.models.sharding import fused_blocks
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.tensor_parallel import copy_to_tp, gather_to_tp, reduce_from_tp, scatter_from_tp
+from rlhf_spmd.parallel.boxes import ParamShard
+from rlhf_spmd.parallel.collectives import Group
+
+
+class Block(nn.Module):
+    """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
+
+    ``index`` counts within the stage, ``layer`` within the model.
+    """
+
+    gate_up: Linear
+    down: Linear
+
+    def __init__(
+        self,
+        ops: Ops,
+        spec: ModelSpec,
+        shards: dict[str, ParamShard],
+        index: int,
+        layer: int,
+        tp: Group,
+        blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequence_parallel: bool,
+        lora: LoraConfig | None,
+    ) -> None:
+        super().__init__()
+
+        def linear(name: str) -> Linear:
+            matrix, adapter = shards[f"{name}.weight"], None
+            if lora is not None and f"{name}.lora.a" in shards:
+                shapes = [shards[f"{name}.lora.{side}"].shape for side in "ab"]
+                adapter = Adapter(ops, matrix, shapes, lora, dtype, device)
+            return Linear(matrix.shape, f"{name}.bias" in shards, dtype, device, adapter)
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(ops, size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
+
+        self.ops, self.index, self.tp = ops, index, tp
+        self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
+        self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
+        # how the parts of the layer run: as they are, or so that the backward pass computes them again
+        self.run_entry: Callable[..., Any] = run_part
+        self.run_part: Callable[..., Any] = run_part
+        self.rule, self.experts = spec.attention_rule(layer), spec.experts_of(layer)
+        self.gelu = spec.hidden_act == "gelu_tanh"
+        qkv_blocks, self.gate_up_blocks = fused_blocks(spec, tp.size, blocks)
+        self.head_dim = spec.head_dim
+        self.num_heads = spec.num_attention_heads // tp.size
+        self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
+        self.num_kv_heads = (shards["qkv.weight"].shape[0] // spec.head_dim - self.num_heads) // 2
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one, spec.interleaved_rope)
+        self.residual_scale, self.whole_qk_norm = spec.residual_scale, spec.whole_qk_norm
+        self.input_norm = norm(spec.hidden_size) if spec.names.input_norm else None
+        self.qkv = linear("qkv")
+        self.q_norm = norm(*shards["q_norm.weight"].shape) if spec.qk_norm else None
+        self.k_norm = norm(*shards["k_norm.weight"].shape) if spec.qk_norm else None
+        self.sinks = linear("sinks") if spec.names.sinks else None
+        self.out = linear("out")
+        self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
+        self.post_norm = norm(spec.hidden_size) if spec.names.post_norm else None
+        for name in ("gate_up", "down") if self.experts is None else self.experts.matrices:
+            setattr(self, name, linear(name))
+            if name == CORRECTION:
+                getattr(self, name).requires_grad_(False)
+        self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
+        attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
+        parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
+        sizes = *heads, shards["down.weight"].shape[-1]
+        switches = spec.norm_plus_one, self.gelu, spec.interleaved_rope, spec.whole_qk_norm
+        options = LayerOptions(spec.rms_norm_eps, *switches, spec.residual_scale)
+        self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
+        alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
+        alone = alone and self.sinks is None and spec.query_growth is None
+        alone = alone and not any(one.base for one in self.adapters)
+        self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
+
+    def forward(self, x: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
+        """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
+        this rank's R / t of them. ``rope`` is of all R rows."""
+        if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
+            whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
+            if whole is not None:
+                return whole
+        qkv = self.run_entry(self._enter, x)
+        partial = self.run_part(self._mix, qkv, rope, attention, num_tokens)
+        mixed = self._leave(partial, self.out, self.attention_norm, "attention")
+        if self.experts is None:
+            x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
+            partial = self.run_part(self._activate, gate_up)
+        else:
+            x, partial = self.run_part(self._mix_experts, x, mixed)
+        return x + self._leave(partial, self.down, self.mlp_norm, "mlp")
+
+    def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
+        """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
+        return self._product_of_all_rows(x if self.input_norm is None else self.input_norm(x), self.qkv, recomputed)
+
+    def _add(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x + mixed, and what of it goes into the MLP."""
+        if self.post_norm is not None:
+            return self.post_norm.add(x, mixed)
+        total = x + mixed
+        return total, total
+
+    def _add_and_enter(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x + mixed, which are as in :meth:`_enter`, and of that the norm before the MLP and its first product."""
+        x, normed = self._add(x, mixed)
+        return x, self._product_of_all_rows(normed, self.gate_up, recomputed)
+
+    def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
+        return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
+
+    def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
+        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
+        mixed = self._attend(qkv, rope, attention, num_tokens)
+        return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
+
+    def _attend(self, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
+        """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
+        norms: tuple[Tensor | None, ...] = None, None
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.whole_qk_norm:
+                qkv = whole_norms(self.ops, qkv, self.q_norm, self.k_norm, self.head_shape, self.kv_copies, self.tp)
+            else:  # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
+                norms = copy_to_tp(self.q_norm.weight, self.tp), copy_to_tp(self.k_norm.weight, self.tp)
+        parts = qkv, (norms[0], norms[1]), rope.cos, rope.sin, self.head_shape
+        rule = self.rule if self.sinks is None else replace(self.rule, sinks=self.sinks.weight)
+        if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
+            q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
+            q = q if rope.growth is None else q * rope.growth
+            return attention.attend_written(self.index, q[:num_tokens], rule)
+        q, k, v = self.ops.heads(*parts)
+        q = q if rope.growth is None else q * rope.growth
+        if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
+            q, k, v = (x[:num_tokens] for x in (q, k, v))
+        return attention.attend(self.index, q, k, v, rule)
+
+    def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
+        """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
+        rows = gate_up.shape[0]
+        inner = self.ops.gated(gate_up.view(rows * self.gate_up_blocks, -1), self.gelu).view(rows, -1)
+        return self.down.product(self.ops, inner, recomputed)
+
+    def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
+        assert self.experts is not None
+        x, normed = self._add(x, mixed)
+        rows = self._enter_tp(normed, self.tp)
+        weights = {name: getattr(self, name).weight for name in self.experts.matrices}
+        # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
+        weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
+        if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
+            weights["down_bias"] = weights["down_bias"] * 0
+        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks)
+
+    def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
+        """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
+        total = self._leave_tp(partial, self.tp, label)
+        total = total if linear.bias is None else total + linear.bias
+        total = total if norm is None else norm(total)
+        return total if self.residual_scale == 1 else total * self.residual_scale
