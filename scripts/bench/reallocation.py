@@ -30,7 +30,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
 from rlhf_spmd.reshard.bucketing import TransferContext, plan_steps
 from rlhf_spmd.reshard.plan import Plan
-from rlhf_spmd.workers.train_engine import rank_shards
+from rlhf_spmd.workers.rank_shards import rank_shards
 
 Place = tuple[Layout, tuple[int, ...]]
 PAIRS: list[tuple[Place, Place]] = [

@@ -32,7 +32,7 @@ from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import RECORDER, Group, solo
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, generation_layout, resolve_layout
 from rlhf_spmd.reshard.holdings import held_by
-from rlhf_spmd.workers.train_engine import rank_shards
+from rlhf_spmd.workers.rank_shards import rank_shards
 
 EXPERTS = {
     **LLAMA,

@@ -33,9 +33,9 @@ from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.boxes import zero_shards
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.workers.rank_shards import rank_shards
 from rlhf_spmd.workers.reference import without_adapters
 from rlhf_spmd.workers.rollout_engine import merge_adapters
-from rlhf_spmd.workers.train_engine import rank_shards
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 SOME = LoraConfig(rank=2, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"])

@@ -20,7 +20,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.muon import Muon, assign_matrices
+from rlhf_spmd.workers.muon import assign_matrices, muons_of
 from rlhf_spmd.workers.optim_config import OptimConfig, learning_rate
 from rlhf_spmd.workers.optimizer import Optimizer
 
@@ -105,10 +105,10 @@ def test_muon_steps_are_those_of_torch(dtype: torch.dtype) -> None:
         return {"layers.0.qk.weight": together, **{name: tensors[tensor].clone() for name, tensor in others.items()}}
 
     world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
-    muon = Muon(build_mesh(world, [0], Layout()), lambda tp: shards)
+    muon = muons_of(build_mesh(world, [0], Layout()), lambda tp: shards)[0]
     assert muon.sizes == {"layers.0.qk.weight": 128, "layers.0.down.weight": 160}
     params = local(first)
-    optimizer = Optimizer(replace(CONFIG, name="muon"), params, 4, muon=muon)
+    optimizer = Optimizer(replace(CONFIG, name="muon"), params, 4, muons=[muon])
     oracle = {name: torch.nn.Parameter(value.clone()) for name, value in first.items()}
     matrices, rest = [oracle[name] for name in ("q", "k", "down")], [oracle[name] for name in ("norm", "embed")]
     its = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")

@@ -48,6 +48,7 @@ class Block(nn.Module):
         device: torch.device,
         sequence_parallel: bool,
         lora: LoraConfig | None,
+        ep: Group,
     ) -> None:
         super().__init__()
 
@@ -61,7 +62,7 @@ class Block(nn.Module):
         def norm(size: int) -> RMSNorm:
             return RMSNorm(ops, size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
 
-        self.ops, self.index, self.tp = ops, index, tp
+        self.ops, self.index, self.tp, self.ep = ops, index, tp, ep
         self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
         self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
         # how the parts of the layer run: as they are, or so that the backward pass computes them again
@@ -178,7 +179,7 @@ class Block(nn.Module):
         weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
         if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
             weights["down_bias"] = weights["down_bias"] * 0
-        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks)
+        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks, self.ep)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""

@@ -34,6 +34,7 @@ from rlhf_spmd.models.tensor_parallel import (
     scatter_from_tp,
     vocab_parallel_embedding,
 )
+from rlhf_spmd.parallel.boxes import zero_shards
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.layout import stage_layers
 
@@ -49,6 +50,7 @@ class Decoder(nn.Module):
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
     ``cp``: the group that shares the tokens of each sequence, see ``context_parallel``: hidden states are of this rank's tokens.
+    ``ep``: the group that shares the experts, see ``expert_parallel``; ``shards`` has those of this rank.
     ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
     """
 
@@ -66,12 +68,14 @@ class Decoder(nn.Module):
         ops: Ops | None = None,
         lora: LoraConfig | None = None,
         cp: Group | None = None,
+        ep: Group | None = None,
     ) -> None:
         super().__init__()
-        device, self.cp = torch.device(device), cp or solo()
+        device, self.cp, self.ep = torch.device(device), cp or solo(), ep or solo()
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
         self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
-        self.shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora)
+        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora)
+        self.shards = zero_shards(shards, 0, 1, (self.ep.rank, self.ep.size))
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.slices = tp.size if sequence_parallel else 1
@@ -101,7 +105,8 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layer_ids):
             prefix = f"layers.{index}."
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
-            self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, self.slices > 1, lora))
+            parallel = self.slices > 1, lora, self.ep
+            self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel))
         self.keep_activations()
         norm = (self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
@@ -134,6 +139,10 @@ class Decoder(nn.Module):
             block.run_part = part_again if checkpointing == "selective" else run_part
             block.run_entry = part_again if checkpointing == "none" and self.slices > 1 else block.run_part
 
+    def own_experts(self) -> list[nn.Parameter]:
+        """The parameters of which each rank of ep holds its own part; [] without experts in parallel."""
+        return [param for name, param in self.named_parameters() if self.shards[name].by_expert and self.ep.size > 1]
+
     def enable_adapters(self, enabled: bool) -> None:
         """Whether passes are of the model with its adapters, which is usual, or of the model without."""
         for part in self.modules():
@@ -150,6 +159,8 @@ class Decoder(nn.Module):
         for block in self.layers:
             assert isinstance(block, Block)
             if block.experts is not None:
+                if self.ep.size > 1:
+                    return True
                 count, blocks, hidden = block.experts.count, block.gate_up_blocks, self.spec.hidden_size
                 entry = block.gate_up.weight.view(blocks, count, -1, hidden).transpose(0, 1)
                 if any(map(self.ops.waits_for_experts, (entry, block.down.weight.view(count, 1, hidden, -1)))):

@@ -11,6 +11,8 @@ CORRECTION = "correction"  # the parameter of a layer that no optimizer changes
 # every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
 WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
 
+BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias")  # those whose rows are of one expert after the other
+
 
 def is_fixed(name: str) -> bool:
     """Returns True for a parameter of the decoder that no optimizer changes."""

@@ -1,6 +1,7 @@
 """Mixture of experts: each token goes to the few experts that the router chooses for it, one matrix product per expert.
 
-A tensor-parallel rank holds a slice of every expert, so the result is a partial sum, as that of a dense MLP is. A token's results
+A tensor-parallel rank holds a slice of every expert, so the result is a partial sum, as that of a dense MLP is. With experts in
+parallel (``expert_parallel``) it holds slices of some experts. A token's results
 are added in the order of its own choices, so its bits do not depend on the batch. An MLP beside the experts, the shared expert, is
 added last. The load-balancing loss that pretraining adds is not applied.
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.expert_parallel import at_experts
+from rlhf_spmd.parallel.collectives import Group, solo
 
 
 class MixtureWeights(NamedTuple):
@@ -23,6 +26,7 @@ class MixtureWeights(NamedTuple):
 
     - router [E, hidden], gate_up [blocks * E * 2n, hidden], down [E * hidden, blocks * n]
     - router_bias [E], gate_up_bias [blocks * E * 2n], down_bias [E * hidden], which is added on one tp rank
+    - E of gate_up, down and their biases: the experts that this rank has
     - correction [E, 3], see :func:`~rlhf_spmd.kernels.routing.as_parts`
     - shared_gate_up [blocks * 2s, hidden], shared_down [hidden, blocks * s], shared_gate [1, hidden]
     """
@@ -39,30 +43,46 @@ class MixtureWeights(NamedTuple):
     shared_gate: Tensor | None = None
 
 
-def mix_experts(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, gelu: bool, blocks: int) -> Tensor:
-    """x [T, hidden] -> [T, hidden], this rank's part of the sum."""
-    count, per_token, hidden = experts.count, experts.per_token, x.shape[1]
+def mix_experts(
+    ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, gelu: bool, blocks: int, ep: Group | None = None
+) -> Tensor:
+    """x [T, hidden] -> [T, hidden], this rank's part of the sum. ``ep``: the ranks that share the experts."""
     factors, chosen = route(ops, x, weights, experts)
     sorted_experts, order = chosen.flatten().sort(stable=True)  # (token, choice) pairs by expert
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    groups = ops.expert_groups(sorted_experts, count)
-    rows = ops.expert_rows(x, order, places, per_token)
-    entry = weights.gate_up.view(blocks, count, -1, hidden).transpose(0, 1)
-    inner = ops.per_expert(rows, entry, groups)
-    if weights.gate_up_bias is not None:
-        bias = weights.gate_up_bias.view(blocks, count, -1).transpose(0, 1).reshape(count, -1)
-        inner = ops.add_expert_bias(inner, bias, sorted_experts)
-    inner = inner.view(len(rows) * blocks, -1)
-    inner = ops.gated(inner, gelu) if experts.clamp is None else ops.clamped_gate(inner, *experts.clamp)
-    out = ops.per_expert(inner.view(len(rows), -1), weights.down.view(count, 1, hidden, -1), groups)
-    if weights.down_bias is not None:
-        out = ops.add_expert_bias(out, weights.down_bias.view(count, -1), sorted_experts)
+    rows = ops.expert_rows(x, order, places, experts.per_token)
+
+    def compute(rows: Tensor, numbers: Tensor) -> Tensor:
+        return apply_experts(ops, rows, numbers, weights, experts, gelu, blocks)
+
+    out = at_experts(ops, rows, sorted_experts, experts.count, ep or solo(), compute)
     total = ops.sum_experts(out, factors, order, places)
     if weights.shared_gate_up is None or weights.shared_down is None:
         return total
     inner = ops.linear(x, weights.shared_gate_up)
     shared = ops.linear(ops.gated(inner.view(len(x) * blocks, -1), gelu).view(len(x), -1), weights.shared_down)
     return total + (shared if weights.shared_gate is None else shared * ops.sigmoid_gate(x, weights.shared_gate))
+
+
+def apply_experts(
+    ops: Ops, rows: Tensor, numbers: Tensor, weights: MixtureWeights, experts: Experts, gelu: bool, blocks: int
+) -> Tensor:
+    """``rows`` [N, hidden] sorted by expert, each times its expert's matrices -> [N, hidden]. ``numbers`` [N]: each row's expert, by
+    its place in the weights."""
+    hidden = rows.shape[1]
+    count = weights.down.shape[0] // hidden
+    groups = ops.expert_groups(numbers, count)
+    entry = weights.gate_up.view(blocks, count, -1, hidden).transpose(0, 1)
+    inner = ops.per_expert(rows, entry, groups)
+    if weights.gate_up_bias is not None:
+        bias = weights.gate_up_bias.view(blocks, count, -1).transpose(0, 1).reshape(count, -1)
+        inner = ops.add_expert_bias(inner, bias, numbers)
+    inner = inner.view(len(rows) * blocks, inner.shape[1] // blocks)  # a rank may have no rows, so sizes are said
+    inner = ops.gated(inner, gelu) if experts.clamp is None else ops.clamped_gate(inner, *experts.clamp)
+    out = ops.per_expert(inner.view(len(rows), blocks * inner.shape[1]), weights.down.view(count, 1, hidden, -1), groups)
+    if weights.down_bias is not None:
+        out = ops.add_expert_bias(out, weights.down_bias.view(count, -1), numbers)
+    return out
 
 
 def route(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlhf_spmd.models.expert_config import CORRECTION, Experts
+from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, Experts
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
@@ -176,6 +176,7 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
         whole = (0, hidden, hidden)
         plan["down_bias.weight"] = replace(_columns([(down + ".bias", *whole) for _, _, down in mlps], None), whole_on_tp=True)
     if experts is not None:
+        plan |= {name: replace(plan[name], by_expert=True) for key in BY_EXPERT if (name := f"{key}.weight") in plan}
         plan |= _plan_shared(spec, experts, layer, tp_rank, tp, gate_up_blocks)
     if names.mlp_norm:
         plan["mlp_norm.weight"] = _replicated(at(names.mlp_norm), hidden)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -41,12 +41,14 @@ class Box(NamedTuple):
 class ParamShard:
     """One local parameter: its shape on this rank, and the boxes that fill it. Several ranks may hold the same box.
 
-    ``whole_on_tp``: every tp rank holds all of it, such as norms.
+    ``whole_on_tp``: every tp rank holds all of it, such as norms. ``by_expert``: its rows are those of one expert after the other;
+    expert parallelism divides them.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     whole_on_tp: bool = False
+    by_expert: bool = False
 
 
 def whole_shard(name: str, shape: tuple[int, ...]) -> ParamShard:
@@ -91,12 +93,14 @@ def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
     """Rows [first, last) of a local parameter, as a local parameter of their own."""
     parts = [part for box in shard.boxes if (part := box_rows(box, first, last))]
     boxes = tuple(part._replace(local=(part.local[0] - first, *part.local[1:])) for part in parts)
-    return ParamShard((last - first, *shard.shape[1:]), boxes, shard.whole_on_tp)
+    return replace(shard, shape=(last - first, *shard.shape[1:]), boxes=boxes)
 
 
-def zero_shards(shards: Mapping[str, ParamShard], rank: int, ranks: int) -> dict[str, ParamShard]:
-    """What ZeRO leaves on one of ``ranks`` replicas."""
-    return {name: shard_rows(shard, *zero_rows(shard.shape[0], rank, ranks)) for name, shard in shards.items()}
+def zero_shards(shards: Mapping[str, ParamShard], rank: int, ranks: int, ep: tuple[int, int] = (0, 1)) -> dict[str, ParamShard]:
+    """What ZeRO leaves on one of ``ranks`` replicas. ``ep``: rank and number of those that share the experts; where these are several,
+    they divide the experts, and ZeRO the rest."""
+    divided = {True: ep if ep[1] > 1 else (rank, ranks), False: (rank, ranks)}
+    return {name: shard_rows(shard, *zero_rows(shard.shape[0], *divided[shard.by_expert])) for name, shard in shards.items()}
 
 
 def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box]], list[Box]]:

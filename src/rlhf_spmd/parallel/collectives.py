@@ -206,6 +206,21 @@ class Group:
         dist.all_to_all_single(output, tensor.contiguous(), group=self.process_group)
         return output
 
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> Tensor:
+        """``rows`` [sum(sent), ...]: the first ``sent[0]`` go to group index 0, and so on. Returns [sum(received), ...]: the first
+        ``received[0]`` came from group index 0.
+
+        Collective over the group: every rank of it must call, in program order.
+        """
+        if self.size == 1:
+            return rows
+        row = rows[:1].nbytes if len(rows) else rows.new_empty(1, *rows.shape[1:]).nbytes
+        counted = [row * (sum(numbers) - numbers[self.rank]) for numbers in (sent, received)]
+        self._note("all_to_all_rows", label, rows.nbytes, *counted)
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), [*received], [*sent], group=self.process_group)
+        return output
+
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Tensor:
         """Broadcast in place from group index ``source``. Collective over the group: every rank of it must call, in program order."""
         if self.size > 1:

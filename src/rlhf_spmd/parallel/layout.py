@@ -1,7 +1,8 @@
 """How one model is split over the ranks of its pool. Pure, without a process group.
 
 Training ranks form the grid ``[pp, dp, cp, tp]``, with consecutive tensor-parallel ranks (HybridFlow, section 5.3). The dp * cp ranks
-of a stage and slice hold the same weights. The ranks of cp have the same rows, and each a part of their tokens. A generation layout
+of a stage and slice hold the same weights, except that each ``ep`` neighbours among them share the experts. The ranks of cp have the
+same rows, and each a part of their tokens. A generation layout
 (p_g, t_g, d_g, d * c) regroups the same ranks. Generation TP groups take every (t/t_g)-th rank of a training TP group, generation PP
 groups every (p/p_g)-th stage, and the micro-DP group has the ranks in between. So a rank's training shard is always a slice of its
 generation shard. If that cannot be, or is not wanted, generation ranks form a grid of their own.
@@ -9,6 +10,7 @@ generation shard. If that cannot be, or is not wanted, generation ranks form a g
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +31,8 @@ class LayoutConfig:
     - dp: replicas; null: what the ranks of the pool leave
     - cp: ranks that share the tokens of each row in training and scoring (context parallelism, also called Ulysses), for sequences that
       one rank cannot hold; see [parallelism.md](parallelism.md#context-parallelism)
+    - ep: neighbours among the dp * cp copies that share the experts of each layer in training and scoring (expert parallelism); tokens
+      travel to them. Divides `dp` * `cp` and the number of experts; see [parallelism.md](parallelism.md#experts-in-parallel)
     - zero: ZeRO stage over the dp * cp copies of the weights, 0 to 3
     - zero_size: neighbouring copies that share one copy of what `zero` shards, say those of a host (HSDP); divides `dp` * `cp`; null:
       all, see [placement.md](placement.md#zero-inside-hosts)
@@ -41,6 +45,7 @@ class LayoutConfig:
     tp: PositiveInt = 1
     dp: PositiveInt | None = None
     cp: PositiveInt = 1
+    ep: PositiveInt = 1
     zero: Literal[0, 1, 2, 3] = 0
     zero_size: PositiveInt | None = None
     sequence_parallel: bool = False
@@ -63,6 +68,7 @@ class Grid(ABC):
 
     pp: int
     tp: int
+    ep: int = 1  # how many neighbouring ranks of dp * cp share the experts
 
     @property
     @abstractmethod
@@ -101,14 +107,37 @@ class Grid(ABC):
 
     def shard_group(self, index: int) -> list[int]:
         """The ``dp_shard`` ranks, ``index`` among them, that share one copy of what ZeRO shards."""
-        copies = self.along(index, "dp", "cp")
-        first = copies.index(index) // self.dp_shard * self.dp_shard
-        return copies[first : first + self.dp_shard]
+        return self._neighbours(index, self.dp_shard)
 
     def replicate_group(self, index: int) -> list[int]:
         """Returns the ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
+        return self._counterparts(index, self.dp_shard)
+
+    def ep_group(self, index: int) -> list[int]:
+        """The ``ep`` ranks, ``index`` among them, that share the experts."""
+        return self._neighbours(index, self.ep)
+
+    def expert_copies(self, index: int) -> list[int]:
+        """Returns the ranks that hold the same experts as ``index``, and itself: one of each ep group."""
+        return self._counterparts(index, self.ep)
+
+    @property
+    def copy_ranks(self) -> int:
+        """The fewest neighbouring ranks of dp * cp that hold all of a stage and slice, whatever ZeRO and ep divide."""
+        return math.lcm(self.dp_shard, self.ep)
+
+    def copy_group(self, index: int) -> list[int]:
+        """The ``copy_ranks`` ranks, ``index`` among them, that hold all of its stage and slice."""
+        return self._neighbours(index, self.copy_ranks)
+
+    def _neighbours(self, index: int, size: int) -> list[int]:
         copies = self.along(index, "dp", "cp")
-        return copies[copies.index(index) % self.dp_shard :: self.dp_shard]
+        first = copies.index(index) // size * size
+        return copies[first : first + size]
+
+    def _counterparts(self, index: int, size: int) -> list[int]:
+        copies = self.along(index, "dp", "cp")
+        return copies[copies.index(index) % size :: size]
 
 
 @dataclass(frozen=True)
@@ -126,9 +155,11 @@ class Layout(Grid):
     sequence_parallel: bool = False
     zero_size: int | None = None
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         assert self.copies % (self.zero_size or 1) == 0, f"zero_size={self.zero_size} does not divide dp * cp={self.copies}"
+        assert self.copies % self.ep == 0, f"ep={self.ep} does not divide dp * cp={self.copies}"
 
     @property
     def size(self) -> int:
@@ -157,8 +188,8 @@ class Layout(Grid):
         return np.arange(self.size).reshape(self.pp, self.dp, self.cp, self.tp)
 
     def __str__(self) -> str:
-        options = (("cp", self.cp, 1), ("zero", self.zero, 0), ("zero_size", self.zero_size, None), ("vpp", self.vpp, 1))
-        more = (f" {key}({n})" for key, n, none in options if n != none)
+        options = ("cp", 1), ("ep", 1), ("zero", 0), ("zero_size", None), ("vpp", 1)
+        more = (f" {key}({getattr(self, key)})" for key, none in options if getattr(self, key) != none)
         return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + "".join(more)
 
 
@@ -174,8 +205,14 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
         )
     dp = config.dp if config.dp is not None else max(pool_size // (config.pp * config.tp * config.cp), 1)
     check_zero_size(config.zero, config.zero_size, dp * config.cp, where)
+    if dp * config.cp % config.ep:
+        raise ValueError(
+            f"{where}.ep={config.ep}: must divide dp * cp = {dp * config.cp}; allowed: {_divisors(dp * config.cp)}"
+        )
     zero_size = None if config.zero_size == dp * config.cp else config.zero_size
-    layout = Layout(config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel, zero_size, config.cp)
+    layout = Layout(
+        config.pp, config.tp, dp, config.zero, config.vpp, config.sequence_parallel, zero_size, config.cp, config.ep
+    )
     if layout.size != pool_size:
         cp = f" * cp({layout.cp})" if layout.cp > 1 else ""
         raise ValueError(
@@ -190,10 +227,15 @@ def check_zero_size(zero: int, size: int | None, copies: int, where: str) -> Non
     if size is None:
         return
     if copies % size:
-        allowed = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
-        raise ValueError(f"{where}.zero_size={size}: must divide dp * cp = {copies}; allowed: {allowed}, or null: all of them")
+        raise ValueError(
+            f"{where}.zero_size={size}: must divide dp * cp = {copies}; allowed: {_divisors(copies)}, or null: all of them"
+        )
     if not zero:
         raise ValueError(f"{where}.zero_size={size} needs {where}.zero 1, 2 or 3, and that is 0")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ class Mesh:
 
     - ``tp``; ``dp``; ``cp``, the ranks that share the tokens of the same rows.
     - ``copies``: the dp * cp ranks with the same stage and slice. In it ``dp_shard`` (ranks that share one copy of what ZeRO shards)
-      and ``dp_replicate`` (ranks that hold the same part as this one).
+      and ``dp_replicate`` (ranks that hold the same part as this one); ``ep`` (ranks that share the experts) and ``ep_copies`` (ranks
+      with the same experts).
     - ``pp``, and ``pp_back`` for what goes backwards between the stages.
     - ``replica``: the pp * tp ranks of one copy. ``pool``: all ranks.
     - ``ends``: first and last stage of this (dp, tp), for tied embeddings; ``ring``, ``ring_back``: the same two ranks, for what goes
@@ -50,6 +51,8 @@ class Mesh:
     copies: Group
     dp_shard: Group
     dp_replicate: Group
+    ep: Group
+    ep_copies: Group
     pp: Group
     pp_back: Group
     replica: Group
@@ -118,6 +121,8 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         copies=along("copies", "dp", "cp"),
         dp_shard=group("dp_shard", layout.shard_group),
         dp_replicate=group("dp_replicate", layout.replicate_group),
+        ep=group("ep", layout.ep_group),
+        ep_copies=group("ep_copies", layout.expert_copies),
         pp=along("pp", "pp"),
         pp_back=along("pp_back", "pp", channel="back"),
         replica=along("replica", "pp", "tp"),

@@ -9,7 +9,7 @@ FSDP2 is imported only if a role uses it: the import takes most of a second, a f
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,11 +90,18 @@ class FSDPModel:
     """FSDP2 applied to a module over ``mesh.dp_shard``: each of ``blocks`` by itself, the rest at the root. Gradients are sums.
 
     ``stage``: 1 and 2 hold the gathered parameters from the first micro-batch to the last; 3 gathers them in every pass. 1 reduces
-    gradients only after the last micro-batch. ``reduce_dtype``: the dtype in which gradients are summed over ranks.
+    gradients only after the last micro-batch. ``reduce_dtype``: the dtype in which gradients are summed over ranks. ``apart``:
+    parameters that stay plain ones, which ZeRO does not divide.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, stage: int, reduce_dtype: torch.dtype
+        self,
+        module: nn.Module,
+        blocks: Iterable[nn.Module],
+        mesh: Mesh,
+        stage: int,
+        reduce_dtype: torch.dtype,
+        apart: Collection[nn.Parameter] = (),
     ) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -106,7 +113,8 @@ class FSDPModel:
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         axis = mesh.copies_axis if mesh.dp_shard.size == mesh.copies.size else "dp_shard"
         for part in [*blocks, module]:
-            fully_shard(part, mesh=mesh.device_mesh[axis], reshard_after_forward=stage == 3, mp_policy=policy)
+            how: dict[str, Any] = {"mp_policy": policy, "ignored_params": set(apart)}
+            fully_shard(part, mesh=mesh.device_mesh[axis], reshard_after_forward=stage == 3, **how)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -122,7 +130,7 @@ class FSDPModel:
         for part, reduction in zip(self._parts, self._collectives, strict=True):
             assert isinstance(part, nn.Module)
             for param in part.parameters():
-                if param.requires_grad and self._reductions.setdefault(id(param), reduction) is reduction:
+                if param.requires_grad and is_sharded(param) and self._reductions.setdefault(id(param), reduction) is reduction:
                     reduction.readers += 1
 
     def before_backward(self, is_last: bool) -> None:

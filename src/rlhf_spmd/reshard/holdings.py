@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,9 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, intersect, zero_shards
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 
 Shards = Mapping[str, ParamShard]
-ShardsAt = Callable[[int, int], Shards]  # (pp, tp) coordinate in a layout -> the shards there, with all rows that ZeRO divides
+ShardsAt = Callable[
+    [int, int], Shards
+]  # (pp, tp) coordinate in a layout -> the shards there, with all rows that ZeRO and ep divide
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,29 @@ def holdings(
 ) -> list[Holding]:
     """Returns what ``ranks`` hold of a model in a layout. ``group``: their pool indices, by default 0, 1, ...
 
-    The ranks of a shard group follow each other in ``group``, which has all of them or none.
+    The ranks of a copy group follow each other in ``group``, which has all of them or none.
     """
     at: dict[tuple[int, int], list[int]] = {}
     for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
         pp, _, _, tp = layout.coordinate(index)
         at.setdefault((pp, tp), []).append(rank)
-    return [Holding(tuple(held), shards(*coordinate), layout.dp_shard) for coordinate, held in at.items()]
+    if layout.ep == 1:
+        return [Holding(tuple(held), shards(*coordinate), layout.dp_shard) for coordinate, held in at.items()]
+    return [side for coordinate, held in at.items() for side in _by_expert(layout, shards(*coordinate), tuple(held))]
+
+
+def _by_expert(layout: Layout | GenerationLayout, shards: Shards, ranks: tuple[int, ...]) -> Iterator[Holding]:
+    """Yields what ZeRO divides, and the experts, which ep divides."""
+    for parts, is_expert in ((layout.dp_shard, False), (layout.ep, True)):
+        yield Holding(ranks, {name: shard for name, shard in shards.items() if shard.by_expert == is_expert}, parts)
 
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
-    """Returns the shards of one rank (a pool index), with only its rows under ZeRO."""
-    (pp, _, _, tp), group = layout.coordinate(index), layout.shard_group(index)
+    """Returns the shards of one rank (a pool index), with only its rows under ZeRO and its experts under ep."""
+    (pp, _, _, tp), groups = layout.coordinate(index), (layout.shard_group(index), layout.ep_group(index))
+    (rank, size), experts = ((group.index(index), len(group)) for group in groups)
     held = shards(pp, tp)
-    return zero_shards(held, group.index(index), len(group)) if len(group) > 1 else held
+    return zero_shards(held, rank, size, experts) if layout.copy_ranks > 1 else held
 
 
 class HeldBox(NamedTuple):

@@ -73,8 +73,8 @@ class Method:
       a regrouping, send.
     - ``whole``: gather the whole model, then cut out the generation shard.
 
-    Under ZeRO the ranks of a shard group exchange, with all their stages and slices if the grid differs. Nothing moves between copies
-    of the model then, except with both ``everyone`` and ``whole``.
+    Under ZeRO and ep the ranks of a copy group exchange, with all their stages and slices if the grid differs. Nothing moves between
+    copies of the model then, except with both ``everyone`` and ``whole``.
     """
 
     consecutive: bool = True
@@ -84,11 +84,11 @@ class Method:
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
         """Returns the ranks that exchange weights with rank ``index``, as pool indices."""
         train = layout.train
-        if self.everyone and (self.whole or train.dp_shard == 1):
+        if self.everyone and (self.whole or train.copy_ranks == 1):
             return list(range(train.size))
         if self.whole or self.everyone:  # the ranks of all stages and slices that share one copy
-            return sorted(rank for other in train.shard_group(index) for rank in train.replica_group(other))
-        return sorted(rank for other in train.shard_group(index) for rank in layout.micro_dp_group(other))
+            return sorted(rank for other in train.copy_group(index) for rank in train.replica_group(other))
+        return sorted(rank for other in train.copy_group(index) for rank in layout.micro_dp_group(other))
 
     def plan(
         self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
@@ -107,7 +107,7 @@ class Method:
         if self.whole:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
             gathered = {name: whole_shard(name, shape) for name, shape in boxes.items()}
-            if self.everyone and layout.train.dp_shard == 1:
+            if self.everyone and layout.train.copy_ranks == 1:
                 source = [share for holding in source for share in _shares(holding)]
         transfer = plan_transfer(source, [Holding(tuple(ranks), gathered)], host_of, index)
         together = plan_buckets(source, gathered, bucket)

@@ -17,7 +17,8 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.config import RoleConfig, WorkerContext
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.train_engine import TrainEngine, rank_shards
+from rlhf_spmd.workers.rank_shards import rank_shards
+from rlhf_spmd.workers.train_engine import TrainEngine
 
 
 @dataclass(eq=False)

@@ -49,19 +49,28 @@ Route = tuple[Slice, int, int]  # a slice, and the group indices of its sender a
 class Muon:
     """Updates the matrices of a stage's layers as Hugging Face stores them: fused q, k and v are three. Not embeddings and heads.
 
-    ``shards_at``: tp rank -> its parameters, before ZeRO cuts out rows. ``sizes``: parameter name -> the most elements of it that a
-    rank handles at a time: what it holds, or its share of the whole matrices.
+    ``copies``: the ranks that hold the same rows. ``shard``: those that share one copy. ``shards_at``: tp rank -> its parameters,
+    before rows are cut out. ``experts``: whether to update what ep divides, or the rest; None: all. ``sizes``: parameter name -> the
+    most elements of it that a rank handles at a time: what it holds, or its share of the whole matrices.
     """
 
     bucket = MATRIX_ELEMENTS
 
-    def __init__(self, mesh: Mesh, shards_at: Callable[[int], Mapping[str, ParamShard]]) -> None:
-        self._copies, self._shard, self._tp = mesh.dp_replicate, mesh.dp_shard, mesh.tp
+    def __init__(
+        self,
+        copies: Group,
+        shard: Group,
+        tp: Group,
+        shards_at: Callable[[int], Mapping[str, ParamShard]],
+        experts: bool | None = None,
+    ) -> None:
+        self._copies, self._shard, self._tp = copies, shard, tp
         self._shards_at = cache(shards_at)
         self._boxes = cache(self._find_boxes)
         first = {name: x for name, x in self._shards_at(0).items() if "layers." in name and len(x.shape) == 2}
+        first = {name: x for name, x in first.items() if experts in (None, x.by_expert)}
         self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
-        ranks, rows = mesh.copies.size * mesh.tp.size, mesh.dp_shard.size
+        ranks, rows = copies.size * shard.size * tp.size, shard.size
         whole = {name: sum(rows * columns for rows, columns in its.values()) for name, its in self._shapes.items()}
         self.sizes = {
             name: max(-(-whole[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
@@ -141,6 +150,15 @@ class Muon:
 
     def _slices(self, names: Mapping[str, str], tensor: str, shard: int, tp: int) -> list[Slice]:
         return [Slice(shard, tp, box) for box in self._boxes(names[tensor], shard, tp) if box.name == tensor]
+
+
+def muons_of(mesh: Mesh, shards_at: Callable[[int], Mapping[str, ParamShard]]) -> list[Muon]:
+    """Returns one for all matrices of a mesh, or with experts in parallel one for what ZeRO divides and one for the experts.
+    ``shards_at`` as for :class:`Muon`."""
+    if mesh.ep.size == 1:
+        return [Muon(mesh.dp_replicate, mesh.dp_shard, mesh.tp, shards_at)]
+    sides = (mesh.dp_replicate, mesh.dp_shard, False), (mesh.ep_copies, mesh.ep, True)
+    return [Muon(copies, shard, mesh.tp, shards_at, experts) for copies, shard, experts in sides]
 
 
 def assign_matrices(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:

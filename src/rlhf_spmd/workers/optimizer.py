@@ -130,11 +130,11 @@ class Optimizer:
     """
 
     def __init__(
-        self, config: OptimConfig, params: Tensors, total_steps: int, heads: Collection[str] = (), muon: Muon | None = None
+        self, config: OptimConfig, params: Tensors, total_steps: int, heads: Collection[str] = (), muons: Sequence[Muon] = ()
     ) -> None:
         """``params``: this rank's local shards, of any shape (even 0 rows), all of one dtype and device.
 
-        ``heads``: names of those that learn with ``head_lr``. ``muon``: updates the parameters in its ``sizes``.
+        ``heads``: names of those that learn with ``head_lr``. ``muons``: each updates the parameters in its ``sizes``.
         """
         self.config, self.total_steps, self.step_count = config, total_steps, 0
         self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
@@ -144,8 +144,9 @@ class Optimizer:
         for name, param in params.items():
             rule: Any = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
             size = param.numel()
-            if muon is not None and name in muon.sizes:
-                rule, size = muon, muon.sizes[name]
+            for muon in muons:
+                if name in muon.sizes:
+                    rule, size = muon, muon.sizes[name]
             if size:
                 self._groups.setdefault((rule, name in heads), {})[name] = size
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype

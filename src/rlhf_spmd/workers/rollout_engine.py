@@ -24,7 +24,8 @@ from rlhf_spmd.parallel.data_parallel import sum_in_buckets
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import HybridWeights, choose_method
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.train_engine import TrainEngine, named_by_chunk, rank_shards
+from rlhf_spmd.workers.rank_shards import named_by_chunk, rank_shards
+from rlhf_spmd.workers.train_engine import TrainEngine
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +31,19 @@ from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.context_parallel import own_tokens, rows_of, share_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import LoraConfig, is_trained
-from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import init_adapters, init_random, load_pretrained
-from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
+from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared_norm, sum_in_buckets, sum_partial
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import FSDPModel, allocate, local_part, stage_of_zero, zero_loss
+from rlhf_spmd.parallel.zero import FSDPModel, allocate, is_sharded, local_part, stage_of_zero, zero_loss
 from rlhf_spmd.reshard import Storages
-from rlhf_spmd.workers.muon import Muon
+from rlhf_spmd.workers.muon import muons_of
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
+from rlhf_spmd.workers.rank_shards import by_copies, chunk_shards, named_by_chunk, own_rows, rank_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,6 @@ class Packed:
     places: Tensor | None = None
 
 
-T = TypeVar("T")
 Head = Callable[[Decoder, Tensor, Packed], Any]
 Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -113,16 +112,21 @@ class TrainEngine:
         self.ops, self.attention = choose("auto"), choose(attention)
         stages = mesh.layout.pp * mesh.layout.vpp
         options: dict[str, Any] = {"sequence_parallel": mesh.layout.sequence_parallel, "ops": self.ops, "lora": self.lora}
+        options |= {"cp": mesh.cp, "ep": mesh.ep}
         self.chunks = [
-            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", cp=mesh.cp, **options)
-            for stage in mesh.layout.stages(mesh.pp_rank)
+            Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", **options) for stage in mesh.layout.stages(mesh.pp_rank)
         ]
         for chunk in self.chunks:
             chunk.keep_activations(activation_checkpointing, activation_offload)
             for name, param in chunk.named_parameters():
                 param.requires_grad_(optim is not None and is_trained(name, head, self.lora is not None))
         wide = accumulation_dtype(dtype)
-        self.zeros = [FSDPModel(chunk, chunk.layers, mesh, self.zero, wide) for chunk in self.chunks if self.zero]
+        apart = [chunk.own_experts() for chunk in self.chunks]
+        self.zeros = [
+            FSDPModel(chunk, chunk.layers, mesh, self.zero, wide, own)
+            for chunk, own in zip(self.chunks, apart, strict=True)
+            if self.zero
+        ]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
@@ -133,20 +137,21 @@ class TrainEngine:
         self.saved = self.trained if self.lora else list(self._params)
         self._wide_grads: dict[str, Tensor] = {}
         self._plan_shards(head)
-        for chunk in self.chunks if fill else ():
+        plans = chunk_shards(spec, head, mesh.layout, mesh.pp_rank, mesh.tp_rank, self.lora)
+        for chunk, shards in zip(self.chunks, [own_rows(plan, mesh) for plan in plans], strict=True) if fill else ():
             if path is None:
-                init_random(chunk, seed, self._rows_of(chunk.shards))
+                init_random(chunk, seed, shards)
             else:
-                load_pretrained(chunk, path, new_head, self._rows_of(chunk.shards))
+                load_pretrained(chunk, path, new_head, shards)
             if self.lora is not None:
-                init_adapters(chunk, self.lora, seed, self._rows_of(chunk.shards))
+                init_adapters(chunk, self.lora, seed, shards)
         self._connect(optim is not None)
         self.optimizer = None
         if optim is not None:
             heads = [name for name in self._params if name.endswith("value.weight" if head == "both" else "head.weight")]
             shards_at = partial(rank_shards, spec, head, mesh.layout, mesh.pp_rank)
-            muon = Muon(mesh, shards_at) if optim.name == "muon" else None
-            self.optimizer = Optimizer(optim, self.trained_tensors(), total_updates, heads, muon)
+            muons = muons_of(mesh, shards_at) if optim.name == "muon" else ()
+            self.optimizer = Optimizer(optim, self.trained_tensors(), total_updates, heads, muons)
             if wide != dtype:
                 self._accumulate_wide()
 
@@ -154,9 +159,10 @@ class TrainEngine:
         """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
         mesh, ends = self.mesh, [self.mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
         shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
-        for group in (mesh.tp, *shared, *summed):
+        for group in (mesh.tp, *shared, *summed, *[mesh.ep_copies] * (trains and mesh.ep.size > 1)):
             group.meet(self.device)
-        mesh.cp.meet(self.device, pairs=True)
+        for group in (mesh.cp, mesh.ep):
+            group.meet(self.device, pairs=True)
         connect_stages(mesh, self.device)
 
     def _plan_shards(self, head: str) -> None:
@@ -169,28 +175,25 @@ class TrainEngine:
         if self.chunks[0].tied_ends and not mesh.first_stage:
             before += [plan(0, rank) for rank in range(tp.size)]
         others = [plan(mesh.pp_rank, rank) for rank in range(tp.size) if rank != tp.rank]
-        self._shards = self._rows_of(mine)
-        self._owned = self._rows_of(owned_boxes(mine, before))
+        self._shards = own_rows(mine, mesh)
+        self._owned = own_rows(owned_boxes(mine, before), mesh)
         scattered = named_by_chunk([dict.fromkeys(chunk.scattered) for chunk in self.chunks])
-        partial_shards = self._rows_of(partial_boxes(mine, others, scattered))
+        partial_shards = own_rows(partial_boxes(mine, others, scattered), mesh)
         self._partial = {name: shard for name, shard in partial_shards.items() if name in self.trained}
         for name, tensor in self.local_tensors().items():
             planned = self._shards[name].shape
             assert tensor.shape == planned, f"{name}: local shard {list(tensor.shape)}, planned {list(planned)}"
 
-    def _rows_of(self, plan: dict[str, ParamShard]) -> dict[str, ParamShard]:
-        """Returns the plan, restricted to the rows that ZeRO leaves on this rank."""
-        return zero_shards(plan, self.mesh.dp_shard.rank, self.mesh.dp_shard.size) if self.zero else plan
-
     def _accumulate_wide(self) -> None:
         """Sum gradients of half-precision parameters over micro-batches in fp32."""
-        for zero in self.zeros:
-            zero.keep_reduced()
+        for sharded in self.zeros:
+            sharded.keep_reduced()
         by_chunk: Sequence[FSDPModel | None] = self.zeros or [None] * len(self.chunks)
         parts = zip(self.chunks, by_chunk, strict=True)
         zeros = named_by_chunk([dict.fromkeys(dict(chunk.named_parameters()), zero) for chunk, zero in parts])
         for name in self.trained:
-            self._params[name].register_post_accumulate_grad_hook(partial(self._keep_wide, name, zeros[name]))
+            zero = zeros[name] if is_sharded(self._params[name]) else None
+            self._params[name].register_post_accumulate_grad_hook(partial(self._keep_wide, name, zero))
 
     def _keep_wide(self, name: str, zero: FSDPModel | None, param: Tensor) -> None:
         if zero is not None:
@@ -295,7 +298,8 @@ class TrainEngine:
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
             self.mesh.ends.all_reduce(grads[tied], "tied_gradients")
-        sum_in_buckets(grads, self.mesh.dp_replicate, "gradients")
+        for group, some in by_copies(grads, self._shards, self.mesh):
+            sum_in_buckets(some, group, "gradients")
         return grads
 
     def _gradient(self, name: str, param: nn.Parameter) -> Tensor:
@@ -309,9 +313,9 @@ class TrainEngine:
     @torch.no_grad()
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
         """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
-        square = squared_norm(grads, self._owned)
-        if self.mesh.dp_replicate.rank > 0:  # copies hold equal gradients, so only the first one counts
-            square.zero_()
+        # copies hold equal gradients, so only the first one counts
+        parts = by_copies(grads, self._shards, self.mesh)
+        square = torch.stack([squared_norm(some, self._owned) * (group.rank == 0) for group, some in parts]).sum()
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
 
     @torch.no_grad()
@@ -384,17 +388,3 @@ class _Passes:
             self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
         torch.autograd.backward(out, received)
         return None if leaf is None else leaf.grad
-
-
-def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Join the chunks' dictionaries by parameter name. With several chunks, names get the prefix ``chunks.<i>.``."""
-    prefixes = [f"chunks.{i}." for i in range(len(parts))] if len(parts) > 1 else [""]
-    return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
-
-
-def rank_shards(
-    spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int, lora: LoraConfig | None = None
-) -> dict[str, ParamShard]:
-    """Parameter name -> shape and boxes on the rank at (pp_rank, tp_rank), before ZeRO cuts out its rows. Pure."""
-    num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
-    return named_by_chunk([plan_params(spec, head, s, num_stages, tp_rank, layout.tp, lora=lora) for s in stages])
