@@ -7,12 +7,13 @@ FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "ref
 
 
 def layout(
-    role: str, pp: int = 1, tp: int = 1, dp: int = 1, zero: int = 0, zero_size: int | None = None, cp: int = 1
+    role: str, pp: int = 1, tp: int = 1, dp: int = 1, zero: int = 0, zero_size: int | None = None, cp: int = 1, ep: int = 1
 ) -> tuple[str, ...]:
     """Overrides; ``role`` "generation" is the actor's generation layout."""
     if role == "generation":
         return f"models.actor.generation.pp={pp}", f"models.actor.generation.tp={tp}"
-    keys = {"pp": pp, "tp": tp, "dp": dp, "zero": zero, "cp": cp} | ({} if zero_size is None else {"zero_size": zero_size})
+    keys = {"pp": pp, "tp": tp, "dp": dp, "zero": zero, "cp": cp, "ep": ep}
+    keys |= {} if zero_size is None else {"zero_size": zero_size}
     return tuple(f"models.{role}.layout.{key}={n}" for key, n in keys.items())
 
 

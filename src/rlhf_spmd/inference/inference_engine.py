@@ -49,6 +49,8 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
         raise ValueError(f"layout.zero={layout.zero}: nothing is trained here; allowed is 0")
     if layout.cp != 1:
         raise ValueError(f"layout.cp={layout.cp}: generation does not split sequences; allowed is 1")
+    if layout.ep != 1:
+        raise ValueError(f"layout.ep={layout.ep}: generation splits each expert over tp; allowed is 1")
     if layout.vpp != 1:
         raise ValueError(f"layout.vpp={layout.vpp}: generation does not interleave stages; allowed is 1")
     if layout.sequence_parallel:

@@ -17,6 +17,7 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.constraints import Range, Seconds
 from rlhf_spmd.config.load import resolved_key
 from rlhf_spmd.models.context_parallel import check_cp
+from rlhf_spmd.models.expert_parallel import check_ep
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
@@ -118,6 +119,7 @@ def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Lay
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
     check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
     check_cp(spec, layout.tp, layout.cp, "layout")
+    check_ep(spec, layout.ep, "layout")
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")
     else:

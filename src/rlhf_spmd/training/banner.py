@@ -90,7 +90,7 @@ def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
         if plan.spec is None:
             continue
         layout, generation = plan.shape.layout, plan.shape.generation
-        how = _axes(layout, layout.dp, layout.cp)
+        how = _axes(layout, layout.dp, layout.cp, layout.ep)
         if generation is not None and (generation.pp, generation.tp) != (layout.pp, layout.tp):
             how += ", generation " + _axes(generation, generation.dp)
         if len(plan.pool.ranks) < size:
@@ -100,11 +100,12 @@ def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
         yield f"{', '.join(names)} {how}"
 
 
-def _axes(split: Layout | GenerationLayout, dp: int, cp: int = 1) -> str:
+def _axes(split: Layout | GenerationLayout, dp: int, cp: int = 1, ep: int = 1) -> str:
     axes = [f"{name}({n})" for name, n in (("pp", split.pp), ("tp", split.tp), ("dp", dp), ("cp", cp)) if n > 1]
+    experts = f" ep({ep})" if ep > 1 else ""
     zero = f" zero({split.zero})" if isinstance(split, Layout) and split.zero else ""
     size = f" zero_size({split.zero_size})" if isinstance(split, Layout) and split.zero_size else ""
-    return (" * ".join(axes) or "whole on one rank") + zero + size
+    return (" * ".join(axes) or "whole on one rank") + experts + zero + size
 
 
 def _attention(ready: Any, device: torch.device) -> Iterator[str]:

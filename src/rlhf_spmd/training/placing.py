@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Graph, GroupShape, ResourcePool
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.context_parallel import check_cp
+from rlhf_spmd.models.expert_parallel import check_ep
 from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, generation_layout, resolve_layout
@@ -52,10 +54,13 @@ def _facts(plan: RolePlan) -> RoleFacts:
     config, layout = plan.config, plan.shape.layout
     if plan.spec is None:
         return RoleFacts(unit=layout.size, fixed=config.layout.dp is not None)
-    units = {"infer": layout.pp * layout.tp * layout.cp, "generate": config.generation.pp * config.generation.tp}
+    units = {
+        "infer": layout.pp * layout.tp * math.lcm(layout.cp, layout.ep),
+        "generate": config.generation.pp * config.generation.tp,
+    }
     calls = {name: units[kind] for name, kind in _methods(plan.worker).items() if kind in units}
     own = {name: call.layout for name, call in config.calls.items() if name in calls and call.layout != LayoutConfig()}
-    calls |= {name: its.pp * its.tp * its.cp for name, its in own.items()}
+    calls |= {name: its.pp * its.tp * math.lcm(its.cp, its.ep) for name, its in own.items()}
     weights = forward_flops(plan.spec, 1, 0) / 2
     return RoleFacts(weights, plan.trained, config.path, layout.size, config.layout.dp is not None, calls)
 
@@ -66,8 +71,8 @@ def _methods(worker: RoleClass) -> dict[str, str]:
 
 
 def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool]) -> RolePlan:
-    """The role on its pool, and its methods on theirs. A method that the strategy moves keeps the role's pp, tp and cp, or those of
-    generation if it generates."""
+    """The role on its pool, and its methods on theirs. A method that the strategy moves keeps the role's pp, tp, cp and ep, or the
+    layout of generation if it generates."""
     config, pool, where = described.config, pools[role], f"models.{role}"
     moved, kinds = dict(config.calls), _methods(described.worker)
     for method in dict.fromkeys([*moved, *(key.partition(".calls.")[2] for key in pools if key.startswith(f"{role}.calls."))]):
@@ -75,7 +80,8 @@ def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool
         if kinds.get(method) == "generate":
             moved[method] = replace(call, layout=_layout_of_generation(where, config.generation, call))
         elif method not in moved:
-            moved[method] = CallConfig(layout=LayoutConfig(pp=config.layout.pp, tp=config.layout.tp, cp=config.layout.cp))
+            own = config.layout
+            moved[method] = CallConfig(layout=LayoutConfig(pp=own.pp, tp=own.tp, cp=own.cp, ep=own.ep))
     plan = lay_out(role, replace(described, config=replace(config, calls=moved), pool=pool), config.layout)
     return replace(plan, calls={method: _plan_call(role, plan, method, pools) for method in moved})
 
@@ -87,6 +93,7 @@ def lay_out(role: str, plan: RolePlan, layout: LayoutConfig) -> RolePlan:
     if spec is not None:
         check_layout(spec, found.pp, found.tp, f"{where}.layout", found.vpp)
         check_cp(spec, found.tp, found.cp, f"{where}.layout")
+        check_ep(spec, found.ep, f"{where}.layout")
         check_quantized(spec, plan.config.lora, found.tp, f"{where}.lora")
     laid = replace(plan, config=replace(plan.config, layout=layout), shape=GroupShape(found))
     if plan.generation is None or "generate_sequences" in plan.config.calls:
@@ -148,10 +155,11 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
     check_layout(plan.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
     check_cp(plan.spec, layout.tp, layout.cp, f"{where}.layout")
+    check_ep(plan.spec, layout.ep, f"{where}.layout")
     if kinds[method] != "generate":
         return CallPlan(pool, GroupShape(layout))
-    if layout.zero or layout.vpp > 1 or layout.cp > 1:
-        raise ValueError(f"{where}.layout is {layout}: generation has none of zero, vpp and cp; leave them out")
+    if layout.zero or max(layout.vpp, layout.cp, layout.ep) > 1:
+        raise ValueError(f"{where}.layout is {layout}: generation has none of zero, vpp, cp and ep; leave them out")
     usual = GenerationConfig()
     for key in ("overlap", "reshard_method", "buffers"):
         if getattr(generation, key) != getattr(usual, key):

@@ -238,7 +238,7 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
 
 def _least_copies(config: LayoutConfig) -> int:
     """The fewest ranks that a stage and slice of the model can have."""
-    return config.dp * config.cp if config.dp is not None else math.lcm(config.zero_size or 1, config.cp)
+    return config.dp * config.cp if config.dp is not None else math.lcm(config.zero_size or 1, config.cp, config.ep)
 
 
 def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> RolePlan:
@@ -290,7 +290,7 @@ def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     judged = ("pp", "tp", "reshard_method", "buffers", "overlap", "reuse_rollout_log_probs")
     rest = replace(usual, **{key: getattr(own, key) for key in judged})
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
-    for axis in ("vpp", "cp"):
+    for axis in ("vpp", "cp", "ep"):
         if getattr(layout, axis) > 1:
             value = getattr(layout, axis)
             raise ValueError(
