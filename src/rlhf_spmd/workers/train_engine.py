@@ -121,12 +121,8 @@ class TrainEngine:
             for name, param in chunk.named_parameters():
                 param.requires_grad_(optim is not None and is_trained(name, head, self.lora is not None))
         wide = accumulation_dtype(dtype)
-        apart = [chunk.own_experts() for chunk in self.chunks]
-        self.zeros = [
-            FSDPModel(chunk, chunk.layers, mesh, self.zero, wide, own)
-            for chunk, own in zip(self.chunks, apart, strict=True)
-            if self.zero
-        ]
+        sides = [(chunk, chunk.layers, mesh, self.zero, wide, chunk.own_experts()) for chunk in self.chunks if self.zero]
+        self.zeros = [FSDPModel(*side) for side in sides]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
