@@ -243,7 +243,7 @@ def table(planned: PlanResult) -> str:
                 call.ranks,
                 str(call.pp),
                 str(call.tp) + (" sp" if call.sequence_parallel else ""),
-                str(call.dp),
+                str(call.dp) + "".join(f" {axis}{n}" for axis, n in (("cp", call.cp), ("ep", call.ep)) if n > 1),
                 str(call.zero) + of + (f" {more.strip()}" if more else ""),
                 call.activation_checkpointing if call.activation_checkpointing != "none" else "-",
                 str(call.micro_batches),

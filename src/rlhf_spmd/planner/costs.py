@@ -91,7 +91,9 @@ class _Rates:
         self.slices = np.where(settings.sequence_parallel > 0, settings.tp, 1)  # of the residual stream
         self.tp_ring, self.shard_ring = self.ring(settings.tp, 1), self.ring(settings.dp_shard, settings.tp)
         self.replicate_ring = self.ring(settings.dp_replicate, settings.tp * settings.dp_shard)
-        self.cp_ring = self.ring(settings.cp, settings.tp)
+        self.cp_ring, self.ep_ring = self.ring(settings.cp, settings.tp), self.ring(settings.ep, settings.tp)
+        self.experts = shape.stage_experts(settings) / settings.ep  # of the fullest stage, on a rank of ep
+        self.here = shape.layer - np.where(settings.ep > 1, shape.experts * (1 - 1 / settings.ep), 0.0)  # parameters of a layer
 
     def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
         """The ring over so many ranks, one every ``apart``. Between hosts it uses the network of all its devices in a host."""
@@ -108,6 +110,11 @@ class _Rates:
         numbers = 2 * (self.shape.queries + self.shape.keys) / self.settings.tp
         return np.where(self.settings.cp > 1, self.cp_ring.gather(tokens * numbers * self.itemsize), 0.0)
 
+    def ep_exchange(self, tokens: Numbers) -> Numbers:
+        """Seconds of a layer's two all-to-alls over ep: rows to their experts, results back."""
+        size = tokens * (self.shape.expert_rows * self.shape.hidden * self.itemsize)
+        return np.where(self.settings.ep > 1, 2 * self.ep_ring.gather(size), 0.0)
+
     def hand_over(self, tokens: Numbers) -> Numbers:
         """Seconds to send activations to the next stage."""
         rate = np.where(self.settings.size <= self.machine.local_size, self.machine.device.link, self.machine.network)
@@ -117,7 +124,7 @@ class _Rates:
     def products(self, tokens: Numbers) -> Numbers:
         """Seconds of a layer's matrix products, at least as long as reading their weights takes."""
         shape, tp = self.shape, self.settings.tp
-        met = np.minimum(shape.layer, shape.active * np.maximum(tokens, 1))  # only the experts that tokens go to
+        met = np.minimum(self.here, shape.active * np.maximum(tokens, 1))  # only the experts that tokens go to
         read = met * self.itemsize / tp
         return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads) + self.calibration.kernels
 
@@ -154,7 +161,7 @@ class _Rates:
     def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
         """Seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken."""
         layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
-        layer = np.maximum(layer, self.calibration.launch) + self.cp_exchange(tokens)
+        layer = np.maximum(layer, self.calibration.launch) + self.cp_exchange(tokens) + self.ep_exchange(tokens)
         return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
 
     def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
@@ -167,8 +174,9 @@ class _Rates:
         again, full = level >= 1, level == 2
         layer = (3 + full) * self.products(tokens) + (3 + again) * (self.attention(tokens, seen) + self.elementwise(tokens))
         layer = layer + (4 + full + sliced * (1 - full / 2)) * self.tp_sum(tokens)
-        layer = np.maximum(layer, (3 + again) * self.calibration.launch) + (2 + again) * self.cp_exchange(tokens)
-        layer = layer + self.shape.layer / self.settings.tp * SUM_BYTES / self.bytes
+        exchanges = self.cp_exchange(tokens) + self.ep_exchange(tokens)
+        layer = np.maximum(layer, (3 + again) * self.calibration.launch) + (2 + again) * exchanges
+        layer = layer + self.here / self.settings.tp * SUM_BYTES / self.bytes
         return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
 
     def zero(self, passes: Numbers, compute: Numbers, trains: bool) -> Numbers:
@@ -178,7 +186,7 @@ class _Rates:
         micro-batch.
         """
         stage = self.settings.zero
-        params = self.shape.stage_params(self.settings.pp, self.settings.tp)
+        params = self.shape.stage_params(self.settings.pp, self.settings.tp) - self.shape.stage_experts(self.settings)
         gathers = np.where(stage == 3, passes * (1 + trains), stage > 0)
         scatters = np.where(stage >= 2, passes, stage > 0) * trains
         sent = gathers * self.shard_ring.gather(params * self.itemsize) + scatters * self.shard_ring.gather(params * self.wide)
@@ -187,8 +195,11 @@ class _Rates:
 
     def optimizer(self) -> Numbers:
         """Seconds of an optimizer step, and of summing gradients over the copies of the model before it."""
-        own = self.shape.stage_params(self.settings.pp, self.settings.tp) / self.settings.dp_shard
-        return 2 * self.replicate_ring.gather(own * self.wide) + own * OPTIMIZER_BYTES / self.bytes
+        settings, own = self.settings, self.shape.own_params(self.settings)
+        copies = self.ring(settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
+        summed = self.replicate_ring.gather((own - self.experts) * self.wide)
+        summed = summed + np.where(settings.ep > 1, copies.gather(self.experts * self.wide), 0.0)
+        return 2 * summed + own * OPTIMIZER_BYTES / self.bytes
 
     def decode(self, rows: Numbers, context: Numbers, held: Numbers) -> Numbers:
         """Seconds of a step that decodes one token for each of a replica's ``rows`` [n, k]. Their caches have ``context`` [n,

@@ -98,6 +98,11 @@ class _Slice:
         self.keys = shape.keys / np.minimum(tp, shape.kv_heads)
         self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
         self.tp, self.layer = tp, shape.layer / tp
+        shared = np.where(settings.ep > 1, shape.experts / tp, 0.0)
+        self.experts = self.layers * shared / settings.ep  # that stay whole under ZeRO; below are the others
+        self.expert_copies = settings.dp * settings.cp // settings.ep
+        self.layer = self.layer - shared
+        self.exchanged = np.where(settings.ep > 1, 2 * self.to_experts, 0.0)  # rows and results of a token, on their way
         tied = np.where(shape.tied & ~self.first, shape.embed, 0)
         self.ends = (self.first * shape.embed + self.last * (shape.head + tied)) / tp  # outside of the layers
         self.params = self.layers * self.layer + self.ends
@@ -141,7 +146,10 @@ def checkpoint_copy(shape: ModelShape, settings: CallSettings, role: RoleSetting
     """
     part = _Slice(shape, settings, stage)
     _, states = _kept(part, replace(role, optim="adamw") if role.optim == "adamw_8bit" else role)
-    return (role.itemsize * _trained(part, role) / part.shards + states) / settings.dp_replicate
+    experts = 0 if role.adapters else part.experts
+    of_experts = role.states * experts * role.trained
+    rest = role.itemsize * _trained(part, role) / part.shards + states - of_experts
+    return rest / settings.dp_replicate + (role.itemsize * experts + of_experts) / part.expert_copies
 
 
 def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
@@ -160,14 +168,17 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
     activations = b * tokens * kept * alive
     again = [
         0,
-        part.columns + part.queries + part.keys + 2 * part.to_experts,
-        part.whole_layer(),
+        part.columns + part.queries + part.keys + 2 * part.to_experts + part.exchanged,
+        part.whole_layer() + part.exchanged,
     ]  # numbers that are computed again, by level
-    passing = b * tokens * (np.choose(settings.checkpointing, again) + 2 * part.columns + 2 * part.hidden + 2 * part.to_experts)
+    rows = 2 * part.to_experts + part.exchanged
+    passing = b * tokens * (np.choose(settings.checkpointing, again) + 2 * part.columns + 2 * part.hidden + rows)
     loss = _head(part, work, tokens, role, backward=True)
     # gradients are sums of whole parameters (zero 0, and 1 until the last micro-batch) or of the rank's shard
     trained = _trained(part, role)
-    whole, shard, frozen = a * trained, a * trained / part.shards, role.adapters > 0
+    frozen = role.adapters > 0
+    experts = 0 if frozen else part.experts
+    whole, shard = a * (trained + experts), a * (trained / part.shards + experts)
     before = np.where(number > 1, np.where(settings.zero <= 1, whole, shard), 0)
     gathered, root = _gathered(part, settings, role), np.where((settings.zero > 0) & (not frozen), part.ends, 0)
     layer = role.adapters if frozen else part.layer
@@ -178,7 +189,7 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
     summed, brought = settings.dp_replicate > 1, role.optim_offload and not role.on_host
     step = a * bucket * summed + role.states * bucket * brought
     if role.optim == "muon":  # a bucket's steps both ways, the rank's own matrices, one product
-        matrices = np.minimum(MATRIX_ELEMENTS, part.layers * part.layer / part.shards)
+        matrices = np.minimum(MATRIX_ELEMENTS, part.layers * part.layer / part.shards + part.experts)
         step = step + 10 * matrices + 18 * part.largest * settings.tp
     late = 0 if frozen else a * part.first * part.ends / part.shards  # the embedding's gradient is the last one
     behind = np.maximum(reducing, passing - late)
@@ -261,8 +272,8 @@ def weights_for_generation(
     ``stages``: the rank's stages in the two layouts.
     """
     train, made = _Slice(shape, home, stages[0]), _Slice(shape, there, stages[1])
-    own, shard = role.itemsize * train.params / train.shards, role.itemsize * made.params
-    same = (home.pp == there.pp) & (home.tp == there.tp) & (train.shards == 1)
+    own, shard = role.itemsize * (train.params / train.shards + train.experts), role.itemsize * made.params
+    same = (home.pp == there.pp) & (home.tp == there.tp) & (train.shards == 1) & (home.ep == 1)
     if config.buffers == "offload" and not role.on_host:
         beside = False
     bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * made.largest), shard)
@@ -283,7 +294,8 @@ def _kept(part: _Slice, role: RoleSettings) -> tuple[Any, Any]:
     states = 0 * trained
     if role.trained:
         ends = 0 if role.adapters else part.ends / part.shards
-        states = role.states * trained + (role.masters + 2 * role.moment - role.states) * ends
+        experts = 0 if role.adapters else part.experts
+        states = role.states * (trained + experts) + (role.masters + 2 * role.moment - role.states) * ends
     return _resting(part, role) + role.itemsize * part.layers * role.adapters / part.shards, states
 
 
@@ -316,7 +328,7 @@ def _merging(part: _Slice, role: RoleSettings) -> Any:
 
 def _forward(part: _Slice) -> Any:
     """Numbers that a layer's forward pass has for a token at a time."""
-    mlp = 3 * part.columns + 2 * part.to_experts
+    mlp = 3 * part.columns + 2 * part.to_experts + part.exchanged
     return 4 * part.hidden + part.queries + 2 * part.keys + np.maximum(mlp, 3 * part.queries + 3 * part.keys)
 
 
@@ -332,14 +344,15 @@ def _head(part: _Slice, work: Workload, tokens: Any, role: RoleSettings, backwar
 
 
 def _trained(part: _Slice, role: RoleSettings) -> Any:
-    """Parameters of a rank's part that have gradients and states. Replicated halves of adapters count on every rank."""
+    """Parameters of a rank's part that have gradients and states, all that ZeRO divides. Replicated halves of adapters count on every
+    rank."""
     return part.layers * role.adapters if role.adapters else part.params
 
 
 def _resting(part: _Slice, role: RoleSettings) -> Any:
-    """The model's weights between calls."""
+    """The model's weights between calls: experts are never quantized."""
     quantized = part.layers * role.quantized / part.tp
-    return role.itemsize * (part.params - quantized) / part.shards + (role.bits / 8 + 4 / BLOCK) * quantized
+    return role.itemsize * ((part.params - quantized) / part.shards + part.experts) + (role.bits / 8 + 4 / BLOCK) * quantized
 
 
 assert CHECKPOINTING == ("none", "selective", "full"), "np.choose above goes by this order"

@@ -37,6 +37,7 @@ class PlacedCall:
     tp: PositiveInt = 1
     dp: PositiveInt = 1
     cp: PositiveInt = 1
+    ep: PositiveInt = 1
     home: bool = False
     zero: int = 0
     zero_size: int | None = None
@@ -72,6 +73,8 @@ class PlacedCall:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
         check_zero_size(self.zero, self.zero_size, self.dp * self.cp, where)
+        if self.dp * self.cp % self.ep:
+            raise ValueError(f"{where}.ep={self.ep} must divide dp({self.dp}) * cp({self.cp})")
         if self.activation_checkpointing not in CHECKPOINTING:
             raise ValueError(
                 f"{where}.activation_checkpointing={self.activation_checkpointing!r}: allowed are {', '.join(CHECKPOINTING)}"
@@ -122,7 +125,7 @@ class PlanFile:
                     if call.rank_range == home.rank_range and home.pp % call.pp == 0 and home.tp % call.tp == 0:
                         found["generation"] |= {"pp": call.pp, "tp": call.tp}
                         continue
-                if (call.rank_range, call.pp, call.tp, call.cp) != (home.rank_range, home.pp, home.tp, home.cp):
+                if (call.rank_range, _layout(call)) != (home.rank_range, _layout(home)):
                     found["calls"][method] = {"pool": _pool(call.rank_range), "layout": _layout(call)}
         return {"placement": {"strategy": "colocate", "pools": pools}, "models": models, "algorithm": self.algorithm}
 
@@ -132,7 +135,8 @@ def _pool(ranks: RankRange) -> str:
 
 
 def _layout(call: PlacedCall) -> dict[str, Any]:
-    return {"pp": call.pp, "tp": call.tp, "dp": call.dp} | ({"cp": call.cp} if call.cp > 1 else {})
+    more = {"cp": call.cp, "ep": call.ep}
+    return {"pp": call.pp, "tp": call.tp, "dp": call.dp} | {axis: size for axis, size in more.items() if size > 1}
 
 
 def _sharded(home: PlacedCall) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rlhf_spmd.config.registry import find
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.context_parallel import check_cp
+from rlhf_spmd.models.expert_parallel import check_ep
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
@@ -47,8 +48,8 @@ class ModelCall:
 
     ``name``: ``role.call``. ``method``: as the configuration names it. ``after``: calls that must have ended, by their indices.
     ``settings``: what memory depends on, as configured. ``dealt``: groups or rows that go to its replicas. ``captures``: on
-    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`. ``cp``: as configured; it
-    is not searched.
+    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`. ``cp``,
+    ``ep``: as configured; they are not searched.
     """
 
     name: str
@@ -67,17 +68,19 @@ class ModelCall:
     home: bool = False
     at_home: bool = False
     cp: int = 1
+    ep: int = 1
 
 
 def layouts(call: ModelCall, size: int, slices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(pp, tp, dp) of ``size`` ranks that the model, its rows and cp allow, tp one of ``slices``. Stages have equally many layers."""
+    """(pp, tp, dp) of ``size`` ranks that the model, its rows, cp and ep allow, tp one of ``slices``. Stages have equally many
+    layers."""
     found, size = [], size // call.cp if size % call.cp == 0 else 0
     work, generates = call.work, call.kind == "generate"
     for tp in (n for n in slices if size and size % n == 0):
         for pp in (n for n in divisors(size // tp) if n <= MOST_STAGES and call.spec.num_hidden_layers % n == 0):
             dp = size // tp // pp
             least = call.dealt if generates else call.dealt // work.mini_batches
-            if dp > least or (generates and least % dp):
+            if dp > least or (generates and least % dp) or dp * call.cp % call.ep:
                 continue
             try:
                 check_layout(call.spec, pp, tp, "")
@@ -161,7 +164,7 @@ class ProblemBuilder:
                 beaten |= dominated(given, np.sum(seconds, axis=0), held, np.max(active, axis=0))
             for i in np.flatnonzero(~beaten).tolist():
                 one = given.one(i) | {"offload": offload, "optim_offload": optim_offload}
-                layout: dict[str, Any] = {name: one[name] for name in ("pp", "tp", "zero", "zero_size")}
+                layout: dict[str, Any] = {name: one[name] for name in ("pp", "tp", "zero", "zero_size", "ep")}
                 options = []
                 for call, estimate in zip(tied, estimates, strict=True):
                     took, needs, cache = (float(each[i]) for each in estimate)
@@ -186,12 +189,14 @@ class ProblemBuilder:
         placed = self.fixed.calls[call.name]
         check_layout(call.spec, placed.pp, placed.tp, f"the plan's calls.{call.name}")
         check_cp(call.spec, placed.tp, placed.cp, f"the plan's calls.{call.name}")
+        check_ep(call.spec, placed.ep, f"the plan's calls.{call.name}")
         return [(placed.pp, placed.tp, placed.dp)]
 
     def _settings(self, call: ModelCall, given: Sequence[tuple[int, int, int]]) -> CallSettings:
         """The settings that are tried in these layouts."""
         placed = self.fixed and self.fixed.calls[call.name]
-        more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,), "cp": (placed.cp if placed else call.cp,)}
+        kept = placed or call
+        more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,), "cp": (kept.cp,), "ep": (kept.ep,)}
         if placed:
             level, in_flight = CHECKPOINTING.index(placed.activation_checkpointing), placed.max_num_seqs or IN_FLIGHT[-1]
             more |= {"zero": (placed.zero,), "zero_size": (placed.zero_size or 0,)}
@@ -235,7 +240,7 @@ class ProblemBuilder:
         trains = call.kind == "train"
         active = memory.fullest(given, partial(memory.train if trains else memory.infer, shape, work, given, role))
         seconds = self.times.train_seconds if trains else self.times.infer_seconds
-        params = shape.stage_params(given.pp, given.tp) / given.dp_shard
+        params = shape.own_params(given)
         back = device.itemsize * params * role.offload
         if trains and role.optim_offload:
             back = back + 2 * role.states * params * work.mini_batches * work.epochs
@@ -348,6 +353,7 @@ def to_file(
             option.tp,
             given["dp"],
             given["cp"],
+            given["ep"],
             call.home,
             option.zero,
             option.zero_size or None,

@@ -49,7 +49,7 @@ class RankRange:
         return str(self.first) if self.count == 1 else f"{self.first}-{self.end - 1}"
 
 
-WeightLayout = tuple[int, int, int, int]  # how weights lie: pp, tp, STORAGE of the ZeRO stage, zero_size
+WeightLayout = tuple[int, int, int, int, int]  # how weights lie: pp, tp, STORAGE of the ZeRO stage, zero_size, ep
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Option:
     - held: bytes on each rank during the whole step; counts only at the role's home
     - active: bytes more on each rank while the call runs, without copies of weights, which :meth:`Problem.move` counts
     - cache: the part of ``active`` that a KV cache takes
-    - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas
+    - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
     - settings: what the option sets, by the fields of ``PlacedCall``; the search does not read them
     """
@@ -72,13 +72,14 @@ class Option:
     active: float
     zero: int = 0
     zero_size: int = 0
+    ep: int = 1
     in_place: bool = False
     cache: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> WeightLayout:
-        return self.pp, self.tp, STORAGE[self.zero], self.zero_size
+        return self.pp, self.tp, STORAGE[self.zero], self.zero_size, self.ep
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,8 @@ class Problem:
             return IMPOSSIBLE
         shard = self.weights[role] / (option.pp * option.tp)
         if layout:
-            pp, tp, zero, zero_size = layout
-            here = pp * tp * zero_size if zero_size else holders if zero else pp * tp
+            pp, tp, zero, zero_size, ep = layout
+            here = max(pp * tp * zero_size if zero_size else holders if zero else pp * tp, pp * tp * ep)
             if not option.in_place and pp % option.pp == 0 and tp % option.tp == 0:
                 shard -= self.weights[role] / here
             near = near or here <= self.local_size

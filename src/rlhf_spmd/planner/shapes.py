@@ -24,7 +24,7 @@ class ModelShape:
     MLP that a token meets, in a mixture of experts those of all its experts. ``active``: matrix weights of a layer that a token
     is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
     layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head. ``expert_rows``: rows
-    that an average layer makes of a token for its experts; 0 without experts.
+    that an average layer makes of a token for its experts; 0 without experts. ``experts``: of ``layer``, what ep divides.
     """
 
     layers: int
@@ -41,6 +41,7 @@ class ModelShape:
     outputs: int
     tied: bool
     expert_rows: float = 0.0
+    experts: float = 0.0
 
     @property
     def params(self) -> float:
@@ -51,6 +52,16 @@ class ModelShape:
         per_stage = np.ceil(self.layers / np.asarray(pp)) * self.layer
         ends = np.where(np.asarray(pp) == 1, self.embed + self.head, max(self.embed, self.embed if self.tied else self.head))
         return (per_stage + ends) / tp
+
+    def stage_experts(self, settings: CallSettings) -> np.ndarray:
+        """Of :meth:`stage_params`, the experts that ranks of ep share and ZeRO does not divide, [n]; 0 without ep."""
+        return np.where(settings.ep > 1, np.ceil(self.layers / settings.pp) * self.experts / settings.tp, 0.0)
+
+    def own_params(self, settings: CallSettings) -> np.ndarray:
+        """Of :meth:`stage_params`, what ZeRO and ep leave on a rank, [n]."""
+        experts = self.stage_experts(settings)
+        rest = self.stage_params(settings.pp, settings.tp) - experts
+        return np.asarray(rest / settings.dp_shard + experts / settings.ep)
 
 
 def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
@@ -70,9 +81,11 @@ def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
 def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     """The sizes of a model with this ``head``, as ``models.sharding.plan_params`` names it."""
     held: dict[str, int] = {}
+    divided = 0
     for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
         part = name.split(".")[0]
         held[part] = held.get(part, 0) + int(np.prod(shard.shape))
+        divided += int(np.prod(shard.shape)) * shard.by_expert
     queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     columns = routers = rows = 0.0
     for layer in range(spec.num_hidden_layers):
@@ -98,6 +111,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         outputs,
         spec.tie_word_embeddings and head in ("lm", "both"),
         rows / spec.num_hidden_layers,
+        divided / spec.num_hidden_layers,
     )
 
 
@@ -145,8 +159,8 @@ class Workload:
 class CallSettings:
     """Settings of a call that are compared: n alternatives, each field an int64 array [n].
 
-    ``cp``: ranks that share the tokens of a row. ``micro_tokens``: token budget of a micro-batch on a rank. ``zero_size``: ranks of
-    dp * cp that ZeRO shards over, 0 for all.
+    ``cp``: ranks that share the tokens of a row. ``ep``: neighbours that share the experts. ``micro_tokens``: token budget of a
+    micro-batch on a rank. ``zero_size``: ranks of dp * cp that ZeRO shards over, 0 for all.
     ``checkpointing``: index into ``models.activations.CHECKPOINTING``. ``sequence_parallel``: 0 or 1. For generation ``dp``
     counts replicas, ``max_num_seqs`` the rows in flight on each, and ``graphs`` is 1 if decode steps are captured as CUDA
     graphs.
@@ -163,6 +177,7 @@ class CallSettings:
     max_num_seqs: np.ndarray
     graphs: np.ndarray
     cp: np.ndarray
+    ep: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -199,7 +214,7 @@ class CallSettings:
 def call_settings(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> CallSettings:
     """All combinations of (pp, tp, dp) with the given values of other fields. A field that is not given has one usual value."""
     usual = {"zero": 0, "zero_size": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0}
-    usual |= {"max_num_seqs": 256, "graphs": 0, "cp": 1}
+    usual |= {"max_num_seqs": 256, "graphs": 0, "cp": 1, "ep": 1}
     values = [options.get(name, (one,)) for name, one in usual.items()]
     rows = [(*layout, *rest) for layout in layouts for rest in product(*values)]
     return CallSettings(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)

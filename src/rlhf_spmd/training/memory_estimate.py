@@ -241,6 +241,7 @@ class _RoleMemory:
             max_num_seqs=(generation.max_num_seqs,),
             graphs=(int(generation.captures(self.step.device, layout.tp, layout.pp)),),
             cp=(layout.cp,),
+            ep=(layout.ep,),
         )
 
     def _at(self, grid: str) -> tuple[np.ndarray, Callable[[Mapping[str, Any]], dict[str, np.ndarray]]]:

@@ -69,6 +69,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 # quantized weights are not copied to other ranks
                 at_home=of_method > 1 or kind == "train" or plan.config.lora.bits is not None,
                 cp=1 if kind == "generate" else plan.config.layout.cp,
+                ep=1 if kind == "generate" else plan.config.layout.ep,
             )
         )
     for role in dict.fromkeys(call.role for call in found):
@@ -119,6 +120,7 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
             grid.tp,
             grid.dp,
             1 if generates else layout.cp,
+            1 if generates else layout.ep,
             call.home,
             0 if generates else layout.zero,
             None if generates else layout.zero_size,

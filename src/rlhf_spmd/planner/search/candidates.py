@@ -151,7 +151,7 @@ class CandidateTables:
         rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
         movable = any(problem.calls[node].role == role for node in problem.movable)
         options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
-        return [numbers[i] for i in best_of(rows, [o.layout if movable else (0, 0, 0, 0) for o in options])]
+        return [numbers[i] for i in best_of(rows, [o.layout if movable else (0, 0, 0, 0, 0) for o in options])]
 
     def _movable(self, node: int, size: int, holders: int, layout: WeightLayout | None, near: bool) -> FastestWithin:
         """Returns the table of a movable call on ``size`` ranks.
