@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 import gpu_abilities
 import tasks
+from expert_tasks import ARCHITECTURES, config
 from overrides import FP64, layout, micro_batches
 from ranks import run_ranks
-from rlhf_spmd.models.weights import write_random_model
 
 STEPS = 2
-MODEL = {
-    "model_type": "qwen3_moe",
-    "vocab_size": len(tasks.VOCABULARY),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "max_position_embeddings": 64,
-    "rope_theta": 1000.0,
-    "eos_token_id": tasks.EOS,
-    "initializer_range": 0.15,
-}
-ACTOR = {"actor": "Qwen3MoeForCausalLM", "reference": "Qwen3MoeForCausalLM", "critic": "Qwen3MoeForSequenceClassification"}
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "ep2": (2, tuple(part for role in ACTOR for part in layout(role, dp=2, ep=2))),
+    "ep2": (2, tuple(part for role in ARCHITECTURES for part in layout(role, dp=2, ep=2))),
     "ep2 with generation in tp2": (
         4,
         (
@@ -85,18 +65,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("experts")
-
-
-@functools.cache
-def config(directory: Path) -> str:
-    """The small task with these models."""
-    found = json.loads((tasks.task() / "ppo.json").read_text())
-    for seed, (role, architecture) in enumerate(ACTOR.items()):
-        write_random_model(directory / role, {**MODEL, "architectures": [architecture]}, seed)
-        shutil.copytree(tasks.task() / "tokenizer", directory / role, dirs_exist_ok=True)
-        found["models"][role]["path"] = str(directory / role)
-    (directory / "ppo.json").write_text(json.dumps(found))
-    return str(directory / "ppo.json")
 
 
 @functools.cache

@@ -90,6 +90,12 @@ def _match_collectives(run: Run, comm: Communicator, launched: Mapping[int, list
             one = next(rank for rank, launch in there.items() if launch is first)
             run.find("order", f"{comm}: collective {place} is {first} on rank {one}, {there[other] or 'none'} on rank {other}")
             return
+        splits = [launch.splits for launch in column if launch and launch.splits]
+        if any(one[0][j] != other[1][i] for i, one in enumerate(splits) for j, other in enumerate(splits)):
+            run.find(
+                "pairs", f"{comm}: collective {place}, {column[0]}: what one rank sends another does not receive: {splits}"
+            )
+            return
         run.hubs.append([(rank, launch.number) for rank, launch in there.items() if launch])
 
 

@@ -36,7 +36,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation begins. ``detail``: root or reduction. ``parts``: messages, of kind "exchange" (a batch) or "message" (one)."""
+    """An operation begins. ``detail``: root or reduction. ``parts``: messages, of kind "exchange" (a batch) or "message" (one).
+    ``splits``: rows of an all-to-all by rank of the group, those sent and those received, if they differ between ranks."""
 
     comm: Communicator
     kind: str
@@ -49,6 +50,7 @@ class Launch:
     dtype: str = ""
     detail: str = ""
     parts: tuple[Part, ...] = ()
+    splits: tuple[tuple[int, ...], ...] = ()
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -152,17 +152,28 @@ class Recording:
         detail = f"from {options.rootRank}" if options is not None and hasattr(options, "rootRank") else ""
         if kind in ("all_reduce", "reduce_scatter") and options is not None:
             detail = next(name for name in ("SUM", "MAX", "MIN", "AVG") if options.reduceOp == getattr(dist.ReduceOp, name))
-        self._launch(group, kind, tensor, bool(getattr(options, "asyncOp", True)), detail)
+        splits = [tuple(each) for each in args if isinstance(each, list) and each and isinstance(each[0], int)]
+        if len(splits) == 2:  # rows received, rows sent
+            tensor, detail, splits = None, f"rows of {_dtype(tensors[-1])}", splits[::-1]
+        more_of = {"splits": tuple(splits)} if len(splits) == 2 else {}
+        self._launch(group, kind, tensor, bool(getattr(options, "asyncOp", True)), detail, **more_of)
         return self._made(original(group, *args, **more))
 
     def _launch(
-        self, group: Any, kind: str, tensor: Any, asynchronous: bool, detail: str, parts: tuple[Part, ...] = ()
+        self,
+        group: Any,
+        kind: str,
+        tensor: Any,
+        asynchronous: bool,
+        detail: str,
+        parts: tuple[Part, ...] = (),
+        splits: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         comm, label = self._communicator(group), getattr(self._local, "label", "")
         numel, dtype = (0, "") if tensor is None or parts else (tensor.numel(), _dtype(tensor))
         self._local.number = number = self._next()
         where = number, self.thread, self.stream, asynchronous
-        self._add(Launch(comm, kind, label, *where, numel, dtype, detail, parts))
+        self._add(Launch(comm, kind, label, *where, numel, dtype, detail, parts, splits))
 
     def _message(self, sends: bool, original: Callable[..., Any], group: Any, tensors: list[Any], peer: int, tag: int) -> Any:
         ranks = self._communicator(group).ranks

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import expert_tasks
 import tasks
 from legality import check
 from legality_events import Communicator, Event, Finding, Fork, Launch, Machine, Part, Wait
@@ -54,6 +55,16 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cp2 dp2": (4, 1, (*layout("actor", cp=2, dp=2, zero=2), *layout("reference", tp=2, cp=2, zero=3), *micro_batches(rows=2))),
     # receives are open when its ranks first share tokens
     "a critic with cp2 pp2": (4, 1, (*layout("actor", dp=4), *layout("critic", pp=2, cp=2), *micro_batches(rows=1))),
+    "experts of ep2 in pp2, of ep4 with zero3": (
+        4,
+        1,
+        (
+            *layout("actor", pp=2, dp=2, ep=2, zero=1),
+            *layout("critic", dp=4, ep=2, zero=2),
+            *layout("reference", dp=4, ep=4, zero=3),
+            *micro_batches(rows=2),
+        ),
+    ),
     "tp2 pp2": (4, 1, (*layout("actor", pp=2, tp=2), *layout("critic", pp=2, dp=2, zero=1), *micro_batches(rows=2))),
     "generation and values on ranks of their own": (4, 2, CRITIC_APART),
     "generation ahead": (4, 3, AHEAD),
@@ -90,6 +101,7 @@ def records_of(directory: Path, name: str, nccl: bool = True) -> Records:
     ranks, steps, overrides = RUNS[name]
     place = directory / f"{sorted(RUNS).index(name)}{nccl}"
     config = without_critic(directory) if "ahead" in name else str(tasks.task() / "ppo.json")
+    config = expert_tasks.config(directory) if "experts" in name else config
     more = () if "ahead" in name else STEADY
     arguments = tasks.settings(place / "run", steps, *overrides, *more)
     return record_ranks(ranks, place / "records", tasks.train_here, config, arguments, nccl=nccl)
@@ -112,7 +124,7 @@ def test_the_branches_that_gpus_take_were_taken(directory: Path) -> None:
     assert {kind for kind, _ in seen} >= {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "exchange", "message"}
     assert {("exchange", "weight_sync"), ("all_gather", "zero_parameters"), ("reduce_scatter", "zero_gradients")} <= seen
     assert {("message", "pipeline_forward"), ("message", "generation:hidden"), ("broadcast", "generation:tokens")} <= seen
-    assert ("exchange", "muon_matrices") in seen
+    assert {("exchange", "muon_matrices"), ("all_to_all", "expert_rows"), ("all_to_all", "expert_counts")} <= seen
 
 
 def test_a_run_on_gloo_as_it_is(directory: Path) -> None:
@@ -295,3 +307,15 @@ def test_an_operation_between_other_collectives_than_its_partner() -> None:
 
     assert rules({0: at(0, False), 1: at(1, True)}) == {"order"}
     assert check({0: at(0, False), 1: at(1, False)}) == list[Finding]()
+
+
+def test_rows_that_are_not_received_are_found(directory: Path) -> None:
+    """Ranks that share experts and do not agree on how many rows travel."""
+    records = dict(records_of(directory, "experts of ep2 in pp2, of ep4 with zero3"))
+    at = first(records[1], lambda launch: launch.label == "expert_rows")
+    launch = records[1][at]
+    assert isinstance(launch, Launch)
+    sent, received = launch.splits
+    more = replace(launch, splits=((sent[0] + 1, *sent[1:]), received))
+    records[1] = [*records[1][:at], more, *records[1][at + 1 :]]
+    assert "pairs" in {finding.rule for finding in check(records)}

@@ -399,6 +399,19 @@ def test_megatrons_weights_are_sharded_where_generation_needs_it(tmp_path: Path,
     assert "optimizer_offload: left out, a reference is not trained" in said
 
 
+def test_megatrons_experts_are_shared(tmp_path: Path) -> None:
+    actor, more = "actor_rollout_ref.actor.megatron.", "model_engine=megatron"
+    given = (
+        f"{actor}tensor_model_parallel_size=2",
+        f"{actor}expert_model_parallel_size=4",
+        f"{actor}expert_tensor_parallel_size=1",
+    )
+    given += (f"{actor.replace('actor.meg', 'ref.meg')}expert_model_parallel_size=2", more)
+    config, _, said = convert(tmp_path, "grpo", *given, kl=True)
+    assert (config.models["actor"].layout.ep, config.models["reference"].layout.ep) == (4, 2)
+    assert "expert_tensor_parallel_size: left out, layout.tp splits each expert" in said
+
+
 def test_what_a_script_demands_is_a_reference(tmp_path: Path) -> None:
     """Whatever words it demands it with; a brace and a list are read though they are quoted for Hydra."""
     script = tmp_path / "run.sh"

@@ -168,8 +168,8 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
     activations = b * tokens * kept * alive
     again = [
         0,
-        part.columns + part.queries + part.keys + 2 * part.to_experts + part.exchanged,
-        part.whole_layer() + part.exchanged,
+        part.columns + part.queries + part.keys + 2 * part.to_experts,
+        part.whole_layer(),
     ]  # numbers that are computed again, by level
     rows = 2 * part.to_experts + part.exchanged
     passing = b * tokens * (np.choose(settings.checkpointing, again) + 2 * part.columns + 2 * part.hidden + rows)

@@ -1,0 +1,116 @@
+"""Plans with experts in parallel: what a rank holds and sends, by hand; 1,024 ranks in milliseconds; the configured ep is kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from places import ROOT
+from rlhf_spmd import plan
+from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.planner import memory
+from rlhf_spmd.planner.costs import FormulaTimes
+from rlhf_spmd.planner.machine import ClusterConfig
+from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
+from rlhf_spmd.training.plan_roles import placed_roles
+
+PRESET = str(ROOT / "configs" / "presets" / "grpo_qwen3_30b_a3b_16gpu.yaml")
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "max_position_embeddings": 4096,
+}
+SHAPE = shape_of(spec_from_config(CONFIG, "config"), "lm")
+WORK = Workload(8192, 512.0, (1024.0,), mini_batches=2)
+EXPERTS = 128 * 3 * 768 * 2048  # parameters of a layer's experts
+
+
+def times(nodes: int) -> FormulaTimes:
+    return FormulaTimes(ClusterConfig(nodes=nodes, gpus_per_node=8, gpu="h100").machine())
+
+
+def test_a_rank_holds_its_experts_by_hand() -> None:
+    assert SHAPE.experts == EXPERTS
+    ways = call_settings([(1, 1, 16)], zero=(0, 3), ep=(1, 8))
+    weights = memory.held(SHAPE, ways, memory.RoleSettings(itemsize=2), 0)["weights"] / 2
+    rest = SHAPE.params - 48 * EXPERTS
+    by_way = {(zero, ep): float(held) for zero, ep, held in zip(ways.zero, ways.ep, weights, strict=True)}
+    assert by_way == pytest.approx(
+        {
+            (0, 1): rest + 48 * EXPERTS,
+            (3, 1): (rest + 48 * EXPERTS) / 16,
+            (0, 8): rest + 48 * EXPERTS / 8,
+            (3, 8): rest / 16 + 48 * EXPERTS / 8,
+        }
+    )
+    trained = memory.RoleSettings(itemsize=2, trained=True)
+    written = memory.checkpoint_copy(SHAPE, ways, trained, 0)  # all copies write each part once
+    assert written == pytest.approx([SHAPE.params * (2 + 12) / 16] * 4)
+
+
+def test_what_travels_takes_its_time() -> None:
+    """Two all-to-alls of 8 rows of 2,048 bfloat16 a token and layer, of which 7 in 8 leave the rank, in each of three passes."""
+    machine = times(1).machine
+    one, eight = call_settings([(1, 1, 8)], ep=(1,)), call_settings([(1, 1, 8)], ep=(8,))
+    found = [times(1).infer_seconds(SHAPE, WORK, how)[0] for how in (one, eight)]
+    count, tokens = WORK.micro_batches(WORK.rows, eight)
+    sent = 48 * 2 * WORK.computed(tokens)[0] * 8 * 2048 * 2 * 7 / 8 * count[0]
+    rate = machine.device.link * times(1).calibration.link
+    fixed = 48 * 2 * count[0] * np.log2(8) * machine.device.latency / 2
+    assert found[1] - found[0] == pytest.approx(sent / rate + fixed, rel=1e-6)
+    assert all(times(1).train_seconds(SHAPE, WORK, how)[0] > 2.5 * took for how, took in zip((one, eight), found, strict=True))
+
+
+def test_a_thousand_ranks_take_milliseconds() -> None:
+    ways = call_settings([(pp, tp, 1024 // pp // tp) for pp in (1, 2, 4) for tp in (1, 2, 4)], zero=(0, 3), ep=(1, 8, 16, 64))
+    started = time.process_time()
+    seconds = times(128).train_seconds(SHAPE, WORK, ways)
+    bytes_ = memory.fullest(ways, lambda stage: memory.held(SHAPE, ways, memory.RoleSettings(itemsize=2, trained=True), stage))
+    assert time.process_time() - started < 0.25  # milliseconds; the bound is for busy machines
+    assert np.isfinite(seconds).all() and (seconds > 0).all()
+    plain = {int(ep): float(held) for ep, zero, pp, tp, held in zip(ways.ep, ways.zero, ways.pp, ways.tp, bytes_, strict=True)
+             if (zero, pp, tp) == (0, 1, 1)}  # fmt: skip
+    assert plain[64] < plain[16] < plain[8] < plain[1]
+
+
+def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    plan.main(["--config", PRESET, *arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_plan_keeps_the_experts_shared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    given = ["cluster.nodes=4", "cluster.gpu=h200", f"plan.out={out}"]
+    given += [f"models.{role}.layout.ep=8" for role in ("actor", "reference")]
+    found = made(capsys, *given)
+    file = plan.read_plan(str(out))
+    for name, call in file.calls.items():
+        assert call.ep == (1 if name == "actor.generate_sequences" else 8) and call.dp * call.cp % call.ep == 0
+    request = plan.read_run(PRESET, given)
+    roles = placed_roles(request.described, file, lambda: request.graph, 0)
+    assert roles["actor"].shape.layout.ep == roles["reference"].shape.layout.ep == 8
+    again = made(capsys, *given, f"plan.fixed={out}", f"plan.out={tmp_path / 'again.yaml'}")
+    assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=0.02)
+    plan.main(["--config", PRESET, *given, f"plan.fixed={out}"])
+    assert " ep8 " in capsys.readouterr().out
+
+
+def test_a_plan_that_cannot_share_them_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(["--config", PRESET, "models.actor.layout.ep=5", f"plan.out={tmp_path / 'plan.yaml'}"])
+    assert "models.actor.layout.ep=5: must divide " in capsys.readouterr().err
