@@ -40,6 +40,7 @@ FAMILIES = {
     "phi3": LoraConfig(rank=4),
     "gemma2": LoraConfig(rank=2, target_modules=["o_proj", "up_proj"]),
     "qwen3-moe": LoraConfig(rank=2, target_modules=["k_proj", "o_proj"]),
+    "deepseek-v3": LoraConfig(rank=2, target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
 }
 
 

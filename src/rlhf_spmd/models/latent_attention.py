@@ -81,7 +81,14 @@ class LatentAttention(nn.Module):
         return attention.attend(index, q, k, v, rule)[..., : sizes.value_dim]
 
     def _attend_entries(
-        self, q_plain: Tensor, q_turned: Tensor, compressed: Tensor, turned: Tensor, attention: Attention, index: int, rule: AttentionRule
+        self,
+        q_plain: Tensor,
+        q_turned: Tensor,
+        compressed: Tensor,
+        turned: Tensor,
+        attention: Attention,
+        index: int,
+        rule: AttentionRule,
     ) -> Tensor:
         """Queries [T, H, nope_dim] and [T, H, rope_dim], compressed [T, kv_rank], turned [T, 1, rope_dim] -> [T, H, value_dim]."""
         assert self.kv_b.lora is None, "generation merges adapters into weights"
