@@ -173,7 +173,7 @@ def log_probs_of(decoder: Decoder) -> Tensor:
     return decoder(ids, PackedAttention(LENGTHS), lambda d, hidden: token_log_probs(d, hidden, labels)[0])
 
 
-DOUBLE = {family: 1e-12 for family in FAMILIES if family != "qwen3-moe"} | {
+DOUBLE = {family: 1e-12 for family in FAMILIES if "num_experts_per_tok" not in CONFIGS[family]} | {
     "gemma2": 2e-6
 }  # transformers' experts have no float64
 CASES = [

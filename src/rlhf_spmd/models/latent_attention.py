@@ -101,7 +101,7 @@ class LatentAttention(nn.Module):
         return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
 
     def _product_of_whole(self, linear: Linear, x: Tensor, recomputed: bool) -> Tensor:
-        """The product with a matrix that every rank has whole. With an adapter it has no gradient, and its adapter's is summed later."""
+        """The product with a matrix that every rank has whole. An adapter's gradient is summed later."""
         if linear.lora is not None:
             return linear.product(self.ops, x, recomputed, linear.bias)
         weight, bias = (None if part is None else copy_to_tp(part, self.tp) for part in (linear.weight, linear.bias))
