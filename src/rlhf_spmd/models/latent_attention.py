@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import AttentionRule, Ops
+from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.attention import Attention, HasCache
 from rlhf_spmd.models.latent import Latent
 from rlhf_spmd.models.layers import Linear, RMSNorm
@@ -72,31 +72,23 @@ class LatentAttention(nn.Module):
         q_plain, q_turned = q.view(len(q), self.heads, -1).split([sizes.nope_dim, sizes.rope_dim], 2)
         q_turned, turned = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_turned, turned[:, None]))
         if isinstance(attention, HasCache):
-            rows = (x[:num_tokens] for x in (q_plain, q_turned, compressed, turned))
-            return self._attend_entries(*rows, attention, index, rule)
+            entry = torch.cat([compressed[:, None], turned], 2)[:num_tokens]
+            return self._attend_entries(q_plain[:num_tokens], q_turned[:num_tokens], entry, attention, index, rule)
         expanded = self.kv_b.product(ops, compressed, False).view(len(q), self.heads, -1)
         k_plain, v = expanded.split([sizes.nope_dim, sizes.value_dim], 2)
         heads = torch.cat([q_plain, q_turned], 2), torch.cat([k_plain, turned.expand(-1, self.heads, -1)], 2), v
-        q, k, v = (F.pad(x, (0, sizes.width - x.shape[2]))[:num_tokens] for x in heads)
+        q, k, v = (pad_rows(x, sizes.width, 2)[:num_tokens] for x in heads)
         return attention.attend(index, q, k, v, rule)[..., : sizes.value_dim]
 
     def _attend_entries(
-        self,
-        q_plain: Tensor,
-        q_turned: Tensor,
-        compressed: Tensor,
-        turned: Tensor,
-        attention: Attention,
-        index: int,
-        rule: AttentionRule,
+        self, q_plain: Tensor, q_turned: Tensor, entry: Tensor, attention: Attention, index: int, rule: AttentionRule
     ) -> Tensor:
-        """Queries [T, H, nope_dim] and [T, H, rope_dim], compressed [T, kv_rank], turned [T, 1, rope_dim] -> [T, H, value_dim]."""
+        """Queries [T, H, nope_dim] and [T, H, rope_dim], entries [T, 1, entry] -> [T, H, value_dim]."""
         assert self.kv_b.lora is None, "generation merges adapters into weights"
         sizes = self.sizes
         made = self.kv_b.weight.view(self.heads, -1, sizes.kv_rank)
         to_keys, to_values = made.split([sizes.nope_dim, sizes.value_dim], 1)
         q = torch.cat([torch.bmm(q_plain.transpose(0, 1), to_keys).transpose(0, 1), q_turned], 2)
-        entry = torch.cat([compressed[:, None], turned], 2)
         mixed = attention.attend(index, q, entry, entry, rule)[..., : sizes.kv_rank]
         return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
 
