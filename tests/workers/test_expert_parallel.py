@@ -75,12 +75,25 @@ SHARED = {
     "topk_group": 1,
     "use_qk_norm": True,
 }
+LATENT = {
+    **SHARED,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_interleave": True,
+}
 MODELS = {
     "qwen3_moe": QWEN3,
     "gpt_oss": SINKS,
     "glm4_moe": SHARED,
     "all": {**QWEN3, "num_experts": 4, "num_experts_per_tok": 4},
     "deep": {**QWEN3, "num_hidden_layers": 4},
+    "latent": LATENT,
 }
 
 
@@ -103,6 +116,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("glm4_moe", Layout(tp=2, cp=2, ep=2, zero=1), [2], {}),
         ("qwen3_moe", Layout(pp=2, dp=2, ep=2, zero=2), [4, 3], {}),
         ("qwen3_moe", Layout(dp=2, cp=2, ep=4), [2, 2], {}),
+        ("latent", Layout(tp=2, dp=2, ep=2, zero=2), [2, 3], {}),
         ("gpt_oss", Layout(pp=2, cp=2, ep=2), [3], {"activation_checkpointing": "full"}),
     ],
     ids=str,
