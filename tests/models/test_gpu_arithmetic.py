@@ -38,10 +38,11 @@ def results_of(
     lora: LoraConfig | None = None,
     blocks: int = 1,
     device: torch.device = DEVICE,
+    ep: Group | None = None,
 ) -> dict[str, Tensor]:
     """Log-probs with and without gradients, and gradients of all parameters."""
     spec = spec_from_config({**CONFIGS[name], "num_hidden_layers": 2}, "test")
-    decoder = Decoder(spec, "lm", 0, 1, tp, torch.float32, device, blocks, sequence_parallel, ops, lora)
+    decoder = Decoder(spec, "lm", 0, 1, tp, torch.float32, device, blocks, sequence_parallel, ops, lora, ep=ep)
     init_random(decoder, 3)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -98,6 +99,18 @@ def test_adapters_and_fused_blocks() -> None:
     assert_near(results_of(GpuOps(), "llama", solo(), lora=lora), results_of(Ops(), "llama", solo(), lora=lora))
     expected = results_of(Ops(), "qwen3-tied", solo(), blocks=2)
     assert_near(results_of(GpuOps(), "qwen3-tied", solo(), "selective", blocks=2), expected)
+
+
+def _of_shared_experts(world: World, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    ep, cpu = world.group([0, 1], "ep"), torch.device("cpu")
+    ours, torchs = (results_of(ops, name, solo(), "selective", device=cpu, ep=ep) for ops in (GpuOps(), Ops()))
+    return ours, torchs
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_experts_in_parallel(name: str) -> None:
+    for ours, torchs in run_ranks(2, _of_shared_experts, name):
+        assert_near(ours, torchs)
 
 
 def _on_rank(world: World, name: str, sequence_parallel: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine_runs import (
     LENGTHS,
@@ -33,6 +34,7 @@ from engine_runs import (
     write_models,
 )
 from ranks import run_ranks
+from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.models.expert_parallel import COUNTS, LABEL, check_ep
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.spec import spec_from_config
@@ -185,6 +187,17 @@ def test_checkpoints_are_the_same_in_every_layout(models: dict[str, str], tmp_pa
     whole = run_ranks(ep2.size, go, path, ep2, options, range(4), "", "")
     for (_, got), (_, boxes) in zip(resumed, whole, strict=True):
         assert all(torch.equal(mine[-1], theirs[-1]) for mine, theirs in zip(got, boxes, strict=True))
+
+
+def test_an_export_has_the_bytes_of_its_source(models: dict[str, str], tmp_path: Path) -> None:
+    for kind, layout in (("gpt_oss", Layout(tp=2, dp=2, ep=2)), ("glm4_moe", Layout(pp=2, dp=2, ep=2, zero=3))):
+        made = tmp_path / kind
+        made.mkdir()
+        run_ranks(layout.size, go, models[kind], layout, {}, range(2, 2), "", str(made))
+        checkpoint, source = made / "checkpoints" / "step_2", Path(models[kind])
+        out = export_hugging_face(checkpoint, "actor", source, tmp_path / f"{kind} export", dtype=torch.float32)
+        found, wanted = (load_file(next(iter(sorted(place.glob("*.safetensors"))))) for place in (out, source))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def _sent(world: Any, path: str, layout: Layout) -> tuple[int, list[int], list[int]]:
