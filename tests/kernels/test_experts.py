@@ -17,7 +17,7 @@ from places import ROOT
 from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.expert_config import CORRECTION, Experts
-from rlhf_spmd.models.experts import MixtureWeights, mix_experts
+from rlhf_spmd.models.experts import MixtureWeights, apply_experts, mix_experts
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 
@@ -150,3 +150,21 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     ]
     for name, registers, stack, loads in lines:
         assert int(registers) <= 64 and int(stack) == 0 and (int(loads) > 0 or "_rows" not in name), ended.stdout
+
+
+@pytest.mark.parametrize("clamp", [None, (1.7, 7.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_that_nobody_chose(dtype: torch.dtype, clamp: tuple[float, float] | None) -> None:
+    """Ranks that share experts may get no rows: gradients of their weights are 0."""
+    experts = Experts(COUNT, 2, WIDTH, True, clamp=clamp, biased=clamp is not None)
+    for ops in (Ops(), GpuOps()):
+        shapes = {"gate_up": (COUNT * 2 * WIDTH, HIDDEN), "down": (COUNT * HIDDEN, WIDTH)}
+        shapes |= {"gate_up_bias": (COUNT * 2 * WIDTH,), "down_bias": (COUNT * HIDDEN,)} if clamp else {}
+        weights = {name: torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for name, shape in shapes.items()}
+        rows = torch.zeros(0, HIDDEN, device=DEVICE, dtype=dtype, requires_grad=True)
+        numbers = torch.zeros(0, device=DEVICE, dtype=torch.int64)
+        held = MixtureWeights(router=torch.zeros(COUNT, HIDDEN), **weights)
+        out = apply_experts(ops, rows, numbers, held, experts, False, 1)
+        out.sum().backward()
+        assert out.shape == (0, HIDDEN) and rows.grad is not None
+        assert all(weight.grad is not None and not weight.grad.any() for weight in weights.values())
