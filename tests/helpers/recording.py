@@ -152,11 +152,10 @@ class Recording:
         detail = f"from {options.rootRank}" if options is not None and hasattr(options, "rootRank") else ""
         if kind in ("all_reduce", "reduce_scatter") and options is not None:
             detail = next(name for name in ("SUM", "MAX", "MIN", "AVG") if options.reduceOp == getattr(dist.ReduceOp, name))
-        splits = [tuple(each) for each in args if isinstance(each, list) and each and isinstance(each[0], int)]
-        if len(splits) == 2:  # rows received, rows sent
+        splits = tuple(tuple(each) for each in args if isinstance(each, list) and each and isinstance(each[0], int))
+        if splits:  # rows received, rows sent
             tensor, detail, splits = None, f"rows of {_dtype(tensors[-1])}", splits[::-1]
-        more_of = {"splits": tuple(splits)} if len(splits) == 2 else {}
-        self._launch(group, kind, tensor, bool(getattr(options, "asyncOp", True)), detail, **more_of)
+        self._launch(group, kind, tensor, bool(getattr(options, "asyncOp", True)), detail, splits=splits)
         return self._made(original(group, *args, **more))
 
     def _launch(

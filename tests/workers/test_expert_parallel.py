@@ -204,12 +204,12 @@ def _sent(world: Any, path: str, layout: Layout) -> tuple[int, list[int], list[i
     """The fewest rows of a product; bytes of rows, and of their numbers, that this rank sends in a forward pass, and in one with its
     backward pass."""
     engine = build(world, path, layout)
-    batches, counts = cut(rows_of(0, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 1), []
+    batches, counts = cut(rows_of(0, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 1), list[list[int]]()
     for run in (lambda: engine.forward(batches, _no_head), lambda: engine.forward_backward(batches, next_token_loss)):
         before = [RECORDER.sent[label] for label in (LABEL, COUNTS)]
         run()
         counts.append([RECORDER.sent[label] - sent for label, sent in zip((LABEL, COUNTS), before, strict=True)])
-    return engine.chunks[0].min_rows, *counts
+    return engine.chunks[0].min_rows, counts[0], counts[1]
 
 
 def _no_head(decoder: Any, hidden: Any, batch: Any) -> None:
@@ -222,14 +222,15 @@ def _no_head(decoder: Any, hidden: Any, batch: Any) -> None:
 def test_bytes_are_those_of_the_formula(models: dict[str, str], layout: Layout) -> None:
     """2 * per_token * hidden numbers a token and layer each way, (ep - 1) / ep of them to other ranks, where a token takes all experts;
     and E integers."""
-    ep, layers = layout.ep, LLAMA["num_hidden_layers"]
+    spec = spec_from_config(MODELS["all"], "config")
+    ep, layers = layout.ep, spec.num_hidden_layers
     parts = [sum(LENGTHS[rank :: layout.dp]) for rank in range(layout.dp)]
     for index, (least, forward, both) in enumerate(run_ranks(layout.size, _sent, models["all"], layout)):
         at, group = layout.coordinate(index), [layout.coordinate(rank) for rank in layout.ep_group(index)]
         tokens = {one: max(-(-parts[one.dp] // layout.cp), least) for one in group}
         leaving = tokens[at] * (ep - 1)  # rows for the experts of others, of one expert each
         returning = sum(number for one, number in tokens.items() if one != at)  # results for others' tokens, of one expert here
-        rows = layers * (leaving + returning) * (4 // ep) * LLAMA["hidden_size"] * 8
+        rows = layers * (leaving + returning) * (4 // ep) * spec.hidden_size * 8
         numbers = layers * 4 * 8 * (ep - 1) // ep
         assert forward == [rows, numbers]
         assert both == [2 * rows, numbers]
