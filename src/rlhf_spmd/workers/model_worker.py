@@ -226,9 +226,9 @@ class ModelWorker(Worker):
     def _step(
         self, batches: Sequence[Batch], objectives: Sequence[Objective], differences: list[Tensor] | None
     ) -> dict[str, float]:
-        """One optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks, with grad_norm and lr.
+        """One optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks, with those of the step itself.
 
-        Other stages than the last one return only grad_norm and lr. ``differences`` receives the differences between the rollout's
+        Other stages than the last one return only the latter. ``differences`` receives the differences between the rollout's
         log-probs and these, if there should be none.
         """
         stats: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ class ModelWorker(Worker):
             _, packed, totals = self.micro_batches(learnt_rows(batch, objective.only), objective.keep_groups)
             if totals.rows:  # a shorter stream may have no rows in this mini-batch
                 loss = functools.partial(_loss, objective, totals, differences if objective is objectives[0] else None)
-                sums = self.engine.forward_backward(packed, loss)
+                sums = self.engine.forward_backward(packed, loss, objective.weight / totals.rows)
                 for name, value in sums.items() if totals.tokens else ():  # without learnt rows there are no statistics
                     stats[name] = stats[name] + value if name in stats else value
         if all(objective.names_loss for objective in objectives):
@@ -247,7 +247,7 @@ class ModelWorker(Worker):
             values = torch.stack([stats[name] for name in names]).cpu()
             self.mesh.dp.all_reduce(values, "control")
             summed = dict(zip(names, values.tolist(), strict=True))
-        return {**summed, **self.engine.optimizer_step()}
+        return summed | {f"{self.name}/{name}": value for name, value in self.engine.optimizer_step().items()}
 
     @register(
         THREE_D,
