@@ -43,7 +43,7 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
-from rlhf_spmd.workers.train_engine import Packed
+from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica, WeightReplica
 
 USES_WEIGHTS = ("generate", "infer", "train")  # kinds of calls

@@ -14,7 +14,7 @@ from rlhf_spmd.kernels import on_device
 from rlhf_spmd.models.context_parallel import at_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
-from rlhf_spmd.workers.train_engine import Packed
+from rlhf_spmd.workers.passes import Packed
 
 MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
 ROW_INPUTS = ("prompt_ids", "response_ids", f"{MASK}?")  # what a model reads of a row

@@ -1,26 +1,64 @@
-"""The forward and backward passes of a training call's micro-batches, in the order that a pipeline schedule gives."""
+"""Micro-batches, and their forward and backward passes in the order that a pipeline schedule gives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.router_balance import RouterBalance, RouterPass
 from rlhf_spmd.parallel.pipeline import Action
-from rlhf_spmd.parallel.zero import zero_loss
+from rlhf_spmd.parallel.zero import FSDPModel, zero_loss
 
-if TYPE_CHECKING:
-    from rlhf_spmd.workers.train_engine import Loss, Packed, TrainEngine
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
+
+    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``places``: given if sequences share
+    tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    extra: Batch = field(
+        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
+    )
+    places: Tensor | None = None
+
+
+Head = Callable[[Decoder, Tensor, Packed], Any]
+Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class TrainsChunks(Protocol):
+    """What has the chunks of layers of this rank."""
+
+    chunks: list[Decoder]
+    zeros: list[FSDPModel]
+    balance: RouterBalance
+
+    def pass_through(
+        self,
+        chunk: Decoder,
+        batch: Packed,
+        received: Tensor | None,
+        last: Callable[[Decoder, Tensor], Any],
+        routers: RouterPass | None = None,
+    ) -> Any:
+        """Run one micro-batch through a chunk."""
 
 
 class Passes:
-    """The passes of one :meth:`TrainEngine.forward_backward`: tensors between a forward pass and its backward pass, and sums so far."""
+    """The passes of one ``TrainEngine.forward_backward``: tensors between a forward pass and its backward pass, and sums so far."""
 
-    def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: Loss, row_weight: float) -> None:
+    def __init__(self, engine: TrainsChunks, batches: Sequence[Packed], loss: Loss, row_weight: float) -> None:
         self._engine, self._batches, self._loss, self._row_weight = engine, batches, loss, row_weight
         self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.sums: dict[str, Tensor] = {}

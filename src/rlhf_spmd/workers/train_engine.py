@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.context_parallel import own_tokens, rows_of, share_tokens
@@ -45,28 +43,9 @@ from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import Muon
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
-from rlhf_spmd.workers.passes import Passes
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
-
-    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``places``: given if sequences share
-    tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    extra: Batch = field(
-        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
-    )
-    places: Tensor | None = None
-
+from rlhf_spmd.workers.passes import Head, Loss, Packed, Passes
 
 T = TypeVar("T")
-Head = Callable[[Decoder, Tensor, Packed], Any]
-Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class TrainEngine:
