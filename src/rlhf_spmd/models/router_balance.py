@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import Ops, RoutingRule, differentiable, on_device
-from rlhf_spmd.kernels.routing import TINY, sigmoid
+from rlhf_spmd.kernels.routing import TINY
 from rlhf_spmd.models.attention import Copies
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
@@ -46,7 +46,7 @@ def shares(logits: Tensor, rule: RoutingRule) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if rule.scoring != "sigmoid":
         return torch.softmax(wide, -1)
-    scores = sigmoid(wide)
+    scores = torch.sigmoid(wide)
     return scores / (scores.sum(-1, keepdim=True) + TINY)
 
 
@@ -102,13 +102,14 @@ class RouterPass:
             mine = tokens % cp.size == cp.rank
             tokens, row = tokens[mine] // cp.size, row[mine]
         self._num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
-        self._row = on_device(row, balance.device)
-        self._lengths = on_device(lengths.double(), balance.device)
+        self._counted: set[int] = set()
         # tokens that several rows share count once in each
         self._copies = None if places is None else Copies(tokens, balance.device)
         times = torch.bincount(tokens, minlength=self._num_tokens).double()
-        self._times = on_device(times, balance.device)
-        self._counted: set[int] = set()
+        self._times = on_device(times.repeat_interleave(balance.per_token), balance.device)  # of each choice
+        if weight:
+            self._row = on_device(row, balance.device)
+            self._norm = on_device(balance.num_experts / lengths.double().square()[:, None], balance.device)
 
     def route(
         self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
@@ -117,51 +118,56 @@ class RouterPass:
 
         Collective over cp if there is a loss: every rank of it must call, in program order.
         """
+        counts = layer not in self._counted
+        if counts or self._weight:
+            scores = shares(logits[: self._num_tokens].detach(), rule)
         if self._weight:
-            logits = self._balanced(layer, logits, rule)
+            logits = self._balanced(layer, logits, scores, rule)
         weights, chosen = ops.route(logits, correction, rule, dtype)
-        if layer not in self._counted:
-            self._count(layer, logits.detach(), chosen, rule)
+        if counts:
+            self._count(layer, scores, chosen)
         return weights, chosen
 
-    def _count(self, layer: int, logits: Tensor, chosen: Tensor, rule: RoutingRule) -> None:
+    def _count(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
         self._counted.add(layer)
-        sums, tokens = self._balance.sums[self._balance.numbers[layer]], self._num_tokens
-        sums.scatter_add_(0, chosen[:tokens].flatten(), self._times[:, None].expand(-1, chosen.shape[1]).flatten())
-        entropy = torch.special.entr(shares(logits[:tokens], rule)).sum(-1)
-        sums[-2] += (entropy * self._times).sum()
+        sums, entropy = self._balance.sums[self._balance.numbers[layer]], torch.special.entr(scores)
+        sums.scatter_add_(0, chosen[: self._num_tokens].flatten(), self._times)
+        if self._copies is not None:
+            entropy = entropy * self._times[:: chosen.shape[1], None]
+        sums[-2] += entropy.sum(dtype=torch.float64)
 
-    def _balanced(self, layer: int, logits: Tensor, rule: RoutingRule) -> Tensor:
+    def _balanced(self, layer: int, logits: Tensor, scores: Tensor, rule: RoutingRule) -> Tensor:
         """``logits``, whose gradient gets that of the loss; on one tp rank, because a router's gradients are summed over tp."""
-        balance, tokens, counts = self._balance, self._num_tokens, layer not in self._counted
-
-        def per_row(x: Tensor) -> Tensor:
-            """[T, ...] -> [number of (row, token) pairs here, ...]"""
-            return x if self._copies is None else x.index_select(0, self._copies.places)
-
-        def forward(logits: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            scores, num_rows = shares(logits[:tokens], rule), len(self._lengths)
-            best = per_row(scores.topk(rule.per_token, -1).indices) + self._row[:, None] * balance.num_experts
-            load = scores.new_zeros(num_rows * balance.num_experts)
-            load.scatter_add_(0, best.flatten(), torch.ones_like(best, dtype=load.dtype).flatten())
-            balance.cp.all_reduce(load, "expert_load")
-            norm = balance.num_experts / (rule.per_token if rule.scoring == "sigmoid" else 1)
-            factors = load.view(num_rows, -1) * (norm / self._lengths.square()).to(load.dtype)[:, None]
-            if counts:
-                loss = (per_row(scores).double() * factors[self._row]).sum()
-                balance.sums[balance.numbers[layer], -1] += loss * (self._weight / balance.coef)
-            return logits.view_as(logits), (logits, factors)
+        factors = self._factors(scores, rule)
+        if layer not in self._counted:
+            loss = (self._of_rows(scores) * factors.index_select(0, self._row)).sum(dtype=torch.float64)
+            self._balance.sums[self._balance.numbers[layer], -1] += loss * (self._weight / self._balance.coef)
+        if self._balance.tp.rank:
+            return logits
+        tokens, weight = self._num_tokens, self._weight / len(self._balance.numbers)
 
         def backward(_: object, grad: Tensor, logits: Tensor, factors: Tensor) -> tuple[Tensor]:
-            if balance.tp.rank:
-                return (grad,)
             scores, given = shares(logits[:tokens], rule), factors.index_select(0, self._row)
             given = given if self._copies is None else self._copies.sum(given)
             slope = scores * (given - (given * scores).sum(-1, keepdim=True))
             if rule.scoring == "sigmoid":
-                slope = slope * (1 - sigmoid(logits[:tokens].to(slope.dtype)))
+                slope = slope * torch.sigmoid(-logits[:tokens].to(slope.dtype))
             grad = grad.clone()
-            grad[:tokens] += slope * (self._weight / len(balance.numbers))
+            grad[:tokens].add_(slope, alpha=weight)
             return (grad,)
 
-        return differentiable(forward, backward, logits)
+        return differentiable(lambda x: (x.view_as(x), (x, factors)), backward, logits)
+
+    def _factors(self, scores: Tensor, rule: RoutingRule) -> Tensor:
+        """By what the loss of a row multiplies the shares of its tokens, [R, E]: E * f / number of tokens."""
+        experts = self._balance.num_experts
+        best = self._of_rows(scores.topk(rule.per_token, -1).indices) + self._row[:, None] * experts
+        load = torch.zeros(len(self._norm) * experts, dtype=torch.float64, device=scores.device)
+        load.scatter_add_(0, best.flatten(), torch.ones_like(best, dtype=load.dtype).flatten())
+        self._balance.cp.all_reduce(load, "expert_load")
+        factors = load.view(-1, experts) * self._norm
+        return (factors / rule.per_token if rule.scoring == "sigmoid" else factors).to(scores.dtype)
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        """x [T, ...] -> [N, ...], of each row's tokens on this rank, one row after the other."""
+        return x if self._copies is None else x.index_select(0, self._copies.places)
