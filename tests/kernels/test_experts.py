@@ -173,7 +173,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_clear_idle",
         "_clamped_gate",
         "_clamped_gate",
-        *["_route"] * 2,
+        *["_route"] * 3,
         *["_route_backward"] * 2,
     ]
     for name, registers, stack, loads in lines:
