@@ -20,7 +20,7 @@ from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.layers import Linear, RMSNorm, whole_norms
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.rope import Rope
-from rlhf_spmd.models.router_balance import RouterPass
+from rlhf_spmd.models.router_balance import Routers
 from rlhf_spmd.models.sharding import fused_blocks
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import copy_to_tp, gather_to_tp, reduce_from_tp, scatter_from_tp
@@ -103,9 +103,7 @@ class Block(nn.Module):
         alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
-    def forward(
-        self, x: Tensor, rope: Rope, attention: Attention, num_tokens: int, routers: RouterPass | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attention: Attention, num_tokens: int, routers: Routers | None = None) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
         this rank's R / t of them. ``rope`` is of all R rows. ``routers``: through which the router chooses."""
         if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
@@ -172,7 +170,7 @@ class Block(nn.Module):
         inner = self.ops.gated(gate_up.view(rows * self.gate_up_blocks, -1), self.gelu).view(rows, -1)
         return self.down.product(self.ops, inner, recomputed)
 
-    def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor, routers: RouterPass | None) -> tuple[Tensor, Tensor]:
+    def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor, routers: Routers | None) -> tuple[Tensor, Tensor]:
         """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
         assert self.experts is not None
         x, normed = self._add(x, mixed)

@@ -26,7 +26,7 @@ from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.rope import rope_frequencies, rope_tables
-from rlhf_spmd.models.router_balance import RouterPass
+from rlhf_spmd.models.router_balance import Routers
 from rlhf_spmd.models.sharding import plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         inputs: Tensor,
         attention: Attention,
         head: Callable[[Decoder, Tensor], Any] | None = None,
-        routers: RouterPass | None = None,
+        routers: Routers | None = None,
     ) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
 

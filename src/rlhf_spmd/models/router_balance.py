@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,12 +64,15 @@ class RouterBalance:
         # of each mixture: tokens by expert, the sum of their entropies, and the loss
         self.sums = torch.zeros(len(self.numbers), self.num_experts + 2, dtype=torch.float64, device=device)
 
-    def begin(self, lengths: Tensor, places: Tensor | None, row_weight: float) -> RouterPass | None:
+    def begin(
+        self, lengths: Tensor, places: Tensor | None, row_weight: float, chosen: Tensor | None = None
+    ) -> RouterPass | None:
         """What the routers of one micro-batch's forward pass report to; None without rows or routers.
 
         ``lengths`` int64 [R] and ``places``: as of ``PackedAttention``. ``row_weight``: by which the loss of each row is multiplied.
+        ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take.
         """
-        return RouterPass(self, lengths, places, row_weight * self.coef) if self.local and len(lengths) else None
+        return RouterPass(self, lengths, places, row_weight * self.coef, chosen) if self.local and len(lengths) else None
 
     def report(self, pool: Group) -> dict[str, float]:
         """The metrics, the same on all ranks; {} without mixtures or tokens. Collective over ``pool``: every rank of it must call, in
@@ -89,10 +93,21 @@ class RouterBalance:
         return found | ({"moe/load_balancing_loss": float(loss.mean())} if self.coef else {})
 
 
+class Routers(Protocol):
+    """Through which the routers of a forward pass choose."""
+
+    def route(
+        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As ``Ops.route``, of a layer by its global index."""
+
+
 class RouterPass:
     """The routers of one micro-batch. A backward pass that computes a layer again finds it counted."""
 
-    def __init__(self, balance: RouterBalance, lengths: Tensor, places: Tensor | None, weight: float) -> None:
+    def __init__(
+        self, balance: RouterBalance, lengths: Tensor, places: Tensor | None, weight: float, chosen: Tensor | None = None
+    ) -> None:
         self._balance, self._weight = balance, weight
         cp = balance.cp
         tokens, row = torch.arange(int(lengths.sum())), torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -101,12 +116,17 @@ class RouterPass:
         if cp.size > 1:
             mine = tokens % cp.size == cp.rank
             tokens, row = tokens[mine] // cp.size, row[mine]
+            chosen = None if chosen is None else chosen[mine]
         self._num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
         self._counted: set[int] = set()
         # tokens that several rows share count once in each
         self._copies = None if places is None else Copies(tokens, balance.device)
         times = torch.bincount(tokens, minlength=self._num_tokens).double()
         self._times = on_device(times.repeat_interleave(balance.per_token), balance.device)  # of each choice
+        self._chosen: Tensor | None = None
+        if chosen is not None:
+            local = on_device(chosen[:, [balance.numbers[layer] for layer in balance.local]], balance.device)
+            self._chosen = local if self._copies is None else local.index_select(0, self._copies.firsts)
         if weight:
             self._row = on_device(row, balance.device)
             self._norm = on_device(balance.num_experts / lengths.double().square()[:, None], balance.device)
@@ -123,10 +143,18 @@ class RouterPass:
             scores = shares(logits[: self._num_tokens].detach(), rule)
         if self._weight:
             logits = self._balanced(layer, logits, scores, rule)
-        weights, chosen = ops.route(logits, correction, rule, dtype)
+        weights, chosen = ops.route(logits, correction, rule, dtype, self._given(layer, logits))
         if counts:
             self._count(layer, scores, chosen)
         return weights, chosen
+
+    def _given(self, layer: int, logits: Tensor) -> Tensor | None:
+        """The experts that each row of the logits has to take, padding among them."""
+        if self._chosen is None:
+            return None
+        given = self._chosen[:, self._balance.local.index(layer)].long()
+        padding = torch.arange(given.shape[1], device=given.device).expand(len(logits) - len(given), -1)
+        return torch.cat([given, padding])
 
     def _count(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
         self._counted.add(layer)

@@ -38,6 +38,7 @@ from rlhf_spmd.workers import (
 )
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
+from rlhf_spmd.workers.router_replay import check_replay
 
 COMPUTE = "compute"  # the role that every algorithm has
 RENDERED_ROWS = 100  # that a reward model's template must take before the run
@@ -261,6 +262,8 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         raise ValueError(f"{where}.path: {error}{f'; {where}.random_init=true draws them' if drawn else ''}") from error
     if not worker.trained:
         _refuse_unusual(config.optim, type(config)().optim, f"{where}.optim", "this role is not trained")
+    if config.router_replay != "disabled":
+        check_replay(spec, issubclass(worker, ActorWorker), f"{where}.router_replay={config.router_replay}")
     check_balance(spec, config.router_aux_loss_coef, worker.trained, f"{where}.router_aux_loss_coef")
     if config.optim.head_lr is not None and worker.head == "lm" and spec.tie_word_embeddings:
         raise ValueError(

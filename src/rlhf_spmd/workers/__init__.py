@@ -14,6 +14,7 @@ Read in this order:
 - ``model_weights``: the weights of a role (``OwnedWeights``)
 - ``weight_sync``: copies of these weights on other ranks (``WeightReplica``)
 - ``rollout_engine``: generation with a role's training weights
+- ``router_replay``: updates with the experts of the pass before
 - ``partial_rollouts``: rows whose generation takes more than one step
 - ``flops``: for model FLOPs utilisation
 

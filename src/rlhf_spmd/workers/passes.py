@@ -12,9 +12,11 @@ from torch import Tensor
 
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.router_balance import RouterBalance, RouterPass
+from rlhf_spmd.models.router_balance import RouterBalance, Routers
 from rlhf_spmd.parallel.pipeline import Action
 from rlhf_spmd.parallel.zero import FSDPModel, zero_loss
+
+ROUTED_EXPERTS = "routed_experts"  # a field of rows, see ``router_replay``
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class TrainsChunks(Protocol):
         batch: Packed,
         received: Tensor | None,
         last: Callable[[Decoder, Tensor], Any],
-        routers: RouterPass | None = None,
+        routers: Routers | None = None,
     ) -> Any:
         """Run one micro-batch through a chunk."""
 
@@ -66,7 +68,8 @@ class Passes:
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
         leaf = None if received is None else received.requires_grad_()
-        routers = self._engine.balance.begin(batch.lengths, batch.places, self._row_weight)
+        chosen = batch.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in batch.extra else None
+        routers = self._engine.balance.begin(batch.lengths, batch.places, self._row_weight, chosen)
         out = self._engine.pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
         self._alive[action.micro_batch, action.chunk] = leaf, out
         return None if chunk.is_last else out.detach()

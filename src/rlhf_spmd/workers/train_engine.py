@@ -29,7 +29,7 @@ from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.context_parallel import own_tokens, rows_of, share_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import LoraConfig, is_trained
-from rlhf_spmd.models.router_balance import RouterBalance, RouterPass
+from rlhf_spmd.models.router_balance import RouterBalance, Routers
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import init_adapters, init_random, load_pretrained
@@ -189,10 +189,11 @@ class TrainEngine:
 
     # -- forward and backward
 
-    def forward(self, micro_batches: Sequence[Packed], head: Head) -> list[Any]:
+    def forward(self, micro_batches: Sequence[Packed], head: Head, routers: Sequence[Routers] = ()) -> list[Any]:
         """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients. Heads read it by ``at_tokens``.
 
-        All replicas must pass equally many micro-batches, some of which may have no rows. Returns its values on the last stage; None
+        All replicas must pass equally many micro-batches, some of which may have no rows. ``routers``: through which the routers of
+        each choose. Returns its values on the last stage; None
         on other stages and for micro-batches without rows.
         """
         outputs: list[Any] = [None] * len(micro_batches)
@@ -203,7 +204,8 @@ class TrainEngine:
             def last(decoder: Decoder, hidden: Tensor) -> None:
                 outputs[action.micro_batch] = head(decoder, hidden, batch) if len(batch.lengths) else None
 
-            result: Tensor | None = self.pass_through(chunk, batch, received, last)
+            through = routers[action.micro_batch] if routers else None
+            result: Tensor | None = self.pass_through(chunk, batch, received, last, through)
             return result
 
         def never(action: Action, received: Tensor | None) -> Tensor | None:
@@ -248,7 +250,7 @@ class TrainEngine:
         batch: Packed,
         received: Tensor | None,
         last: Callable[[Decoder, Tensor], Any],
-        routers: RouterPass | None = None,
+        routers: Routers | None = None,
     ) -> Any:
         """Run one micro-batch through a chunk. Without rows it is a single token, whose result nobody uses."""
         attention: Attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.places)
