@@ -13,6 +13,9 @@ from double_transformers import double_model, whole_gradients, wide
 from engine_runs import LENGTHS, LLAMA, assert_same, build, cut, local_boxes, next_token_loss, rows_of, together, write_models
 from ranks import run_ranks
 from rlhf_spmd.data.batch import Batch, ragged
+from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels.gpu_ops import GpuOps
+from rlhf_spmd.kernels.routing import as_parts
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -25,6 +28,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs
 from small_models import CONFIGS, make_batch, make_model
 from small_models import LENGTHS as ROWS
+from triton_device import DEVICE
 
 MOST = 1e-9
 COEF = 0.3
@@ -232,6 +236,38 @@ def shared(world: Any, path: str, layout: Layout, apart: bool) -> Any:
 def test_rows_that_share_a_prompt_count_it_each(models: dict[str, str], layout: Layout) -> None:
     want = together(run_ranks(1, shared, models["qwen"], Layout(), True))
     assert_same(together(run_ranks(layout.size, shared, models["qwen"], layout, False)), want)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "gpt-oss"])
+def test_gpu_kernels_and_torch_agree(name: str) -> None:
+    """In Triton's interpreter, in fp32: weights of experts, whether chosen or given, the logits' gradients, and the sums."""
+    spec = spec_from_config(CONFIGS[name], "test")
+    assert spec.experts is not None
+    count, per_token = spec.experts.count, spec.experts.per_token
+    make = torch.Generator().manual_seed(0)
+    logits, correction = torch.randn(12, count, generator=make), as_parts(torch.zeros(count)) if name == "glm4-moe" else None
+    given = torch.stack([torch.randperm(count, generator=make)[:per_token] for _ in range(10)])
+    layers = sum(spec.experts_of(layer) is not None for layer in range(4))
+    for chosen in (None, given[:, None].expand(-1, layers, -1)):
+        results = []
+        for ops in (Ops(), GpuOps()):
+            balance = RouterBalance(spec, range(4), COEF, solo(), solo(), torch.device(DEVICE))
+            routers = balance.begin(torch.tensor([3, 7]), None, 0.5, chosen)
+            assert routers is not None
+            x = logits.to(DEVICE, torch.float32).requires_grad_()
+            weights, _ = routers.route(ops, 2 if name == "glm4-moe" else 0, x, correction, spec.experts.rule, torch.float32)
+            scale = torch.linspace(-1, 1, 12 * per_token, device=DEVICE).view_as(weights)
+            results.append((weights.detach(), torch.autograd.grad((weights * scale).sum(), x)[0], balance.sums))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision(models: dict[str, str]) -> None:
+    (want, _), (got, _) = (
+        run_ranks(1, learn, models["qwen"], Layout(), 1, {"dtype": dtype})[0] for dtype in (torch.float64, torch.bfloat16)
+    )
+    for name in ("moe/router_entropy", "moe/load_balancing_loss"):
+        assert got[0][name] == pytest.approx(want[0][name], rel=2e-2)
 
 
 def test_models_without_experts_report_nothing(models: dict[str, str]) -> None:
