@@ -30,6 +30,8 @@ MODELS = {
     "qwen3_8b": "Qwen/Qwen3-8B",
     "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
     "gpt_oss_20b": "openai/gpt-oss-20b",
+    "deepseek_v2_lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+    "deepseek_v3": "unsloth/DeepSeek-V3-bf16",
     "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
@@ -179,6 +181,8 @@ TABLE = [
     Preset("grpo_32k", "qwen3_4b", 8, C4),
     Preset("grpo_32k", "qwen3_8b", 8, C4),
     Preset("grpo", "gpt_oss_20b", 8, Z3, "tp: 4"),
+    Preset("grpo", "deepseek_v2_lite", 16, Z3),
+    Preset("grpo", "deepseek_v3", 512, T8, "pp: 8, tp: 8"),
     Preset("grpo", "llama3.1_8b", 8, Z3),
     Preset("grpo", "llama3.1_70b", 64, T8, "tp: 8"),
     Preset("ppo", "qwen2.5_0.5b", 1),

@@ -40,6 +40,7 @@ FAMILIES = {
     "phi3": LoraConfig(rank=4),
     "gemma2": LoraConfig(rank=2, target_modules=["o_proj", "up_proj"]),
     "qwen3-moe": LoraConfig(rank=2, target_modules=["k_proj", "o_proj"]),
+    "deepseek-v3": LoraConfig(rank=2, target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
 }
 
 
@@ -172,7 +173,7 @@ def log_probs_of(decoder: Decoder) -> Tensor:
     return decoder(ids, PackedAttention(LENGTHS), lambda d, hidden: token_log_probs(d, hidden, labels)[0])
 
 
-DOUBLE = {family: 1e-12 for family in FAMILIES if family != "qwen3-moe"} | {
+DOUBLE = {family: 1e-12 for family in FAMILIES if "num_experts_per_tok" not in CONFIGS[family]} | {
     "gemma2": 2e-6
 }  # transformers' experts have no float64
 CASES = [

@@ -17,11 +17,12 @@ from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
 from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
+from rlhf_spmd.models.latent_attention import LatentAttention
 from rlhf_spmd.models.layers import Linear, RMSNorm, whole_norms
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.router_balance import Routers
-from rlhf_spmd.models.sharding import fused_blocks
+from rlhf_spmd.models.sharding import fused_blocks, kv_heads_of
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import copy_to_tp, gather_to_tp, reduce_from_tp, scatter_from_tp
 from rlhf_spmd.parallel.boxes import ParamShard
@@ -34,6 +35,7 @@ class Block(nn.Module):
     ``index`` counts within the stage, ``layer`` within the model.
     """
 
+    qkv: Linear
     gate_up: Linear
     down: Linear
 
@@ -60,8 +62,8 @@ class Block(nn.Module):
                 adapter = Adapter(ops, matrix, shapes, lora, dtype, device)
             return Linear(matrix.shape, f"{name}.bias" in shards, dtype, device, adapter)
 
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(ops, size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
+        def norm(size: int, eps: float = spec.rms_norm_eps) -> RMSNorm:
+            return RMSNorm(ops, size, eps, spec.norm_plus_one, dtype, device)
 
         self.ops, self.index, self.layer, self.tp = ops, index, layer, tp
         self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
@@ -75,12 +77,18 @@ class Block(nn.Module):
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
         self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
-        self.num_kv_heads = (shards["qkv.weight"].shape[0] // spec.head_dim - self.num_heads) // 2
+        self.num_kv_heads = len(kv_heads_of(spec, tp.rank, tp.size))
+        # heads of the cache, and elements of each
+        self.cache_shape = (self.num_kv_heads, self.head_dim) if spec.latent is None else (1, spec.latent.entry)
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one, spec.interleaved_rope)
         self.residual_scale, self.whole_qk_norm = spec.residual_scale, spec.whole_qk_norm
         self.input_norm = norm(spec.hidden_size) if spec.names.input_norm else None
-        self.qkv = linear("qkv")
+        self.latent: LatentAttention | None = None
+        if spec.latent is None:
+            self.qkv = linear("qkv")
+        else:
+            self.latent = LatentAttention(ops, spec.latent, self.num_heads, spec.interleaved_rope, tp, linear, norm)
         self.q_norm = norm(*shards["q_norm.weight"].shape) if spec.qk_norm else None
         self.k_norm = norm(*shards["k_norm.weight"].shape) if spec.qk_norm else None
         self.sinks = linear("sinks") if spec.names.sinks else None
@@ -92,14 +100,14 @@ class Block(nn.Module):
             if name == CORRECTION:
                 getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
-        attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
+        attention = (self.input_norm, getattr(self, "qkv", None), self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         sizes = *heads, shards["down.weight"].shape[-1]
         switches = spec.norm_plus_one, self.gelu, spec.interleaved_rope, spec.whole_qk_norm
         options = LayerOptions(spec.rms_norm_eps, *switches, spec.residual_scale)
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and self.sinks is None and spec.query_growth is None
+        alone = alone and self.sinks is None and spec.query_growth is None and self.latent is None
         alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
@@ -122,7 +130,10 @@ class Block(nn.Module):
 
     def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
         """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
-        return self._product_of_all_rows(x if self.input_norm is None else self.input_norm(x), self.qkv, recomputed)
+        x = x if self.input_norm is None else self.input_norm(x)
+        if self.latent is not None:
+            return self.latent.enter(self._enter_tp(x, self.tp), recomputed)
+        return self._product_of_all_rows(x, self.qkv, recomputed)
 
     def _add(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """x + mixed, and what of it goes into the MLP."""
@@ -141,7 +152,10 @@ class Block(nn.Module):
 
     def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
-        mixed = self._attend(qkv, rope, attention, num_tokens)
+        if self.latent is None:
+            mixed = self._attend(qkv, rope, attention, num_tokens)
+        else:
+            mixed = self.latent.attend(qkv, rope, attention, num_tokens, self.index, self.rule)
         return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
 
     def _attend(self, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:

@@ -18,16 +18,14 @@ from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.expert_config import Experts
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
+from rlhf_spmd.models.latent import Latent
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
-LATENT = ("its attention is latent (MLA)", "glm4_moe")
 DELTA = ("most of its layers have linear attention (gated delta rule)", "qwen3")
 # families that the decoder cannot be, why, and the nearest that it can
 UNFIT = {
     "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,
@@ -78,7 +76,8 @@ class ModelSpec:
     - partial_rotary_factor: the part of a head, its first dims, that is rotated. interleaved_rope: pairs are neighbours, not a
       dim of the first half and one of the second. unrotated: layers without rotary embeddings.
     - query_growth: (beta, n): rotated queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
-    - attention_bias: on q, k and v; attention_out_bias: on the matrix behind the attention.
+    - latent: queries, keys and values come from short vectors; head_dim is then that of queries and keys.
+    - attention_bias: on q, k and v, or on what makes the short vectors; attention_out_bias: on the matrix behind the attention.
     - qk_norm: q and k have a norm, per head, or with whole_qk_norm over all heads.
     - attention_scale: None is 1 / sqrt(head_dim). windows: one entry per layer, or none where no layer has a window.
     - norm_plus_one: norms multiply by 1 + weight. embed_scale multiplies the embeddings, rounded to their dtype; residual_scale
@@ -104,6 +103,7 @@ class ModelSpec:
     interleaved_rope: bool = False
     unrotated: tuple[int, ...] = ()
     query_growth: tuple[float, int] | None = None
+    latent: Latent | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
@@ -124,6 +124,19 @@ class ModelSpec:
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     names: Names = Names()
     text_prefix: str = ""
+
+    @property
+    def rotated_dims(self) -> int:
+        """Dims of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attention_numel(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if self.latent is not None:
+            return self.latent.matrix_numel(hidden, heads)
+        return 2 * hidden * self.head_dim * (heads + self.num_key_value_heads)
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """The rule of a layer by its global index."""
@@ -219,7 +232,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         )
     if spec.head_dim % 2:
         raise ValueError(f"{source}: head_dim={spec.head_dim} must be even for rotary embeddings")
-    check_factors(spec.rope_scaling, int(spec.head_dim * spec.partial_rotary_factor) // 2, source)
+    check_factors(spec.rope_scaling, spec.rotated_dims // 2, source)
     if "hidden_act" not in flags:
         reject_unless(config, source, "hidden_act", "silu")
     return spec
