@@ -32,7 +32,8 @@ from triton_device import DEVICE
 
 MOST = 1e-9
 COEF = 0.3
-EXPERTS = ["qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "glm4-moe"]
+SIGMOID = ["glm4-moe", "deepseek-v3"]  # which choose with a correction and in groups
+EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "mixtral", "gpt-oss", "deepseek-v2", *SIGMOID]
 
 
 def router_logits(model: Any) -> list[Tensor]:
@@ -60,7 +61,7 @@ def deepseek_loss(logits: Tensor, per_token: int) -> Tensor:
 def loss_of(name: str, logits: Tensor, experts: Any) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    if name == "glm4-moe":
+    if name in SIGMOID:
         return deepseek_loss(logits, experts.per_token)
     return load_balancing_loss_func((logits,), experts.count, experts.per_token)
 
@@ -97,10 +98,10 @@ def test_loss_gradients_and_metrics_equal_transformers(tmp_path: Path, name: str
     report = balance.report(solo())
     assert report["moe/load_balancing_loss"] == pytest.approx(aux.item(), rel=MOST)
     layers = [torch.cat(parts).detach() for parts in zip(*by_row, strict=True)]
-    shares = [one.sigmoid() / one.sigmoid().sum(-1, keepdim=True) if name == "glm4-moe" else one.softmax(-1) for one in layers]
+    shares = [one.sigmoid() / one.sigmoid().sum(-1, keepdim=True) if name in SIGMOID else one.softmax(-1) for one in layers]
     entropy = torch.stack([-(one * one.log()).sum(-1).mean() for one in shares]).mean()
     assert report["moe/router_entropy"] == pytest.approx(float(entropy), rel=MOST)
-    if name != "glm4-moe":  # whose choice has a correction and groups
+    if name not in SIGMOID:
         loads = [
             torch.bincount(one.topk(spec.experts.per_token).indices.flatten(), minlength=spec.experts.count) for one in layers
         ]
