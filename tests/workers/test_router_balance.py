@@ -170,6 +170,7 @@ LAYOUTS: list[tuple[Layout, int, dict[str, Any]]] = [
     (Layout(cp=4), 7, {"activation_checkpointing": "selective"}),  # fewer tokens than ranks
     (Layout(cp=2, tp=2), 3, {}),
     (Layout(dp=2, cp=2, zero=3), 2, {}),
+    (Layout(dp=2, ep=2, zero=2), 3, {"activation_checkpointing": "selective"}),
 ]
 
 

@@ -107,6 +107,7 @@ def replay(world: Any, path: str, layout: Layout, number: int, options: dict[str
 
 LAYOUTS: list[tuple[Layout, int, dict[str, Any]]] = [
     (Layout(), 3, {"activation_checkpointing": "full"}),
+    (Layout(dp=2, ep=2), 3, {"activation_checkpointing": "full"}),
     (Layout(tp=2, sequence_parallel=True), 2, {}),
     (Layout(pp=2), 3, {"activation_checkpointing": "selective"}),
     (Layout(pp=3), 2, {}),
