@@ -26,6 +26,7 @@ from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.rope import rope_frequencies, rope_tables
+from rlhf_spmd.models.router_balance import Routers
 from rlhf_spmd.models.sharding import plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -185,12 +186,20 @@ class Decoder(nn.Module):
         assert self.head_kind in ("value", "both"), f"this decoder has no value head, but {self.head_kind!r}"
         return self.head_weight if self.value is None else self.value.weight
 
-    def forward(self, inputs: Tensor, attention: Attention, head: Callable[[Decoder, Tensor], Any] | None = None) -> Any:
+    def forward(
+        self,
+        inputs: Tensor,
+        attention: Attention,
+        head: Callable[[Decoder, Tensor], Any] | None = None,
+        routers: Routers | None = None,
+    ) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
 
         With sequence parallelism the hidden state between stages is [num_rows(T), hidden]: this rank's rows.
         With ``head`` the last stage returns ``head(self, hidden)`` instead: called in here so that under FSDP the root's
-        parameters are gathered. Collective over tp: every rank of it must call, in program order.
+        parameters are gathered. ``routers``: through which the routers of mixtures choose.
+
+        Collective over tp: every rank of it must call, in program order.
         """
         num_tokens = attention.positions.shape[0]
         rows = round_up(max(num_tokens, self.min_rows), self.slices)
@@ -208,7 +217,7 @@ class Decoder(nn.Module):
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
             rope = tables[self.spec.local_rope(layer)]
             with self._saving(block, rope.cos, rope.sin):
-                x = self._run_layer(block, x, rope, attention, num_tokens)
+                x = self._run_layer(block, x, rope, attention, num_tokens, routers)
         if self.norm is not None:
             x = self.norm(x)
             x = gather_whole(x, self.tp) if self.slices > 1 else x
