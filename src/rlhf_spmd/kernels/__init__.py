@@ -47,6 +47,7 @@ GPUs:
 """
 
 from rlhf_spmd.kernels.cpp_ops import CppOps
+from rlhf_spmd.kernels.delta_rule import DeltaShape, DeltaStates, mix_tokens
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.gradients import differentiable
