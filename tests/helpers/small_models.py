@@ -233,10 +233,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "full_attention_interval": 2,
         "pad_token_id": 0,
     },
     "mixtral": {

@@ -138,7 +138,10 @@ class GenerationConfig:
 
     def check_model(self, where: str, spec: ModelSpec) -> None:
         """Raises ValueError for what cannot be done with linear attention, whose states cannot go back to an earlier token."""
-        for key, value, most in (("speculative_tokens", self.speculative_tokens, 0), ("steps_per_sync", self.steps_per_sync, 1)):
+        for key, value, most in (
+            ("speculative_tokens", self.speculative_tokens, 0),
+            ("steps_per_sync", self.steps_per_sync, 1),
+        ):
             if spec.delta is not None and (value or most) > most:
                 raise ValueError(
                     f"{where}.{key}={value}: tokens behind the end of a turn, or behind a wrong guess, cannot be taken out of the states "

@@ -159,7 +159,9 @@ class Generator:
         """
         self.reserved, config, num_pages = True, self.config, self.config.num_pages
         if num_pages is None:
-            num_pages = min(config.max_num_seqs * -(-(longest - 1) // config.page_size), self._affordable_pages(config.max_num_seqs))
+            num_pages = min(
+                config.max_num_seqs * -(-(longest - 1) // config.page_size), self._affordable_pages(config.max_num_seqs)
+            )
             self.config = replace(config, num_pages=num_pages)
         longest = min(longest, num_pages * config.page_size + 1)
         return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)

@@ -141,9 +141,7 @@ class Block(nn.Module):
     def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
-    def _mix(
-        self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int
-    ) -> Tensor:
+    def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
         if self.mixer is not None:
             assert isinstance(attention, TokenMixing)

@@ -13,7 +13,13 @@ from rlhf_spmd.models.keys import read_rotary_factor
 from rlhf_spmd.models.spec import ModelSpec, standard_spec
 
 DEFAULTS = {"num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32768}
-DENSE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4, "vocab_size": 248320}
+DENSE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 248320,
+}
 
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:

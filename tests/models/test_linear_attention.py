@@ -1,0 +1,244 @@
+"""Families with linear attention (gated delta rule): the arithmetic, the model against transformers, training in layouts, generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_runs import assert_same, together, train
+from generators import (
+    SMALL,
+    build_generator,
+    generate_on_rank,
+    ragged_requests,
+    tokens_of,
+    training_log_probs,
+    transformers_greedy,
+)
+from ranks import run_ranks
+from reshard_cases import Simulated, layout_of
+from reshard_generation import generate_in_layout
+from reshard_plans import check_plans
+from rlhf_spmd.generation import GenerationConfig, SamplingConfig
+from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.layout import Layout
+from small_models import CONFIGS, LENGTHS, make_batch, make_model
+
+FAMILIES = ("qwen3-5",)
+SHAPE = DeltaShape(2, 6, 5, 4, 4)
+NARROW = 1e-3  # in float32, of log-probs between one token at a time and chunks, with these weights
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("linear")
+    return {name: make_model(root / name, {**CONFIGS[name], "vocab_size": 301}) for name in FAMILIES}
+
+
+def inputs(lengths: Sequence[int], shape: DeltaShape = SHAPE) -> tuple[Tensor, ...]:
+    """x, decay, rate and the convolution's weight of sequences padded to the longest, float64."""
+    generator, longest = torch.Generator().manual_seed(3), max(lengths)
+    sizes = (shape.channels,), (shape.values,), (shape.values,)
+    x, decay, rate = (torch.randn(len(lengths), longest, *size, generator=generator, dtype=torch.float64) for size in sizes)
+    weight = torch.randn(shape.channels, 1, shape.kernel, generator=generator, dtype=torch.float64)
+    return x, -decay.exp(), rate.sigmoid(), weight
+
+
+def by_definition(x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
+    """One sequence [S, C], token by token and head by head -> [S, value heads, D]."""
+    kernel, memory = shape.kernel, torch.zeros(shape.values, shape.key_dim, shape.value_dim, dtype=x.dtype)
+    outs = []
+    for t in range(len(x)):
+        seen = [x[t - back] if t >= back else torch.zeros_like(x[0]) for back in reversed(range(kernel))]
+        total = sum(one * weight[:, 0, i] for i, one in enumerate(seen))
+        assert isinstance(total, Tensor)
+        row = total * total.sigmoid()
+        q, k, v = row.split([shape.keys * shape.key_dim, shape.keys * shape.key_dim, shape.values * shape.value_dim])
+        out = []
+        for head in range(shape.values):
+            key_head = head // (shape.values // shape.keys)
+            query, key = (part.view(shape.keys, -1)[key_head] for part in (q, k))
+            query, key = (part / (part.square().sum() + 1e-6).sqrt() for part in (query, key))
+            state = memory[head] * decay[t, head].exp()
+            memory[head] = state + torch.outer(key, rate[t, head] * (v.view(shape.values, -1)[head] - key @ state))
+            out.append(query @ memory[head] / shape.key_dim**0.5)
+        outs.append(torch.stack(out))
+    return torch.stack(outs)
+
+
+def test_chunks_are_the_rule_token_by_token() -> None:
+    """Sequences of several chunks, padded to the longest, whole and in parts of any size."""
+    lengths = [150, 64, 7]
+    x, decay, rate, weight = inputs(lengths)
+    valid = (torch.arange(150) < torch.tensor(lengths)[:, None])[:, :, None]
+    got, _, memory = mix_tokens(x, decay, rate, weight, SHAPE, valid, None)
+    for i, length in enumerate(lengths):
+        want = by_definition(x[i, :length], decay[i, :length], rate[i, :length], weight, SHAPE)
+        assert (got[i, :length] - want).abs().max() < 1e-12
+    states, before, outs = None, 0, []
+    for size in (1, 70, 1, 1, 77):
+        part = [each[:1, before : before + size] for each in (x, decay, rate)]
+        out, seen, left = mix_tokens(*part, weight, SHAPE, None, states)
+        states, before = DeltaStates(seen[:, -3:], left), before + size
+        outs.append(out)
+    assert states is not None and before == 150
+    assert (torch.cat(outs, 1)[0] - got[0]).abs().max() < 1e-12 and (states.memory[0] - memory[0]).abs().max() < 1e-12
+
+
+def test_gradients_are_those_of_the_rule() -> None:
+    x, decay, rate, weight = (each.requires_grad_() for each in inputs([70]))
+    factor = torch.linspace(-1, 1, 70 * SHAPE.values * SHAPE.value_dim, dtype=torch.float64)
+    found = []
+    for out in (mix_tokens(x, decay, rate, weight, SHAPE, None, None)[0][0], _differentiable(x, decay, rate, weight)):
+        found.append(torch.autograd.grad((out.flatten() * factor).sum(), (x, decay, rate, weight)))
+    for got, want in zip(*found, strict=True):
+        assert (got - want).abs().max() < 1e-11
+
+
+def _differentiable(x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
+    """As ``by_definition``, for the first sequence, by the matrix form of each step and without writing in place."""
+    shape, outs, padded = SHAPE, [], torch.cat([x.new_zeros(3, SHAPE.channels), x[0]])
+    state = torch.zeros(shape.values, shape.key_dim, shape.value_dim, dtype=x.dtype)
+    for t in range(x.shape[1]):
+        row = torch.nn.functional.silu((padded[t : t + 4] * weight[:, 0].t()).sum(0))
+        q, k, v = row.split([shape.keys * shape.key_dim, shape.keys * shape.key_dim, shape.values * shape.value_dim])
+        q, k = (part.view(shape.keys, -1).repeat_interleave(shape.values // shape.keys, 0) for part in (q, k))
+        q, k = (part / (part.square().sum(1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+        eye = torch.eye(shape.key_dim, dtype=x.dtype)
+        forget = eye - rate[0, t, :, None, None] * k[:, :, None] * k[:, None]
+        learnt = rate[0, t, :, None, None] * k[:, :, None] * v.view(shape.values, 1, -1)
+        state = decay[0, t].exp()[:, None, None] * forget @ state + learnt
+        outs.append((q[:, None] @ state)[:, 0] / shape.key_dim**0.5)
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probs_in_float32(models: dict[str, Path], name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32, attn_implementation="eager").eval()
+    decoder = Decoder(read_spec(models[name]), "lm", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, models[name])
+    ids, labels = make_batch(301)
+    with torch.no_grad():
+        got, _ = token_log_probs(decoder, decoder(ids, PackedAttention(LENGTHS)), labels)
+        rows = [model(some[None]).logits[0].log_softmax(-1) for some in ids.split(LENGTHS)]
+    want = torch.cat(rows).gather(1, labels[:, None])[:, 0]
+    assert (got - want).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefixes_in_common_change_nothing(models: dict[str, Path], name: str) -> None:
+    """Rows of a group lie in a batch with their prompt once: log-probs and gradients are those of whole rows."""
+    spec = read_spec(models[name])
+    ids, labels = make_batch(301)
+    prompt, first, second = ids[:9], ids[9:20], ids[20:24]
+    whole = torch.cat([prompt, first, prompt, second])
+    once = torch.cat([prompt, first, second])
+    places = torch.cat([torch.arange(20), torch.arange(9), torch.arange(20, 24)])
+    found = []
+    for tokens, attention in (
+        (whole, PackedAttention([20, 13])),
+        (once, PackedAttention([20, 13], places=places)),
+    ):
+        decoder = Decoder(spec, "lm", 0, 1, solo(), torch.float64, "cpu")
+        load_pretrained(decoder, models[name])
+        kept = torch.arange(len(tokens)) if len(tokens) == len(once) else torch.cat([torch.arange(20), torch.arange(29, 33)])
+        target = labels[: len(tokens)].clone()
+        target[kept] = labels[: len(once)]
+        got, _ = decoder(tokens, attention, lambda d, hidden, target=target: token_log_probs(d, hidden, target))
+        got[kept].square().sum().backward()
+        found.append((got[kept].detach(), {key: p.grad for key, p in decoder.named_parameters()}))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-11
+    for key, grad in found[0][1].items():
+        assert (grad - found[1][1][key]).abs().max() < 1e-9 * grad.abs().max().clamp(min=1), key
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "layout", "checkpointing"),
+    [
+        ("qwen3-5", "lm", Layout(tp=2), "none"),
+        ("qwen3-5", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("qwen3-5", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
+        ("qwen3-5", "value", Layout(tp=4), "full"),
+        ("qwen3-5", "lm", Layout(pp=4), "none"),
+        ("qwen3-5", "value", Layout(dp=2, zero=2), "selective"),
+    ],
+    ids=str,
+)
+def test_training_is_the_same_in_layouts(
+    models: dict[str, Path], name: str, head: str, layout: Layout, checkpointing: str
+) -> None:
+    path, options = str(models[name]), {"activation_checkpointing": checkpointing}
+    got = together(run_ranks(layout.size, train, path, layout, [2, 3], head, options))
+    assert_same(got, together(run_ranks(1, train, path, Layout(), [1], head, {})), 1e-10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_transformers(models: dict[str, Path], name: str) -> None:
+    requests = ragged_requests(samples=1, max_new_tokens=30)
+    greedy = build_generator(str(models[name])).generate(requests, SamplingConfig(temperature=0.0), 0, 0)
+    assert tokens_of(greedy) == transformers_greedy(str(models[name]), [list(r.prompt_ids) for r in requests], 30)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 13},  # prompts in several parts, rows of the batch in one step with them
+        {"num_pages": 22},  # preemption
+        {"max_num_seqs": 3},
+        {"micro_batches": 3, "page_size": 3},
+    ],
+    ids=str,
+)
+def test_batches_and_chunks_change_nothing(models: dict[str, Path], name: str, options: dict[str, Any]) -> None:
+    """Log-probs of sampled tokens are a training forward's."""
+    config, requests = replace(SMALL, **options), ragged_requests()
+    for dtype, most in ((torch.float64, 1e-10), (torch.float32, NARROW)):
+        generator = build_generator(str(models[name]), config, dtype)
+        sampled = generator.generate(requests, SamplingConfig(temperature=0.7), 3, 5)
+        wanted = training_log_probs(generator.decoder, requests, sampled, 0.7)
+        assert max(float((w - c.log_probs).abs().max()) for w, c in zip(wanted, sampled, strict=True)) < most
+        assert generator.stats.hit_tokens == 0 and (generator.stats.preemptions > 0) == ("num_pages" in options)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(pp=4), Layout(pp=2, tp=2)], ids=str)
+def test_generation_in_layouts(models: dict[str, Path], layout: Layout) -> None:
+    path, sampling = str(models["qwen3-5"]), SamplingConfig(temperature=0.8)
+    results = run_ranks(layout.size, generate_on_rank, path, layout, SMALL, 0.8)
+    reference = build_generator(path).generate(ragged_requests(), sampling, 3, 5)
+    for found, _, _ in results:
+        for completion in reference:
+            tokens, log_probs = found[completion.row_id]
+            assert tokens == completion.token_ids
+            torch.testing.assert_close(torch.tensor(log_probs), completion.log_probs, atol=NARROW, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transitions_of_the_hybrid_engine(name: str) -> None:
+    """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 16}
+    spec = spec_from_config({**CONFIGS[name], **sizes}, "test")
+    for train_layout, pp, tp in ((Layout(2, 4, 1), 1, 2), (Layout(1, 2, 4, 3), 2, 4)):
+        check_plans(Simulated("zero_redundancy", layout_of("zero_redundancy", train_layout, pp, tp), spec))
+    layout = layout_of("zero_redundancy", Layout(tp=4), 1, 2)
+    assert max(run_ranks(4, generate_in_layout, spec, "zero_redundancy", layout, True)) < 1e-12
+
+
+def test_guesses_are_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match=r"^generation\.speculative_tokens=2: .* linear attention, .* leave it out$"):
+        build_generator(str(models["qwen3-5"]), GenerationConfig(speculative_tokens=2))
