@@ -1,4 +1,4 @@
-"""Families with linear attention (gated delta rule): the arithmetic, the model against transformers, training in layouts, generation."""
+"""Linear attention (gated delta rule): the arithmetic, models against transformers, training and generation in layouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-FAMILIES = ("qwen3-5",)
+FAMILIES = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
 SHAPE = DeltaShape(2, 6, 5, 4, 4)
 NARROW = 1e-3  # in float32, of log-probs between one token at a time and chunks, with these weights
 

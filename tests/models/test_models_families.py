@@ -48,6 +48,7 @@ from saved_models import checkpoint_of, logits, model_tensors
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "smollm3", "granite", "glm4", "ministral3")
+LINEAR = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
 FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss", *DENSE)
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
@@ -195,7 +196,7 @@ def test_transitions_of_the_hybrid_engine(name: str) -> None:
     assert max(run_ranks(4, generate_in_layout, spec, "zero_redundancy", layout, True)) < 1e-12
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + LINEAR)
 def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     """transformers writes a directory, four ranks read it and write a checkpoint, and its export is the same model."""
     from transformers import AutoConfig, AutoModelForCausalLM

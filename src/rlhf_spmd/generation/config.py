@@ -144,8 +144,8 @@ class GenerationConfig:
         ):
             if spec.delta is not None and (value or most) > most:
                 raise ValueError(
-                    f"{where}.{key}={value}: tokens behind the end of a turn, or behind a wrong guess, cannot be taken out of the states "
-                    f"of linear attention, which {spec.family} has; leave it out"
+                    f"{where}.{key}={value}: tokens behind the end of a turn, or behind a wrong guess, cannot be taken out of the "
+                    f"states of linear attention, which {spec.family} has; leave it out"
                 )
 
     def check_row(self, where: str, longest: int, words: str) -> None:

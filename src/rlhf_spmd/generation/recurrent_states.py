@@ -1,8 +1,8 @@
 """What layers with linear attention know of the rows in flight: a state of fixed size per row and layer, beside the pages.
 
-A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot held, so
-slots need no clearing, and a row that is preempted computes all of its tokens again. Pages of shared prompts have no states: such models
-share none.
+A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot
+held, so slots need no clearing. A row that is preempted computes all of its tokens again. Pages of shared prompts have no states: such
+models share none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlhf_spmd.models.decoder import Decoder
 
 
 class RecurrentStates:
-    """``inputs`` [layers, slots, kernel - 1, C] and ``memory`` [layers, slots, H, G, K, D], see ``kernels.delta_rule``, of the layers of this
-    stage with linear attention. Both are zeros at first."""
+    """Of the layers of this stage with linear attention, see ``kernels.delta_rule``: ``inputs`` [layers, slots, kernel - 1, C] and
+    ``memory`` [layers, slots, H, G, K, D]. Both are zeros at first."""
 
     def __init__(self, decoder: Decoder, num_slots: int, device: torch.device) -> None:
         inputs, memory = _shapes(decoder)

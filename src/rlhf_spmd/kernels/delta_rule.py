@@ -7,8 +7,8 @@ A head's state S [K, D] is a memory of values by keys. A token with key k, value
 Queries and keys have length one; queries are divided by sqrt(K). Before the rule, a causal convolution over the last few tokens acts on
 each channel. What is computed is fp32 at least, as in transformers.
 
-Several tokens are computed in chunks: within a chunk, all corrections are the solution of one triangular system. One token is computed by
-the formula above. The two differ in the last bits.
+Several tokens are computed in chunks: within a chunk, all corrections are the solution of one triangular system. One token is
+computed by the formula above. The two differ in the last bits.
 
 Shape legend: B sequences, S tokens of each, C channels, H key heads, G value heads per key head, K key_dim, D value_dim, N chunks of L.
 """
@@ -41,7 +41,7 @@ class DeltaShape(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """What is left of the tokens so far: ``inputs`` [B, kernel - 1, C] of the convolution, the last ones, and ``memory`` [B, H, G, K, D]."""
+    """What is left of the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
 
     inputs: Tensor
     memory: Tensor
@@ -101,9 +101,9 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, mem
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [B, S, H, K], v [B, S, H, G, D], ``decay`` and ``rate`` [B, S, H, G], memory [B, H, G, K, D] -> outputs [B, S, H, G, D] and
-    the memory behind the last token."""
-    batch, length = q.shape[:2]
+    """q and k [B, S, H, K], v [B, S, H, G, D], ``decay`` and ``rate`` [B, S, H, G], memory [B, H, G, K, D] -> outputs
+    [B, S, H, G, D] and the memory behind the last token."""
+    length = q.shape[1]
     size = min(CHUNK, length)
     missing = -length % size
 

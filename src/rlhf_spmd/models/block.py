@@ -30,7 +30,7 @@ from rlhf_spmd.parallel.collectives import Group
 class Block(nn.Module):
     """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
 
-    ``index`` counts within the stage the layers of its kind: with attention, or with linear attention; ``layer`` counts all of the model.
+    ``index`` counts the stage's layers of its kind, with attention or with linear attention; ``layer`` all of the model.
     """
 
     gate_up: Linear

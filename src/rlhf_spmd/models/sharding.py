@@ -238,7 +238,7 @@ def _delta_rows(rule: DeltaRule, prefix: str, heads: range, blocks: int) -> list
 
 
 def _gated_rows(parts: list[tuple[str, tuple[int, int, int]]], dim: int, blocks: int) -> list[tuple[str, int, int, int]]:
-    """As :func:`_interleave` of queries, keys and values, where each query is followed by its gate: all gates come behind the values."""
+    """As :func:`_interleave` of queries, keys and values, where each query is followed by its gate. Gates come behind the values."""
     (q, (start, count, total)), *others = parts
     found: list[tuple[str, int, int, int]] = []
     for block in range(blocks):

@@ -23,14 +23,11 @@ from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
 LATENT = ("its attention is latent (MLA)", "glm4_moe")
-DELTA = ("most of its layers have linear attention (gated delta rule)", "qwen3")
 # families that the decoder cannot be, why, and the nearest that it can
 UNFIT = {
     "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
-    "qwen3_next": DELTA,
-    "qwen3_5_moe": DELTA,
     "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
 }
 
