@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_runs import assert_same, together, train
@@ -25,15 +27,20 @@ from ranks import run_ranks
 from reshard_cases import Simulated, layout_of
 from reshard_generation import generate_in_layout
 from reshard_plans import check_plans
+from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
+from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.generation import GenerationConfig, SamplingConfig
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.heads import local_logits, token_log_probs, values
+from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
+from saved_models import checkpoint_of
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 FAMILIES = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
@@ -242,3 +249,66 @@ def test_transitions_of_the_hybrid_engine(name: str) -> None:
 def test_guesses_are_refused(models: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"^generation\.speculative_tokens=2: .* linear attention, .* leave it out$"):
         build_generator(str(models["qwen3-5"]), GenerationConfig(speculative_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "stacked"),
+    [("qwen3_5", "qwen3-5", False), ("qwen3_5_moe", "qwen3-5-moe", False), ("qwen3_5_moe", "qwen3-5-moe", True)],
+)
+def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: str, stacked: bool) -> None:
+    """transformers writes a model with a vision tower; its language model is read, and the export is one for text. ``stacked``: files
+    have all experts in one tensor, as on the hub."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    text = {key: value for key, value in deepcopy(CONFIGS[name]).items() if key != "architectures"}
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config={**eyes, "num_position_embeddings": 16})
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    stored = load_file(file)
+    assert any(name.startswith("model.visual.") for name in stored)
+    if stacked:
+        stored = {key: tensor for key, tensor in stored.items() if ".experts." not in key}
+        stored |= {key: tensor.contiguous() for key, tensor in model.state_dict().items() if ".experts." in key}
+        assert stored["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (6, 48, 32)
+    save_file({**stored, "mtp.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
+    spec = read_spec(tmp_path / "source")
+    decoder = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, tmp_path / "source")
+    ids, _ = make_batch(101)
+    with torch.no_grad():
+        got = local_logits(decoder, decoder(ids, PackedAttention(LENGTHS)))
+        want = torch.cat([model(some[None]).logits[0] for some in ids.split(LENGTHS)])
+    assert (got - want).abs().max() < 1e-4
+    tensors = {key: torch.empty(shape) for key, shape in tensor_shapes(spec, "lm").items()}
+    for key, parameter in decoder.named_parameters():
+        for box in decoder.shards[key].boxes:
+            tensors[box.name][box.global_slices] = parameter.detach()[box.local_slices]
+    path = checkpoint_of(tensors, tmp_path / "source", tmp_path / "run", "lm")
+    out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert type(loaded).__name__ == CONFIGS[name]["architectures"][0]
+    assert read_json(out / "config.json")["architectures"] == CONFIGS[name]["architectures"]
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        again = torch.cat([loaded.eval()(some[None]).logits[0] for some in ids.split(LENGTHS)])
+    assert (again - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "qwen3-next"])
+def test_value_models_equal_transformers_classifiers(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    path = make_model(tmp_path, {**CONFIGS[name], "architectures": ["AForSequenceClassification"], "num_labels": 1})
+    decoder = Decoder(read_spec(path), "value", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
+    ids, _ = make_batch(101)
+    with torch.no_grad():
+        got = decoder(ids, PackedAttention(LENGTHS), values)
+        want = torch.cat([model.score(model.model(some[None])[0])[0, :, 0] for some in ids.split(LENGTHS)])
+    assert (got - want).abs().max() < 1e-4
+    head = [Spec("score.weight", torch.float32, (1, 32))]
+    assert export_config(CONFIGS[name], head)["architectures"] == [type(model).__name__]

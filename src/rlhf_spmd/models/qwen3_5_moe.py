@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.models import qwen3_5_moe_text
@@ -14,4 +15,5 @@ def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"{source}: 'text_config' is {text!r}; model_type 'qwen3_5_moe' must have one")
-    return qwen3_5_moe_text.build_spec({**text, "model_type": "qwen3_5_moe_text"}, source)
+    spec = qwen3_5_moe_text.build_spec({**text, "model_type": "qwen3_5_moe_text"}, source)
+    return replace(spec, text_prefix="language_model.")

@@ -39,7 +39,6 @@ def hybrid_spec(
         attention_bias=bias,
         attention_out_bias=bias,
         attention_gate=True,
-        text_prefix="language_model.",  # which transformers writes even into models for text
         qk_norm=True,
         norm_plus_one=True,
         partial_rotary_factor=read_rotary_factor(full, source, 0.25),
