@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import tasks
 from engine_runs import assert_same, together, train
 from generators import (
     SMALL,
@@ -29,7 +31,7 @@ from reshard_generation import generate_in_layout
 from reshard_plans import check_plans
 from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
-from rlhf_spmd.generation import GenerationConfig, SamplingConfig
+from rlhf_spmd.generation import GenerationConfig, GenerationLimits, SamplingConfig
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -37,9 +39,11 @@ from rlhf_spmd.models.heads import local_logits, token_log_probs, values
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.stored import read_json
-from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.train import prepare
+from rlhf_spmd.training.checks import exact_rollouts
 from saved_models import checkpoint_of
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
@@ -246,11 +250,6 @@ def test_transitions_of_the_hybrid_engine(name: str) -> None:
     assert max(run_ranks(4, generate_in_layout, spec, "zero_redundancy", layout, True)) < 1e-12
 
 
-def test_guesses_are_refused(models: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match=r"^generation\.speculative_tokens=2: .* linear attention, .* leave it out$"):
-        build_generator(str(models["qwen3-5"]), GenerationConfig(speculative_tokens=2))
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "stacked"),
     [("qwen3_5", "qwen3-5", False), ("qwen3_5_moe", "qwen3-5-moe", False), ("qwen3_5_moe", "qwen3-5-moe", True)],
@@ -312,3 +311,68 @@ def test_value_models_equal_transformers_classifiers(tmp_path: Path, name: str) 
     assert (got - want).abs().max() < 1e-4
     head = [Spec("score.weight", torch.float32, (1, 32))]
     assert export_config(CONFIGS[name], head)["architectures"] == [type(model).__name__]
+
+
+@pytest.mark.parametrize("kv_cache", ["free", "keep", "offload"])
+def test_calls_that_are_interrupted_change_nothing(models: dict[str, Path], kv_cache: str) -> None:
+    """Rows go on with their states, or compute their tokens again; rows that come later take slots that others had."""
+    path, requests = str(models["qwen3-5"]), ragged_requests(samples=2, max_new_tokens=20)
+    sampling, config = SamplingConfig(temperature=0.7), replace(SMALL, max_num_batched_tokens=50, kv_cache=kv_cache)
+    wanted = build_generator(path, SMALL, torch.float64).generate(requests, sampling, 3, 5)
+    generator = build_generator(path, replace(config, max_num_seqs=6), torch.float64)
+    found, fresh, late = [], requests[:4], requests[4:]
+    while fresh or generator.kept or late:
+        found += generator.generate_until(fresh, sampling, 3, 5, GenerationLimits(steps=5), version=1)
+        generator.before_training()
+        fresh, late = late[:4], late[4:]
+    for got, want in zip(sorted(found, key=lambda c: c.row_id), wanted, strict=True):
+        assert got.token_ids == want.token_ids and (got.log_probs - want.log_probs).abs().max() < 1e-10
+
+
+def test_ppo_on_one_rank_and_split(tmp_path: Path) -> None:
+    """A Qwen3.5 learns with a critic that is a Qwen3-Next, in layouts that generation regroups."""
+    task = tasks.task()
+    sizes = {"vocab_size": len(tasks.VOCABULARY), "eos_token_id": tasks.EOS, "initializer_range": 0.12}
+    for role, name, kind in (("actor", "qwen3-5", "CausalLM"), ("critic", "qwen3-next", "SequenceClassification")):
+        config = {**CONFIGS[name], **sizes, "architectures": [f"AFor{kind}"]}
+        write_random_model(tmp_path / role, config, 3)
+        shutil.copytree(task / "tokenizer", tmp_path / role, dirs_exist_ok=True)
+    roles = ("actor", "critic", "reference")
+    common = [f"models.{role}.path={tmp_path / model}" for role, model in zip(roles, ("actor", "critic", "actor"), strict=True)]
+    common += [f"models.{role}.dtype=float64" for role in roles]
+    split = ["models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.critic.layout.dp=2"]
+    split += ["models.critic.layout.zero=3", "models.reference.layout.pp=2"]
+    for ranks, overrides in ((1, []), (2, split)):
+        arguments = str(task / "ppo.json"), tasks.settings(tmp_path / str(ranks), 2, *common, *overrides)
+        run_ranks(ranks, tasks.train_here, *arguments)
+    alone, both = (tasks.read_run(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert alone.log_prob_difference() < 1e-10 and alone.responses == both.responses
+    for difference, where in (tasks.worst_metric(alone, both, 1e-3), tasks.worst_tensor(alone, both)):
+        assert difference < 1e-8, where
+
+
+def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
+    """Refused before work starts. Rollouts are not exact: old log-probs are computed in a training forward."""
+    task = tasks.task()
+    sizes = {"vocab_size": len(tasks.VOCABULARY), "eos_token_id": tasks.EOS}
+    write_random_model(tmp_path / "model", {**CONFIGS["qwen3-5"], **sizes}, 3)
+    shutil.copytree(task / "tokenizer", tmp_path / "model", dirs_exist_ok=True)
+
+    def job(*more: str, ranks: int = 1) -> Any:
+        paths = [f"models.{role}.path={tmp_path / 'model'}" for role in ("actor", "reference")]
+        return prepare(str(task / "ppo.json"), tasks.settings(tmp_path / "x", 1, *paths, *more), ranks)
+
+    found = job()
+    assert not exact_rollouts(found.config, found.plans)
+    generation = "models.actor.generation"
+    for more, words in (
+        (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),
+        (f"{generation}.speculative_tokens=2", r"models\.actor\.generation\.speculative_tokens=2: .* leave it out"),
+        (f"{generation}.steps_per_sync=4", r"models\.actor\.generation\.steps_per_sync=4: .* leave it out"),
+        ("models.actor.layout.cp=2", r"models\.actor\.layout\.cp=2: linear attention .* allowed: 1"),
+        ("models.actor.layout.tp=8", r"tp=8 does not divide"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            job(more, ranks=8 if "layout" in more else 1)
+    with pytest.raises(ValueError, match=r"^generation\.speculative_tokens=2: .* linear attention, .* leave it out$"):
+        build_generator(str(tmp_path / "model"), GenerationConfig(speculative_tokens=2))

@@ -34,7 +34,11 @@ from small_models import CONFIGS
         ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
         ("llama", {"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its attention is latent .* 'glm4_moe'"),
-        ("qwen3-5", {"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .* num_hidden_layers=4 layers 'linear_attention'"),
+        (
+            "qwen3-5",
+            {"layer_types": ["sliding_attention"] * 4},
+            "'layer_types' is .* num_hidden_layers=4 layers 'linear_attention'",
+        ),
         ("qwen3-5", {"linear_num_value_heads": 6}, "linear_num_value_heads=6 is not divisible by linear_num_key_heads=4"),
         ("qwen3-5", {"linear_conv_kernel_dim": 0}, "'linear_conv_kernel_dim' is 0"),
         ("qwen3-5", {"model_type": "qwen3_5"}, "'text_config' is None"),
