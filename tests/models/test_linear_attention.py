@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tasks
-from engine_runs import assert_same, together, train
+from engine_runs import OPTIM, assert_same, together, train
 from generators import (
     SMALL,
     build_generator,
@@ -32,18 +32,23 @@ from reshard_plans import check_plans
 from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.generation import GenerationConfig, GenerationLimits, SamplingConfig
+from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.recurrent_states import slot_bytes
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
+from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.checks import exact_rollouts
+from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
@@ -376,3 +381,61 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
             job(more, ranks=8 if "layout" in more else 1)
     with pytest.raises(ValueError, match=r"^generation\.speculative_tokens=2: .* linear attention, .* leave it out$"):
         build_generator(str(tmp_path / "model"), GenerationConfig(speculative_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "most"),
+    [
+        ({"lora": LoraConfig(rank=2)}, Layout(pp=2, tp=2, sequence_parallel=True), 1e-10),
+        ({"lora": LoraConfig(rank=2, target_modules=["in_proj_qkv", "out_proj", "q_proj"])}, Layout(tp=2, dp=2, zero=2), 1e-10),
+        ({"optim": replace(OPTIM, name="muon")}, Layout(tp=2, dp=2, zero=1), 0.02),  # whose products are in bf16
+    ],
+    ids=["lora", "lora of some", "muon"],
+)
+@pytest.mark.parametrize("name", ["qwen3-5", "qwen3-next"])
+def test_adapters_and_muon_in_layouts(
+    models: dict[str, Path], name: str, options: dict[str, Any], layout: Layout, most: float
+) -> None:
+    if name == "qwen3-next" and "lora" in options:
+        named = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"]
+        options = {"lora": replace(options["lora"], target_modules=named)}
+    path = str(models[name])
+    got = together(run_ranks(layout.size, train, path, layout, [2, 3], "lm", options))
+    assert_same(got, together(run_ranks(1, train, path, Layout(), [1], "lm", options)), most)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_planner_counts_what_transformers_has(models: dict[str, Path], name: str) -> None:
+    spec, shape = read_spec(models[name]), shape_of(read_spec(models[name]), "lm")
+    tensors = load_file(models[name] / "model.safetensors")
+    assert shape.params == pytest.approx(sum(tensor.numel() for tensor in tensors.values()))
+    delta, linear = spec.delta, 2
+    assert delta is not None and len(delta.layers) == linear
+    matrices = {key: tensor.numel() for key, tensor in tensors.items() if tensor.ndim == 2 and "embed" not in key}
+    every = sum(matrices.values())
+    if spec.experts is not None:  # a token takes three of six
+        every -= sum(n for key, n in matrices.items() if ".experts." in key) // 2
+    assert forward_flops(spec, 10, 0) == 10 * 2 * (every + 3 * linear * 8 * 24 * 16)
+    assert shape.active == pytest.approx((every - matrices["lm_head.weight"]) / 4)
+    assert (shape.queries, shape.keys, shape.state) == (4 * 16 / 2, 2 * 16 / 2, (8 * 24 * 16 + 3 * (2 * 4 * 24 + 8 * 16)) / 2)
+
+
+def test_states_count_in_the_cache(models: dict[str, Path]) -> None:
+    """A slot for each row in flight, and what the planner says of them is what the generator allocates."""
+    path, requests = models["qwen3-5"], ragged_requests()
+    generator = build_generator(str(path), replace(SMALL, max_num_seqs=5, kv_cache="keep"))
+    generator.generate_until(requests, SamplingConfig(), 3, 5, GenerationLimits(steps=2), version=1)
+    kept = generator._micro_batches
+    assert kept is not None
+    states = kept.micro_batches[0].cache.states
+    assert states is not None and states.num_slots == 5 and len(kept.micro_batches[0].cache.pages) == 2
+    held = states.inputs.nbytes + states.memory.nbytes
+    assert held == 5 * slot_bytes(generator.decoder) == 5 * 4 * 4 * shape_of(generator.decoder.spec, "lm").state
+    free = {}
+    for size in (0, slot_bytes(generator.decoder)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rlhf_spmd.generation.generator.slot_bytes", lambda decoder, size=size: size)
+            patch.setattr("rlhf_spmd.generation.generator.cache_room", lambda *args: 10_000_000)
+            free[size] = build_generator(str(path))._affordable_pages(7)
+    page = KVCache.page_bytes(2, 2, 16, 8, torch.float32)
+    assert free[0] - free[size] == pytest.approx(7 * size / page, abs=1)

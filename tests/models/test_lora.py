@@ -178,7 +178,9 @@ DOUBLE = {family: 1e-12 for family in FAMILIES if family not in ("qwen3-moe", "q
 }  # transformers' experts and delta rule have no float64
 CASES = [
     *((family, torch.float64, most) for family, most in DOUBLE.items()),
-    *((name, torch.float32, 1e-4) for name in FAMILIES),  # their order of sums; float64 holds the formula
+    *(
+        (name, torch.float32, 1e-3 if name == "qwen3-5" else 1e-4) for name in FAMILIES
+    ),  # their order of sums; float64 holds the formula
 ]
 
 

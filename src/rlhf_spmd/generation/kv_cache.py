@@ -227,6 +227,8 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
     columns = spec.intermediate_size / decoder.tp.size
     row = 4 * spec.hidden_size + queries + 2 * keys + max(3 * columns, 3 * queries + 3 * keys)
+    if spec.delta is not None:
+        row += (spec.delta.columns + spec.delta.kept / 2 * 4 / size) / decoder.tp.size
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
     logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
     captures = config.captures(next(decoder.parameters()).device, decoder.tp.size, decoder.pp)

@@ -42,6 +42,12 @@ class DeltaRule:
         return self.channels + self.value_heads * (self.value_dim + 2)
 
     @property
+    def kept(self) -> int:
+        """fp32 numbers that the operations of a layer keep of a token for the backward pass, as measured."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return 17 * keys + 2 * self.value_heads * self.key_dim + 13 * values + 320 * self.value_heads
+
+    @property
     def state(self) -> int:
         """Elements of the state of one sequence in one layer, which are in fp32 at least."""
         return self.value_heads * self.key_dim * self.value_dim

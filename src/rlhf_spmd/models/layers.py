@@ -58,7 +58,7 @@ def split_gates(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
     rows, width = len(qkv), shape.queries * shape.dim // shape.blocks
     blocks = qkv.view(rows, shape.blocks, -1)
     rest, gates = blocks[:, :, :-width], blocks[:, :, -width:]
-    return rest.reshape(rows, -1), gates.reshape(rows, shape.queries, shape.dim)
+    return rest.reshape(rows, -1).contiguous(), gates.reshape(rows, shape.queries, shape.dim)
 
 
 def whole_norms(ops: Ops, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: HeadShape, kv_copies: int, tp: Group) -> Tensor:

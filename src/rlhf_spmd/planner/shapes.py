@@ -25,6 +25,10 @@ class ModelShape:
     is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
     layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head. ``expert_rows``: rows
     that an average layer makes of a token for its experts; 0 without experts.
+
+    Where some layers have linear attention, ``queries`` and ``keys`` are averages over all. ``gates``: columns of the first product of
+    an average layer beside queries, keys and values. ``mixing``: fp32 numbers that it keeps of a token beside them. ``state``: fp32
+    numbers that it keeps of a row in generation.
     """
 
     layers: int
@@ -41,6 +45,9 @@ class ModelShape:
     outputs: int
     tied: bool
     expert_rows: float = 0.0
+    gates: float = 0.0
+    mixing: float = 0.0
+    state: float = 0.0
 
     @property
     def params(self) -> float:
@@ -73,7 +80,11 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
         part = name.split(".")[0]
         held[part] = held.get(part, 0) + int(np.prod(shard.shape))
-    queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
+    queries, keys = (int(share * heads * spec.head_dim) for heads in (spec.num_attention_heads, spec.num_key_value_heads))
+    gates, delta = queries * spec.attention_gate, spec.delta
+    linear = 0.0 if delta is None else delta.columns * (1 - share)
+    out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
     columns = routers = rows = 0.0
     for layer in range(spec.num_hidden_layers):
         experts = spec.experts_of(layer)
@@ -81,7 +92,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         routers += 0 if experts is None else experts.routers
         rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
-    active = spec.hidden_size * (2 * queries + 2 * keys + 3 * columns + routers)
+    active = spec.hidden_size * (2 * queries + 2 * keys + gates + linear + out + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
     return ModelShape(
         spec.num_hidden_layers,
@@ -98,6 +109,9 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         outputs,
         spec.tie_word_embeddings and head in ("lm", "both"),
         rows / spec.num_hidden_layers,
+        gates + linear,
+        2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
+        0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
     )
 
 
