@@ -68,10 +68,23 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert off < 2e-5, f"{key}: {off}"
 
 
-DENSE = ["llama-tied-bias", "qwen3-tied", "gemma2", "gemma3", "phi4-mini", "olmo2", "smollm3", "granite", "glm4", "ministral3"]
+LINEAR = ["qwen3-5", "qwen3-next"]
+DENSE = [
+    "llama-tied-bias",
+    "qwen3-tied",
+    "gemma2",
+    "gemma3",
+    "phi4-mini",
+    "olmo2",
+    "exaone4",
+    "smollm3",
+    "granite",
+    "glm4",
+    "ministral3",
+]
 
 
-@pytest.mark.parametrize("name", [*DENSE, "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss", "qwen3-5", "qwen3-next"])
+@pytest.mark.parametrize("name", [*DENSE, "qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", *LINEAR])
 def test_log_probs_and_gradients_are_those_of_torch(name: str) -> None:
     expected = results_of(Ops(), name, solo())
     for checkpointing in CHECKPOINTING if name == "qwen3-tied" else ("none",):

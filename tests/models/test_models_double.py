@@ -21,7 +21,7 @@ from small_models import CONFIGS, LENGTHS, make_batch, make_model
 MOST = 1e-9
 LINEAR = ["qwen3-5"]  # and two among EXPERTS
 EXPERTS = [name for name, config in CONFIGS.items() if "num_experts_per_tok" in config]
-DENSE = ["phi4-mini", "seed-oss", "olmo2", "olmo3", "smollm3", "granite", "glm4", "ministral3"]
+DENSE = ["phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3"]
 
 
 @pytest.mark.parametrize("name", EXPERTS + DENSE + LINEAR)

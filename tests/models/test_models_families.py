@@ -47,9 +47,9 @@ from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of, logits, model_tensors
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
-DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "smollm3", "granite", "glm4", "ministral3")
 LINEAR = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss", *DENSE)
+DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", *DENSE)
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -116,6 +116,8 @@ def test_generation(models: dict[str, Path], name: str) -> None:
         ("qwen3-moe", Layout(tp=2)),
         ("phi3", Layout(tp=2)),
         ("olmo2", Layout(tp=2)),
+        ("exaone4", Layout(pp=2)),
+        ("olmoe", Layout(tp=2)),
         ("smollm3", Layout(pp=2)),
         ("glm4", Layout(tp=2)),
     ],
@@ -138,6 +140,7 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
         ("qwen3-moe", "value", Layout(tp=2, sequence_parallel=True), "none"),
         ("qwen2-moe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
         ("qwen2-moe", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("olmoe", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
         ("glm4-moe", "lm", Layout(pp=2, tp=2, dp=1), "none"),
         ("gpt-oss", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gpt-oss", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
@@ -149,6 +152,7 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
         ("seed-oss", "lm", Layout(dp=2, zero=2), "none"),
         ("olmo2", "lm", Layout(tp=4), "selective"),
         ("olmo3", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("exaone4", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("smollm3", "value", Layout(pp=2, dp=2, zero=1), "none"),
         ("granite", "lm", Layout(dp=2, zero=3), "full"),
         ("glm4", "lm", Layout(tp=2, dp=2, zero=3), "none"),
@@ -315,6 +319,12 @@ def test_rules_of_layers() -> None:
     assert spec_from_config(no_window, "test").windows == (4096,) * 4
     assert spec_from_config({**no_window, "sliding_window": None}, "test").windows == ()
     assert spec_from_config({**CONFIGS["phi3"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}, "test")
+    exaone = {key: value for key, value in CONFIGS["exaone4"].items() if not key.startswith("sliding_")}
+    hybrid, plain = (spec_from_config({**exaone, **more}, "test") for more in ({}, {"sliding_window": None}))
+    assert (hybrid.windows, hybrid.unrotated) == ((4096, 4096, 4096, None), (3,))
+    assert (plain.windows, plain.unrotated) == ((None,) * 4, ())
+    named = {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention", *["sliding_attention"] * 3]}  # as published
+    assert spec_from_config({**exaone, **named}, "test").unrotated == (0,)
     moe = {**CONFIGS["qwen3-moe"], "decoder_sparse_step": 2}
     assert [bool(spec_from_config(moe, "test").experts_of(layer)) for layer in range(4)] == [False, False, False, True]
 
