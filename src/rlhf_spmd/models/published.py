@@ -20,6 +20,19 @@ GPT_OSS = {
     "num_experts_per_tok": 4,
     "sliding_window": 128,
 }
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+SHARED = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 LLAMA["rope_scaling"] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -53,6 +66,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B": QWEN3 | _sizes(2560, 9728, 36, 32, 8, **TIED),
     "Qwen/Qwen3-8B": QWEN3 | _sizes(4096, 12288, 36, 32, 8, vocab_size=151936),
     "Qwen/Qwen3-30B-A3B": QWEN3 | _sizes(2048, 6144, 48, 32, 4, vocab_size=151936) | {"model_type": "qwen3_moe"} | MIXTURE,
+    "Qwen/Qwen3.5-9B": QWEN3_5 | _sizes(4096, 12288, 32, 16, 4),
+    "Qwen/Qwen3.5-35B-A3B": QWEN3_5 | _sizes(2048, 512, 40, 16, 2) | {"model_type": "qwen3_5_moe_text"} | SHARED,
     "openai/gpt-oss-20b": GPT_OSS | _sizes(2880, 2880, 24, 64, 8, vocab_size=201088, num_local_experts=32),
     "meta-llama/Llama-3.1-8B": LLAMA | _sizes(4096, 14336, 32, 32, 8),
     "meta-llama/Llama-3.1-70B": LLAMA | _sizes(8192, 28672, 80, 64, 8),
