@@ -32,6 +32,8 @@ MODELS = {
     "qwen3.5_9b": "Qwen/Qwen3.5-9B",
     "qwen3.5_35b_a3b": "Qwen/Qwen3.5-35B-A3B",
     "gpt_oss_20b": "openai/gpt-oss-20b",
+    "deepseek_v2_lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+    "deepseek_v3": "unsloth/DeepSeek-V3-bf16",
     "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
@@ -183,6 +185,8 @@ TABLE = [
     Preset("grpo", "qwen3.5_9b", 8, Z3),
     Preset("grpo", "qwen3.5_35b_a3b", 16, Z3, "tp: 4"),
     Preset("grpo", "gpt_oss_20b", 8, Z3, "tp: 4"),
+    Preset("grpo", "deepseek_v2_lite", 16, Z3),
+    Preset("grpo", "deepseek_v3", 512, T8, "pp: 8, tp: 8"),
     Preset("grpo", "llama3.1_8b", 8, Z3),
     Preset("grpo", "llama3.1_70b", 64, T8, "tp: 8"),
     Preset("ppo", "qwen2.5_0.5b", 1),

@@ -26,8 +26,9 @@ from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, triton_paged_attention
 from rlhf_spmd.kernels.triton_paged_attention import TileShape
-from rlhf_spmd.models.spec import read_eos_ids
+from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
 from rlhf_spmd.models.weights import write_random_model
+from small_models import CONFIGS
 from triton_device import DEVICE
 
 PLAIN = AttentionRule(0.25, None, None)
@@ -354,7 +355,7 @@ def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch:
     with pytest.raises(ValueError, match=r"attention=triton: it does not compute torch\.float64"):
         choose_backend("triton", "auto", torch.float64, cpu, "attention")
     with pytest.raises(ValueError, match="attention=flash_attn: it has no sinks"):
-        choose_backend("flash_attn", "auto", torch.float32, cpu, "attention", sinks=True)
+        choose_backend("flash_attn", "auto", torch.float32, cpu, "attention", spec_from_config(CONFIGS["gpt-oss"], "test"))
     assert choose_backend("triton", "torch", torch.float32, cpu, "attention") == "triton"
     assert choose_backend("auto", "torch", torch.float32, cpu, "attention") == "torch"
     monkeypatch.delenv("TRITON_INTERPRET")

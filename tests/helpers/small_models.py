@@ -42,6 +42,16 @@ _LINEAR = {
     "pad_token_id": 0,
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 500.0},
     "llama-tied-bias": {
@@ -243,6 +253,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.5,
+        "pad_token_id": 0,
+    },
+    "deepseek-v3": {
+        **_SIZES,
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "q_lora_rank": 24,
+        "attention_bias": True,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "pad_token_id": 0,
+    },
+    "deepseek-v2": {
+        **_SIZES,
+        **_LATENT,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "q_lora_rank": None,
+        "rope_theta": 1000.0,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.3,
         "pad_token_id": 0,
     },
     "gpt-oss": {

@@ -84,7 +84,10 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize("name", [*DENSE, "qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", *LINEAR])
+EXPERTS = ["qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", "deepseek-v3", "deepseek-v2"]
+
+
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS, *LINEAR])
 def test_log_probs_and_gradients_are_those_of_torch(name: str) -> None:
     expected = results_of(Ops(), name, solo())
     for checkpointing in CHECKPOINTING if name == "qwen3-tied" else ("none",):

@@ -41,6 +41,7 @@ FAMILIES = {
     "gemma2": LoraConfig(rank=2, target_modules=["o_proj", "up_proj"]),
     "qwen3-moe": LoraConfig(rank=2, target_modules=["k_proj", "o_proj"]),
     "qwen3-5": LoraConfig(rank=2, target_modules=["in_proj_qkv", "in_proj_a", "out_proj", "q_proj", "o_proj", "up_proj"]),
+    "deepseek-v3": LoraConfig(rank=2, target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
 }
 
 
@@ -173,7 +174,7 @@ def log_probs_of(decoder: Decoder) -> Tensor:
     return decoder(ids, PackedAttention(LENGTHS), lambda d, hidden: token_log_probs(d, hidden, labels)[0])
 
 
-DOUBLE = {family: 1e-12 for family in FAMILIES if family not in ("qwen3-moe", "qwen3-5")} | {
+DOUBLE = {name: 1e-12 for name in FAMILIES if not {"num_experts_per_tok", "linear_num_key_heads"} & CONFIGS[name].keys()} | {
     "gemma2": 2e-6
 }  # transformers' experts and delta rule have no float64
 CASES = [

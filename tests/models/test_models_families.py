@@ -21,6 +21,7 @@ from generators import (
     num_unequal,
     ragged_requests,
     tokens_of,
+    training_log_probs,
     transformers_greedy,
 )
 from ranks import run_ranks
@@ -49,7 +50,9 @@ from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 LINEAR = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
 DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3")
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", *DENSE)
+LATENT = ("deepseek-v3", "deepseek-v2")
+EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", *LATENT)
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", *EXPERTS, *DENSE)
 ROLES = ("actor", "critic", "reference")
 WEIGHTS = torch.linspace(-1, 1, sum(LENGTHS))
 
@@ -100,13 +103,17 @@ def test_gradients_equal_transformers(models: dict[str, Path], name: str) -> Non
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generation(models: dict[str, Path], name: str) -> None:
-    """transformers' greedy tokens, with windows shorter than the texts; sampled log-probs are a training forward's, to the bit."""
+    """transformers' greedy tokens, with windows shorter than the texts; sampled log-probs are a training forward's, to the bit, or
+    nearly where generation has other products."""
     requests = ragged_requests(samples=1, max_new_tokens=30)
     generator = build_generator(str(models[name]))
     greedy = generator.generate(requests, SamplingConfig(temperature=0.0), 0, 0)
     assert tokens_of(greedy) == transformers_greedy(str(models[name]), [list(r.prompt_ids) for r in requests], 30)
     sampled = generator.generate(requests, SamplingConfig(temperature=0.7), 3, 5)
-    assert num_unequal(generator.decoder, requests, sampled, 0.7) == 0
+    if name not in LATENT:
+        assert num_unequal(generator.decoder, requests, sampled, 0.7) == 0
+    for wanted, found in zip(training_log_probs(generator.decoder, requests, sampled, 0.7), sampled, strict=True):
+        assert (wanted - found.log_probs).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -145,6 +152,11 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
         ("gpt-oss", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gpt-oss", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
         ("glm4-moe", "lm", Layout(tp=2, dp=2, zero=3), "full"),
+        ("deepseek-v3", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
+        ("deepseek-v3", "lm", Layout(tp=2, dp=2, zero=3), "selective"),
+        ("deepseek-v3", "value", Layout(tp=4, sequence_parallel=True), "selective"),
+        ("deepseek-v2", "lm", Layout(tp=2, dp=2, zero=2), "full"),
+        ("deepseek-v2", "lm", Layout(pp=2, dp=2, zero=1), "none"),
         ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
         ("phi3", "lm", Layout(tp=4), "none"),
@@ -190,10 +202,11 @@ def test_ppo_with_two_families(tmp_path: Path) -> None:
         assert difference < 1e-8, where
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "olmo3", "glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3-moe", "qwen2-moe", "olmo3", "glm4-moe", "gpt-oss", *LATENT])
 def test_transitions_of_the_hybrid_engine(name: str) -> None:
     """Exact to the element, and computed in the generation layout, where fused rows of two training slices lie together."""
-    spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "test")
+    kv = 8 if name in LATENT else 4
+    spec = spec_from_config({**CONFIGS[name], "num_attention_heads": 8, "num_key_value_heads": kv, "head_dim": 8}, "test")
     for train_layout, pp, tp in ((Layout(2, 4, 1), 1, 2), (Layout(1, 2, 4, 3), 2, 4)):
         check_plans(Simulated("zero_redundancy", layout_of("zero_redundancy", train_layout, pp, tp), spec))
     layout = layout_of("zero_redundancy", Layout(tp=4), 1, 2)
@@ -252,7 +265,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: st
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "glm4"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "glm4", "deepseek-v3"])
 def test_value_models_equal_transformers_classifiers(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForSequenceClassification
 

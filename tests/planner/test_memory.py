@@ -48,6 +48,20 @@ EXPERTS = CONFIG | {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 192,
 }
+LATENT = CONFIG | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 192,
+    "n_group": 4,
+    "topk_group": 2,
+}
 ADAPTED = [  # as CASES; bits of the matrices
     (Layout(), "float32", "none", 2, None),
     (Layout(), "bfloat16", "full", 1, None),
@@ -143,6 +157,16 @@ def test_rows_for_experts_count(tp: int, mode: str) -> None:
     predicted = float(model.total(model.train(shape, work, one, role("float32"), 0))[0])
     assert predicted == pytest.approx(found[0][1], rel=0.12), (predicted / 2**20, found[0][1] / 2**20)
     assert shape.expert_rows == 4
+
+
+@pytest.mark.parametrize(("tp", "mode"), [(1, "none"), (1, "selective"), (1, "full"), (2, "none"), (2, "selective")])
+def test_latent_attention_takes_what_is_predicted(tp: int, mode: str) -> None:
+    """With "selective" a layer keeps the short vectors, which every rank of tp has whole."""
+    found = run_ranks(tp, measured, Layout(tp=tp), "float32", mode, 1, None, LATENT)
+    shape, work = shape_of(spec_from_config(LATENT, "test"), "lm"), Workload(ROWS, 1.0, (LENGTH - 1.0,))
+    one = call_settings([(1, tp, 1)], micro_tokens=(ROWS * LENGTH,), checkpointing=(CHECKPOINTING.index(mode),))
+    predicted = float(model.total(model.train(shape, work, one, role("float32"), 0))[0])
+    assert predicted == pytest.approx(found[0][1], rel=0.12), (predicted / 2**20, found[0][1] / 2**20)
 
 
 def test_a_forward_pass_takes_at_most_what_is_predicted() -> None:

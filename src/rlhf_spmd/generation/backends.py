@@ -14,15 +14,23 @@ from rlhf_spmd.generation.kv_cache import Backend
 from rlhf_spmd.generation.paged_attention import KernelAttention, PagedAttention, PagedDecoding
 from rlhf_spmd.kernels import capabilities, choose_ops
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
+from rlhf_spmd.models.spec import ModelSpec
 
 
-def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str, sinks: bool = False) -> str:
-    """The name of the backend that ``wanted`` stands for. Raises ValueError if it cannot run here, or the model's attention has
-    ``sinks`` and the backend none.
+def choose_backend(
+    wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str, spec: ModelSpec | None = None
+) -> str:
+    """The name of the backend that ``wanted`` stands for. Raises ValueError if it cannot run here, or cannot compute the attention of
+    ``spec``.
 
     ``auto`` is triton on CUDA devices where it can run. Elsewhere it is ``of_role``, the attention that training uses.
     """
-    if sinks and wanted == "flash_attn":
+    latent = spec is not None and spec.latent is not None
+    if latent and wanted in EXTRAS:
+        raise ValueError(f"{where}={wanted}: its tiles hold no entry of latent attention; set it to auto or torch")
+    if latent and wanted == "auto" and not capabilities(device).batch_invariant:
+        return "torch"
+    if spec is not None and spec.names.sinks and wanted == "flash_attn":
         raise ValueError(f"{where}=flash_attn: it has no sinks, which the model's attention has; set it to auto or triton")
     check_attention(wanted, device, where, dtype)
     if wanted == "auto":

@@ -23,7 +23,7 @@ from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMi
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
 from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, LimitWatch
-from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room
+from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, planes
 from rlhf_spmd.generation.model_runner import GenerationCall
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
@@ -280,7 +280,8 @@ class Generator:
             num_pages = share if config.num_pages else max(min(most, share), 1)
             slots = num_seqs if self.reserved else min(num_seqs, len(members))
             states = RecurrentStates(self.decoder, slots, self._device) if self.decoder.num_linear else None
-            cache = KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend, states)
+            sizes = *shape, num_pages, config.page_size
+            cache = KVCache(*sizes, dtype, self._device, self._backend, self._shared, states)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
             micro_batches.append(DecodeMicroBatch(own, cache, graphs))
         return micro_batches
@@ -290,7 +291,12 @@ class Generator:
         """Layers with attention (at least one, so that there are pages), KV heads and head size on this rank."""
         block = self.decoder.layers[0]
         assert isinstance(block, Block)
-        return max(len(self.decoder.layers) - self.decoder.num_linear, 1), block.num_kv_heads, block.head_dim
+        return max(len(self.decoder.layers) - self.decoder.num_linear, 1), *block.cache_shape
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the cache's keys serve as values."""
+        return self.decoder.spec.latent is not None
 
     def _affordable_pages(self, num_rows: int) -> int:
         """The number of pages that memory has room for beside the states of ``num_rows`` rows, the least over the replica's ranks.
@@ -299,14 +305,15 @@ class Generator:
         """
         room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
         room -= min(num_rows, self.config.max_num_seqs) * slot_bytes(self.decoder)
-        pages = int(room) // KVCache.page_bytes(*self._cache_shape, self.config.page_size, self.decoder.dtype)
+        sizes = *self._cache_shape, self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._shared)
+        pages = int(room) // KVCache.page_bytes(*sizes)
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))
 
     @cached_property
     def _backend(self) -> Backend:
         """Chosen in the first call, since before it the decoder may have no memory."""
         dtype, device = self.decoder.dtype, self._device
-        name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention")
+        name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention", self.decoder.spec)
         return build_backend(name, dtype, device, self.decoder.ops.alike_chunks)
 
     @property

@@ -57,7 +57,10 @@ class Backend:
 
 
 class KVCache:
-    """``pages`` [layers, 2, H, N, elements of a page].
+    """``pages`` [layers, 2, H, N, elements of a page]: keys and values.
+
+    ``shared``: values are the keys' first elements, as with latent attention. Then there are no pages of values, except for the C++
+    kernels, which read values in another order.
 
     A page has page_size * D elements, or for the C++ kernels those that ``kernels/attention.cpp`` says. Pages are zeros at
     first: attention reads and masks unused slots, which must be finite.
@@ -73,13 +76,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         backend: Backend,
+        shared: bool = False,
         states: RecurrentStates | None = None,
     ) -> None:
         self.states = states  # of the rows in flight, for models with linear attention
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
-        self._shape = num_layers, 2, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
+        self.planes = planes(self.ops, shared)
+        self._shape = num_layers, self.planes, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
         self._on_host: tuple[Tensor, Tensor] | None = None  # offloaded: page numbers, contents
@@ -97,8 +102,10 @@ class KVCache:
         return torch.frombuffer(memory, dtype=dtype).view(self._shape)
 
     @staticmethod
-    def page_bytes(num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
-        return num_layers * 2 * kv_heads * CppOps.page_elements(page_size, head_dim) * dtype.itemsize
+    def page_bytes(
+        num_layers: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, num_planes: int = 2
+    ) -> int:
+        return num_layers * num_planes * kv_heads * CppOps.page_elements(page_size, head_dim) * dtype.itemsize
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) pages in all layers. No page is both source and destination."""
@@ -132,8 +139,8 @@ class KVCache:
             pages.index_copy_(2, index, layer.to(pages.device))
 
     def spread(self, index: Tensor, stride: int) -> Tensor:
-        """Repeat an index into the ``stride`` entries of one (key or value, head) for all 2 * H of a layer."""
-        blocks = torch.arange(2 * self.kv_heads, device=index.device) * stride
+        """Repeat an index into the ``stride`` entries of one (key or value, head) for all of a layer."""
+        blocks = torch.arange(self.planes * self.kv_heads, device=index.device) * stride
         return (blocks[:, None] + index.reshape(1, -1)).reshape(-1)
 
     def slots_of(self, positions: Tensor, page_table: Tensor) -> Tensor:
@@ -143,7 +150,7 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v [T, H, D] to ``slots`` = spread(slots, N * page_size)."""
-        rows = torch.stack([k, v]).transpose(1, 2).reshape(-1, self.head_dim)
+        rows = torch.stack([k, v][: self.planes]).transpose(1, 2).reshape(-1, self.head_dim)
         self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
 
     def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
@@ -154,8 +161,13 @@ class KVCache:
             self._buffer = pages.new_empty(size + size // 4)
         out = self._buffer[:size].view(len(index), -1)
         torch.index_select(pages, 0, index, out=out)
-        keys, values = out.view(2, self.kv_heads, num_tiles, -1, self.head_dim).unbind(0)
-        return keys, values
+        parts = out.view(self.planes, self.kv_heads, num_tiles, -1, self.head_dim)
+        return parts[0], parts[-1]
+
+
+def planes(ops: Ops, shared: bool) -> int:
+    """2 where keys and values have pages, 1 where keys serve as values."""
+    return 1 if shared and not isinstance(ops, CppOps) else 2
 
 
 class SlotMapping(NamedTuple):
@@ -227,6 +239,8 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
     columns = spec.intermediate_size / decoder.tp.size
     row = 4 * spec.hidden_size + queries + 2 * keys + max(3 * columns, 3 * queries + 3 * keys)
+    if spec.latent is not None:  # queries twice and their outputs, as wide as an entry of the cache
+        row = 4 * spec.hidden_size + queries + 2 * spec.latent.entry + max(3 * columns, 3 * block.num_heads * spec.latent.entry)
     if spec.delta is not None:
         row += (spec.delta.columns + spec.delta.kept / 2 * 4 / size) / decoder.tp.size
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)

@@ -60,7 +60,8 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
     """Raises ValueError if the device lacks memory for ``num_pages`` (at least one), or if there is no device."""
     device, pages = choose_device(launch), generation.num_pages or 1
     heads, layers = len(kv_heads_of(spec, 0, layout.tp)), -(-spec.num_hidden_layers // layout.pp)
-    token = 2 * layers * heads * spec.head_dim * model.torch_dtype(device).itemsize
+    numbers = 2 * heads * spec.head_dim if spec.latent is None else spec.latent.entry
+    token = layers * numbers * model.torch_dtype(device).itemsize
     needed = pages * generation.page_size * token  # some backends' pages are larger
     there = total_bytes(device, launch.local_size)
     if needed > there:
@@ -82,8 +83,8 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
         load_pretrained(decoder, directory)
     held = RoleState(decoder.shards, dict(decoder.named_parameters()))
     load_from_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
-    attention, sinks = (config.generation.attention, config.model.attention), ready.spec.names.sinks is not None
-    backend = choose_backend(*attention, dtype, world.device, "generation.attention", sinks)
+    attention = config.generation.attention, config.model.attention
+    backend = choose_backend(*attention, dtype, world.device, "generation.attention", ready.spec)
     generation = replace(config.generation, attention=backend)
     ends, size = ready.spec.eos_token_ids, world.launch.local_size
     generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ class WritesPages(Protocol):
 
     def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
         """:meth:`Attention.attend` once they are there."""
+
+
+@runtime_checkable
+class HasCache(Protocol):
+    """An attention of generation, which keeps keys and values in pages for later steps."""
+
+    cache: Any
 
 
 class PackedAttention:

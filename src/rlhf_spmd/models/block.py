@@ -16,6 +16,7 @@ from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
 from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
+from rlhf_spmd.models.latent_attention import LatentAttention
 from rlhf_spmd.models.layers import Linear, RMSNorm, split_gates, whole_norms
 from rlhf_spmd.models.linear_attention import LinearMixer, TokenMixing
 from rlhf_spmd.models.lora import LoraConfig
@@ -33,6 +34,7 @@ class Block(nn.Module):
     ``index`` counts the stage's layers of its kind, with attention or with linear attention; ``layer`` all of the model.
     """
 
+    qkv: Linear
     gate_up: Linear
     down: Linear
 
@@ -59,8 +61,8 @@ class Block(nn.Module):
                 adapter = Adapter(ops, matrix, shapes, lora, dtype, device)
             return Linear(matrix.shape, f"{name}.bias" in shards, dtype, device, adapter)
 
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(ops, size, spec.rms_norm_eps, spec.norm_plus_one, dtype, device)
+        def norm(size: int, eps: float = spec.rms_norm_eps) -> RMSNorm:
+            return RMSNorm(ops, size, eps, spec.norm_plus_one, dtype, device)
 
         self.ops, self.index, self.tp = ops, index, tp
         self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
@@ -75,11 +77,17 @@ class Block(nn.Module):
         self.num_heads = spec.num_attention_heads // tp.size
         self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
         self.num_kv_heads = len(kv_heads_of(spec, tp.rank, tp.size))
+        # heads of the cache, and elements of each
+        self.cache_shape = (self.num_kv_heads, self.head_dim) if spec.latent is None else (1, spec.latent.entry)
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one, spec.interleaved_rope)
         self.residual_scale, self.whole_qk_norm = spec.residual_scale, spec.whole_qk_norm
         self.input_norm = norm(spec.hidden_size) if spec.names.input_norm else None
-        self.qkv = linear("qkv")
+        self.latent: LatentAttention | None = None
+        if spec.latent is None:
+            self.qkv = linear("qkv")
+        else:
+            self.latent = LatentAttention(ops, spec.latent, self.num_heads, spec.interleaved_rope, tp, linear, norm)
         self.q_norm = norm(*shards["q_norm.weight"].shape) if "q_norm.weight" in shards else None
         self.k_norm = norm(*shards["k_norm.weight"].shape) if "k_norm.weight" in shards else None
         self.sinks = linear("sinks") if "sinks.weight" in shards else None
@@ -94,14 +102,14 @@ class Block(nn.Module):
             if name == CORRECTION:
                 getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
-        attention = (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm)
+        attention = (self.input_norm, getattr(self, "qkv", None), self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         sizes = *heads, shards["down.weight"].shape[-1]
         switches = spec.norm_plus_one, self.gelu, spec.interleaved_rope, spec.whole_qk_norm
         options = LayerOptions(spec.rms_norm_eps, *switches, spec.residual_scale)
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and self.sinks is None and spec.query_growth is None and spec.delta is None
+        alone = alone and self.sinks is None and spec.query_growth is None and self.latent is None and spec.delta is None
         alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
@@ -124,7 +132,10 @@ class Block(nn.Module):
 
     def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
         """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
-        return self._product_of_all_rows(x if self.input_norm is None else self.input_norm(x), self.qkv, recomputed)
+        x = x if self.input_norm is None else self.input_norm(x)
+        if self.latent is not None:
+            return self.latent.enter(self._enter_tp(x, self.tp), recomputed)
+        return self._product_of_all_rows(x, self.qkv, recomputed)
 
     def _add(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """x + mixed, and what of it goes into the MLP."""
@@ -146,6 +157,9 @@ class Block(nn.Module):
         if self.mixer is not None:
             assert isinstance(attention, TokenMixing)
             mixed = self.mixer(qkv[:num_tokens], attention)
+        elif self.latent is not None:
+            assert not isinstance(attention, TokenMixing)
+            mixed = self.latent.attend(qkv, rope, attention, num_tokens, self.index, self.rule)
         elif self.gated_heads:
             qkv, gates = split_gates(qkv, self.head_shape)
             mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()

@@ -80,7 +80,8 @@ class Decoder(nn.Module):
         # parallelism each rank applies them to its own tokens only. Parameters of a mixture see all tokens.
         whole_on_tp = {name: shard.shape for name, shard in self.shards.items() if shard.whole_on_tp}
         mixture = {name for name in whole_on_tp if name.rsplit(".", 2)[-2] in WHOLE}
-        residual = {name for name, shape in whole_on_tp.items() if shape == (spec.hidden_size,)} - mixture
+        latent = {name for name in whole_on_tp if ".latent." in name}  # they see all tokens, too
+        residual = {name for name, shape in whole_on_tp.items() if shape == (spec.hidden_size,)} - mixture - latent
         halves = set(filter(is_adapter, whole_on_tp))
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0

@@ -43,7 +43,7 @@ def sigmoid_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int,
             f"{source}: n_group={groups} must divide n_routed_experts={count}, and topk_group={top_groups} of the groups must have "
             f"num_experts_per_tok={per_token} experts"
         )
-    dense, shared = (_count(full, source, key) for key in ("first_k_dense_replace", "n_shared_experts"))
+    dense, shared = (read_count(full, source, key) for key in ("first_k_dense_replace", "n_shared_experts"))
     return Experts(
         count,
         per_token,
@@ -60,6 +60,6 @@ def sigmoid_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int,
     )
 
 
-def _count(full: Mapping[str, Any], source: str, key: str) -> int:
+def read_count(full: Mapping[str, Any], source: str, key: str) -> int:
     """As ``read_size``, and 0 where the key is missing or says so."""
     return read_size(full, source, key) if full.get(key) else 0

@@ -19,7 +19,8 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # PEFT's, of every tensor of an adapter
-_BY_COLUMNS, _BY_ROWS = ("qkv", "gate_up"), ("out", "down")  # of which a rank has rows, and columns
+_BY_COLUMNS = "qkv", "latent.q_b", "latent.kv_b", "gate_up"  # of which a rank has rows
+_BY_ROWS, _WHOLE = ("out", "down"), ("latent.q_a", "latent.kv_a")  # of which it has columns, and all
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> d
     plan: dict[str, ParamShard] = {}
     if lora is None:
         return plan
-    for name in (*_BY_COLUMNS, *_BY_ROWS) if "router.weight" not in block else ("qkv", "out"):
+    every = [name for name in (*_WHOLE, *_BY_COLUMNS, *_BY_ROWS) if f"{name}.weight" in block]
+    for name in every if "router.weight" not in block else [name for name in every if name not in ("gate_up", "down")]:
         matrix, rank = block[f"{name}.weight"], lora.rank
         by_module: dict[str, Box] = {}
         a, b = list[Box](), list[Box]()
@@ -122,6 +124,6 @@ def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> d
                 a.append(Box(adapter_tensor(box.name, "A"), (rank, columns), (0, column), (rank, width), (part.a.start, 0)))
         if b:
             width, count = matrix.shape[1], sum(box.size[0] for box in b)
-            plan[f"{name}.lora.a"] = ParamShard((rank * len(a), width), tuple(a), whole_on_tp=name in _BY_COLUMNS)
-            plan[f"{name}.lora.b"] = ParamShard((count, rank), tuple(b), whole_on_tp=name in _BY_ROWS)
+            plan[f"{name}.lora.a"] = ParamShard((rank * len(a), width), tuple(a), whole_on_tp=name not in _BY_ROWS)
+            plan[f"{name}.lora.b"] = ParamShard((count, rank), tuple(b), whole_on_tp=name not in _BY_COLUMNS)
     return plan

@@ -33,6 +33,34 @@ QWEN3_5 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
 SHARED = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "max_position_embeddings": 163840,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+V3 = {
+    "q_lora_rank": 1536,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+}
+V2_LITE = {
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 LLAMA["rope_scaling"] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -69,6 +97,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3.5-9B": QWEN3_5 | _sizes(4096, 12288, 32, 16, 4),
     "Qwen/Qwen3.5-35B-A3B": QWEN3_5 | _sizes(2048, 512, 40, 16, 2) | {"model_type": "qwen3_5_moe_text"} | SHARED,
     "openai/gpt-oss-20b": GPT_OSS | _sizes(2880, 2880, 24, 64, 8, vocab_size=201088, num_local_experts=32),
+    "unsloth/DeepSeek-V3-bf16": DEEPSEEK | V3 | _sizes(7168, 18432, 61, 128, 128, vocab_size=129280),
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": DEEPSEEK | V2_LITE | _sizes(2048, 10944, 27, 16, 16, vocab_size=102400),
     "meta-llama/Llama-3.1-8B": LLAMA | _sizes(4096, 14336, 32, 32, 8),
     "meta-llama/Llama-3.1-70B": LLAMA | _sizes(8192, 28672, 80, 64, 8),
 }

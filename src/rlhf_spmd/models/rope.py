@@ -19,7 +19,7 @@ def rope_frequencies(spec: ModelSpec, local: bool | None = False) -> Tensor:
         return torch.empty(0)
     theta, scaling = (spec.local_rope_theta, None) if local else (spec.rope_theta, spec.rope_scaling)
     assert theta is not None, "no layer of this model has a rotary theta of its own"
-    dim = int(spec.head_dim * spec.partial_rotary_factor)
+    dim = spec.rotated_dims
     kind = "default" if scaling is None else scaling["rope_type"]
     if scaling is not None and kind == "dynamic":  # 1 up to the context, but for rounding
         factor, context = scaling["factor"], spec.max_position_embeddings

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.expert_config import CORRECTION, Experts
+from rlhf_spmd.models.latent import NAMES as LATENT_NAMES
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
@@ -150,9 +151,14 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     delta = spec.delta_of(layer)
     if delta is not None:
         plan |= _plan_delta(delta, at(names.linear), hidden, tp_rank, tp, blocks)
+    elif spec.latent is not None:
+        plan |= _plan_latent(spec, layer, tp_rank * heads, heads)
+        dim = spec.latent.value_dim
+        q_rows = tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim
     else:
         plan["qkv.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in qkv], hidden)
-        if spec.attention_bias:
+    if delta is None:
+        if spec.latent is None and spec.attention_bias:
             plan["qkv.bias"] = _columns([(at(name) + ".bias", a, n, of) for name, a, n, of in qkv], None)
         if spec.qk_norm:
             for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, kv_rows)):
@@ -247,6 +253,30 @@ def _gated_rows(parts: list[tuple[str, tuple[int, int, int]]], dim: int, blocks:
         found += [(name, at + block * n // blocks, n // blocks, of) for name, (at, n, of) in others]
         found += [(q, first + 2 * row + dim, dim, 2 * total) for row in range(0, rows, dim)]
     return found
+
+
+def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[str, ParamShard]:
+    """Latent attention without the matrix behind it, for ``heads`` heads from the ``first`` on."""
+    latent, hidden, total = spec.latent, spec.hidden_size, spec.num_attention_heads
+    assert latent is not None
+    names = {key: name.format(layer=layer) for key, name in LATENT_NAMES.items()}
+
+    def of_heads(name: str, dim: int, width: int) -> ParamShard:
+        return _columns([(name + ".weight", first * dim, heads * dim, total * dim)], width)
+
+    plan, ranks = dict[str, ParamShard](), {"q_a": latent.q_rank, "kv_a": latent.entry}
+    for key, rank in ranks.items():
+        if rank is not None:
+            plan[f"latent.{key}.weight"] = _replicated(names[key] + ".weight", rank, hidden)
+            if spec.attention_bias:
+                plan[f"latent.{key}.bias"] = _replicated(names[key] + ".bias", rank)
+        if key == "q_a":
+            if rank is not None:
+                plan["latent.q_a_norm.weight"] = _replicated(names["q_a_norm"] + ".weight", rank)
+            of_q = spec.names.q.format(layer=layer) if rank is None else names["q_b"]
+            plan["latent.q_b.weight"] = of_heads(of_q, latent.nope_dim + latent.rope_dim, rank or hidden)
+    plan["latent.kv_a_norm.weight"] = _replicated(names["kv_a_norm"] + ".weight", latent.kv_rank)
+    return plan | {"latent.kv_b.weight": of_heads(names["kv_b"], latent.nope_dim + latent.value_dim, latent.kv_rank)}
 
 
 def _plan_shared(spec: ModelSpec, experts: Experts, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:

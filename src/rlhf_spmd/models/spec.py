@@ -19,15 +19,13 @@ from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.expert_config import Experts
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
+from rlhf_spmd.models.latent import Latent
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
-LATENT = ("its attention is latent (MLA)", "glm4_moe")
 # families that the decoder cannot be, why, and the nearest that it can
 UNFIT = {
     "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
     "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
 }
 
@@ -76,7 +74,8 @@ class ModelSpec:
     - partial_rotary_factor: the part of a head, its first dims, that is rotated. interleaved_rope: pairs are neighbours, not a
       dim of the first half and one of the second. unrotated: layers without rotary embeddings.
     - query_growth: (beta, n): rotated queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
-    - attention_bias: on q, k and v; attention_out_bias: on the matrix behind the attention.
+    - latent: queries, keys and values come from short vectors; head_dim is then that of queries and keys.
+    - attention_bias: on q, k and v, or on what makes the short vectors; attention_out_bias: on the matrix behind the attention.
     - qk_norm: q and k have a norm, per head, or with whole_qk_norm over all heads.
     - attention_gate: q_proj also makes a gate of each head, behind its query; its sigmoid multiplies the attention's output.
     - attention_scale: None is 1 / sqrt(head_dim). windows: one entry per layer, or none where no layer has a window.
@@ -103,6 +102,7 @@ class ModelSpec:
     interleaved_rope: bool = False
     unrotated: tuple[int, ...] = ()
     query_growth: tuple[float, int] | None = None
+    latent: Latent | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
@@ -125,6 +125,19 @@ class ModelSpec:
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     names: Names = Names()
     text_prefix: str = ""
+
+    @property
+    def rotated_dims(self) -> int:
+        """Dims of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attention_numel(self) -> int:
+        """Elements of the matrices of a layer's attention, where it is not linear."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if self.latent is not None:
+            return self.latent.matrix_numel(hidden, heads)
+        return hidden * self.head_dim * ((2 + self.attention_gate) * heads + 2 * self.num_key_value_heads)
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """The rule of a layer by its global index."""
@@ -224,7 +237,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         )
     if spec.head_dim % 2:
         raise ValueError(f"{source}: head_dim={spec.head_dim} must be even for rotary embeddings")
-    check_factors(spec.rope_scaling, int(spec.head_dim * spec.partial_rotary_factor) // 2, source)
+    check_factors(spec.rope_scaling, spec.rotated_dims // 2, source)
     if "hidden_act" not in flags:
         reject_unless(config, source, "hidden_act", "silu")
     return spec

@@ -211,8 +211,7 @@ class _Rates:
 def kv_bytes_per_token(shape: ModelShape, settings: CallSettings, itemsize: int = 2) -> np.ndarray:
     """Bytes [n] of a token's keys and values on a rank of the stage with most layers. If tp exceeds the KV heads, ranks hold
     copies."""
-    keys = shape.keys / np.minimum(settings.tp, shape.kv_heads)
-    return np.ceil(shape.layers / settings.pp) * 2 * keys * itemsize
+    return np.ceil(shape.layers / settings.pp) * shape.cached(settings.tp) * itemsize
 
 
 def _age(lengths: np.ndarray) -> float:

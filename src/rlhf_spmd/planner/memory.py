@@ -97,6 +97,7 @@ class _Slice:
         self.hidden, self.queries, self.columns = shape.hidden, shape.queries / tp, shape.intermediate / tp
         self.to_experts = shape.expert_rows * shape.hidden  # rows for experts; their results are as many
         self.keys = shape.keys / np.minimum(tp, shape.kv_heads)
+        self.entered = shape.entered(tp)
         self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
         self.tp, self.layer = tp, shape.layer / tp
         tied = np.where(shape.tied & ~self.first, shape.embed, 0)
@@ -126,7 +127,7 @@ class _Slice:
     def kept(self, checkpointing: np.ndarray) -> Any:
         """Numbers that a layer keeps for a token with these levels of checkpointing."""
         residual = self.hidden / self.rows
-        selective = 2 * residual + self.queries + 2 * self.keys + 2 * self.columns + self.gates
+        selective = 2 * residual + self.entered + 2 * self.columns + self.gates
         return np.choose(checkpointing, [self.whole_layer(), selective, residual + 0 * self.columns])
 
 
@@ -249,11 +250,14 @@ def generate(
     copies = 2 + np.where(settings.tp > 1, 2 * settings.tp, 0)
     logits = np.where(part.last, 4 * flying * part.vocab * copies, 0) * (1 + settings.graphs)
     texts = rows * (8 * work.longest + 8 * work.responses[-1])
-    page = 2 * part.layers * part.keys * role.itemsize * config.page_size
+    cached = shape.cached(settings.tp, 1 + role.on_host)  # the C++ kernels have pages of values, whatever the model
+    page = part.layers * cached * role.itemsize * config.page_size
     state = 4 * part.layers * shape.state / settings.tp
     row = page * np.ceil((work.longest - 1) / config.page_size) + state
     most = row * flying if config.num_pages is None else page * config.num_pages + state * flying
-    parts = {"work": role.itemsize * batch * _forward(part) + logits + texts}
+    absorbed = 3 * shape.kv_heads * shape.entry / settings.tp  # queries twice and their outputs, as wide as an entry
+    work = np.maximum(_forward(part), 4 * part.hidden + part.queries + 2 * shape.entry + absorbed)
+    parts = {"work": role.itemsize * batch * work + logits + texts}
     return parts | {"cache": least_cache(total(parts), row, most, config, role.on_host)}, row, most
 
 

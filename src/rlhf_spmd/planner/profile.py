@@ -52,7 +52,8 @@ class LayerTimes:
 
 def sizes_of(shape: ModelShape) -> str:
     """The key of a model's times: models with equal keys have layers that take equal times."""
-    return f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}"
+    latent = f"-{shape.entry}-{shape.q_rank}" if shape.entry else ""
+    return f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}{latent}"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ class ModelShape:
     MLP that a token meets, in a mixture of experts those of all its experts. ``active``: matrix weights of a layer that a token
     is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
     layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head. ``expert_rows``: rows
-    that an average layer makes of a token for its experts; 0 without experts.
+    that an average layer makes of a token for its experts; 0 without experts. ``entry``: numbers that latent attention caches of a
+    token; ``q_rank``: those that its queries come from.
 
     Where some layers have linear attention, ``queries`` and ``keys`` are averages over all. ``gates``: columns of the first product of
     an average layer beside queries, keys and values. ``mixing``: fp32 numbers that it keeps of a token beside them. ``state``: fp32
@@ -45,9 +46,22 @@ class ModelShape:
     outputs: int
     tied: bool
     expert_rows: float = 0.0
+    entry: int = 0
+    q_rank: int = 0
     gates: float = 0.0
     mixing: float = 0.0
     state: float = 0.0
+
+    def cached(self, tp: Any, planes: int = 1) -> Any:
+        """Numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of entries.
+        ``planes``: pages that hold an entry."""
+        return planes * self.entry if self.entry else 2 * self.keys / np.minimum(tp, self.kv_heads)
+
+    def entered(self, tp: Any) -> Any:
+        """Numbers that a layer's first products make of a token on a rank, without ``gates``."""
+        if not self.entry:
+            return self.queries / tp + 2 * self.keys / np.minimum(tp, self.kv_heads)
+        return self.entry + self.q_rank / np.where(self.q_rank == self.queries, tp, 1)
 
     @property
     def params(self) -> float:
@@ -92,7 +106,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         routers += 0 if experts is None else experts.routers
         rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
-    active = spec.hidden_size * (2 * queries + 2 * keys + gates + linear + out + 3 * columns + routers)
+    active = share * spec.attention_numel + spec.hidden_size * (linear + out + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
     return ModelShape(
         spec.num_hidden_layers,
@@ -109,6 +123,8 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         outputs,
         spec.tie_word_embeddings and head in ("lm", "both"),
         rows / spec.num_hidden_layers,
+        0 if spec.latent is None else spec.latent.entry,
+        0 if spec.latent is None else spec.latent.q_rank or queries,
         gates + linear,
         2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
         0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),

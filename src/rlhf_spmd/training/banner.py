@@ -117,8 +117,7 @@ def _attention(ready: Any, device: torch.device) -> Iterator[str]:
     yield attention
     if plan.generation is not None:
         where = f"models.{exported}.generation.attention"
-        sinks = plan.spec is not None and plan.spec.names.sinks is not None
-        yield choose_backend(plan.config.generation.attention, attention, dtype, device, where, sinks)
+        yield choose_backend(plan.config.generation.attention, attention, dtype, device, where, plan.spec)
 
 
 def _warnings(ready: Any) -> Iterator[str]:

@@ -270,6 +270,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = f"linear attention ({plan.spec.family}) computes one token by other sums than many"
     elif dtype.itemsize == 8:
         against = "in float64 generation's products are other ones than training's"
+    elif plan.spec is not None and plan.spec.latent is not None:
+        against = "latent attention has other products in generation than in training"
     elif generation.tp != plan.shape.layout.tp:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
     elif capabilities(device).batch_invariant and settings.attention not in ("auto", plan.config.attention):

@@ -114,7 +114,7 @@ def _measure(
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
         update = _seconds(world, engine.optimizer_step, repeats=1) / own
         if head == "lm":
-            backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models")
+            backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models", spec)
             config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
             generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, (), None, world.launch.local_size)
             taken["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]

@@ -130,8 +130,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         temporary=frozenset(merged_names(worker.engine)),
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
-    sinks = spec.names.sinks is not None
-    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where, sinks)
+    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where, spec)
     config = replace(config, attention=backend)
     generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), context.world.launch.local_size)
     return RolloutEngine(worker, hybrid, generator, merged)

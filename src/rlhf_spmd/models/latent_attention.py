@@ -1,0 +1,104 @@
+"""Multi-head latent attention of a layer on one tensor-parallel rank, see :class:`~rlhf_spmd.models.latent.Latent`.
+
+Training and scoring make keys and values of all heads from each token's short vector, and attend as other models do. Values are
+filled up with zeros to the size of keys, which the kernels take.
+
+Generation keeps one entry for each token, the same on all tp ranks: the normed vector and the rotated part of the key. Queries are
+multiplied by the matrix that would have made the keys, and what the attention returns by the one that would have made the values.
+So a head's keys are the entries, and so are its values up to ``kv_rank``. A score is then the sum of other products than in training,
+so log-probs differ in the last bits.
+
+Shape legend: R rows of all tokens and padding, T tokens, H heads of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_spmd.kernels import AttentionRule, Ops
+from rlhf_spmd.kernels.packing import pad_rows
+from rlhf_spmd.models.attention import Attention, HasCache
+from rlhf_spmd.models.latent import Latent
+from rlhf_spmd.models.layers import Linear, RMSNorm
+from rlhf_spmd.models.rope import Rope
+from rlhf_spmd.models.tensor_parallel import copy_to_tp
+from rlhf_spmd.parallel.collectives import Group
+
+EPS = 1e-6  # of the norms, whatever rms_norm_eps is
+
+
+class LatentAttention(nn.Module):
+    """From the normed hidden state to the heads' outputs. ``linear`` and ``norm`` make a parameter's holder.
+
+    Every rank has q_a, kv_a and the norms whole, and uses them for its own heads: their gradients are sums over tp.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        sizes: Latent,
+        heads: int,
+        interleaved: bool,
+        tp: Group,
+        linear: Callable[[str], Linear],
+        norm: Callable[[int, float], RMSNorm],
+    ) -> None:
+        super().__init__()
+        self.ops, self.sizes, self.heads, self.interleaved, self.tp = ops, sizes, heads, interleaved, tp
+        self.q_a = None if sizes.q_rank is None else linear("latent.q_a")
+        self.q_a_norm = None if sizes.q_rank is None else norm(sizes.q_rank, EPS)
+        self.q_b = linear("latent.q_b")
+        self.kv_a = linear("latent.kv_a")
+        self.kv_a_norm = norm(sizes.kv_rank, EPS)
+        self.kv_b = linear("latent.kv_b")
+
+    def enter(self, x: Tensor, recomputed: bool) -> Tensor:
+        """x [R, hidden] -> what the queries come from, or the queries, beside what keys and values come from [R, ... + entry]."""
+        q = self.q_b.product(self.ops, x, recomputed) if self.q_a is None else self._product_of_whole(self.q_a, x, recomputed)
+        return torch.cat([q, self._product_of_whole(self.kv_a, x, recomputed)], 1)
+
+    def attend(
+        self, made: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
+    ) -> Tensor:
+        """``made`` by :meth:`enter` of R rows, of which ``num_tokens`` are tokens -> [num_tokens, H, value_dim]."""
+        sizes, ops = self.sizes, self.ops
+        q, compressed, turned = made.split([made.shape[1] - sizes.entry, sizes.kv_rank, sizes.rope_dim], 1)
+        if self.q_a_norm is not None:
+            q = self.q_b.product(ops, self._normed(q, self.q_a_norm), False)
+        compressed = self._normed(compressed, self.kv_a_norm)
+        q_plain, q_turned = q.view(len(q), self.heads, -1).split([sizes.nope_dim, sizes.rope_dim], 2)
+        q_turned, turned = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_turned, turned[:, None]))
+        if isinstance(attention, HasCache):
+            entry = torch.cat([compressed[:, None], turned], 2)[:num_tokens]
+            return self._attend_entries(q_plain[:num_tokens], q_turned[:num_tokens], entry, attention, index, rule)
+        expanded = self.kv_b.product(ops, compressed, False).view(len(q), self.heads, -1)
+        k_plain, v = expanded.split([sizes.nope_dim, sizes.value_dim], 2)
+        heads = torch.cat([q_plain, q_turned], 2), torch.cat([k_plain, turned.expand(-1, self.heads, -1)], 2), v
+        q, k, v = (pad_rows(x, sizes.width, 2)[:num_tokens] for x in heads)
+        return attention.attend(index, q, k, v, rule)[..., : sizes.value_dim]
+
+    def _attend_entries(
+        self, q_plain: Tensor, q_turned: Tensor, entry: Tensor, attention: Attention, index: int, rule: AttentionRule
+    ) -> Tensor:
+        """Queries [T, H, nope_dim] and [T, H, rope_dim], entries [T, 1, entry] -> [T, H, value_dim]."""
+        assert self.kv_b.lora is None, "generation merges adapters into weights"
+        sizes = self.sizes
+        made = self.kv_b.weight.view(self.heads, -1, sizes.kv_rank)
+        to_keys, to_values = made.split([sizes.nope_dim, sizes.value_dim], 1)
+        q = torch.cat([torch.bmm(q_plain.transpose(0, 1), to_keys).transpose(0, 1), q_turned], 2)
+        mixed = attention.attend(index, q, entry, entry, rule)[..., : sizes.kv_rank]
+        return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+
+    def _product_of_whole(self, linear: Linear, x: Tensor, recomputed: bool) -> Tensor:
+        """The product with a matrix that every rank has whole. An adapter's gradient is summed later."""
+        if linear.lora is not None:
+            return linear.product(self.ops, x, recomputed, linear.bias)
+        weight, bias = (None if part is None else copy_to_tp(part, self.tp) for part in (linear.weight, linear.bias))
+        assert weight is not None
+        return self.ops.linear(x, weight, bias, recomputed)
+
+    def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return self.ops.rms_norm(x, copy_to_tp(norm.weight, self.tp), norm.eps)
