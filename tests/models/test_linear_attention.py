@@ -105,8 +105,8 @@ def test_chunks_are_the_rule_token_by_token() -> None:
         assert (got[i, :length] - want).abs().max() < 1e-12
     states, before, outs = None, 0, []
     for size in (1, 70, 1, 1, 77):
-        part = [each[:1, before : before + size] for each in (x, decay, rate)]
-        out, seen, left = mix_tokens(*part, weight, SHAPE, None, states)
+        some, decays, rates = (each[:1, before : before + size] for each in (x, decay, rate))
+        out, seen, left = mix_tokens(some, decays, rates, weight, SHAPE, None, states)
         states, before = DeltaStates(seen[:, -3:], left), before + size
         outs.append(out)
     assert states is not None and before == 150
@@ -179,6 +179,7 @@ def test_prefixes_in_common_change_nothing(models: dict[str, Path], name: str) -
         found.append((got[kept].detach(), {key: p.grad for key, p in decoder.named_parameters()}))
     assert (found[0][0] - found[1][0]).abs().max() < 1e-11
     for key, grad in found[0][1].items():
+        assert grad is not None
         assert (grad - found[1][1][key]).abs().max() < 1e-9 * grad.abs().max().clamp(min=1), key
 
 
@@ -292,7 +293,8 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: st
             tensors[box.name][box.global_slices] = parameter.detach()[box.local_slices]
     path = checkpoint_of(tensors, tmp_path / "source", tmp_path / "run", "lm")
     out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
-    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    loaded, report = both
     assert type(loaded).__name__ == CONFIGS[name]["architectures"][0]
     assert read_json(out / "config.json")["architectures"] == CONFIGS[name]["architectures"]
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

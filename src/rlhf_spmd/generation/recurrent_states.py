@@ -87,8 +87,8 @@ class StepMixing:
             inputs = states.inputs[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
             memory = states.memory[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
             valid = None if part.full else part.valid[:, :, None]
-            rows = map(part.gather, (x, decay, rate))
-            out, seen, memory = mix_tokens(*rows, weight, shape, valid, DeltaStates(inputs, memory))
+            rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
+            out, seen, memory = mix_tokens(rows, decays, rates, weight, shape, valid, DeltaStates(inputs, memory))
             last = ends[:, None] + torch.arange(shape.kernel - 1, device=ends.device)  # the last inputs of each row
             kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
             states.inputs[layer_index].index_copy_(0, slots, kept)

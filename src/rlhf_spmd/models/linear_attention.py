@@ -46,7 +46,8 @@ class PackedMixing:
         outs = []
         for part in packing.alike(1, math.inf):
             valid = None if part.full else part.valid[:, :, None]
-            out, _, _ = mix_tokens(*map(part.gather, (x, decay, rate)), weight, shape, valid, None)
+            rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
+            out, _, _ = mix_tokens(rows, decays, rates, weight, shape, valid, None)
             outs.append(part.picked(out))
         if not outs:
             return x.new_zeros(0, shape.values, shape.value_dim)
