@@ -38,7 +38,8 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.train_engine import Packed, TrainEngine
+from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.train_engine import TrainEngine
 from shapes import write_model
 
 

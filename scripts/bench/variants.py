@@ -133,7 +133,8 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.models.lora import LoraConfig
     from rlhf_spmd.parallel.mesh import build_mesh
     from rlhf_spmd.workers.optim_config import OptimConfig
-    from rlhf_spmd.workers.train_engine import Packed, TrainEngine
+    from rlhf_spmd.workers.passes import Packed
+    from rlhf_spmd.workers.train_engine import TrainEngine
 
     world = join_world(case["device"])
     layout = Layout(**case["layout"])

@@ -37,6 +37,7 @@ from rlhf_spmd.config.verl_meanings import (
     GATHERED,
     optimizer_of,
     our_name,
+    replay_of,
     shard_for_generation,
     split_bounds,
     teacher_of,
@@ -271,6 +272,8 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for section, role in (("actor_rollout_ref.actor.optim", "actor"), ("critic.optim", "critic")):
         optimizer, without = optimizer_of(verl, section, role)
         found, left = {**found, **optimizer}, {**left, **without}
+    replay, without = replay_of(verl)
+    found, left = {**found, **replay}, {**left, **without}
     roles = list(made["algorithm"].roles)
     if found.get("models.actor.lora.rank"):
         roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference

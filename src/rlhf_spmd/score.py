@@ -43,7 +43,8 @@ from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
-from rlhf_spmd.workers.train_engine import Packed, TrainEngine
+from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.train_engine import TrainEngine
 
 
 @dataclass(frozen=True)

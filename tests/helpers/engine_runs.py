@@ -25,7 +25,8 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.train_engine import Packed, TrainEngine
+from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.train_engine import TrainEngine
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

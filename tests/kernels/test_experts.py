@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,10 @@ from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.expert_config import CORRECTION, Experts
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
+from rlhf_spmd.models.router_balance import RouterBalance
+from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.parallel.collectives import solo
+from small_models import CONFIGS
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 
@@ -117,6 +123,28 @@ def test_launches_of_a_layer(name: str, tokens: int, trains: bool, most: int) ->
     assert not work.waits and most / 3 < len(work.names) <= most, work.names
 
 
+@pytest.mark.parametrize(("coef", "most"), [(0.0, 10), (0.1, 40)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_launches_of_what_routers_report(name: str, coef: float, most: int) -> None:
+    """Beside those of a trained layer; the host waits for none."""
+    _, experts = LAYERS[name]
+    spec = replace(spec_from_config(CONFIGS["mixtral"], "test"), experts=experts, num_hidden_layers=1)
+    balance = RouterBalance(spec, [0], coef, solo(), solo(), torch.device("meta"))
+    routers = balance.begin(torch.tensor([30, 34]), None, 0.5)
+    assert routers is not None
+    logits = torch.empty(64, experts.count, device="meta", requires_grad=True)
+    correction = torch.empty(experts.count, 3, device="meta") if experts.corrected else None
+    counts = []
+    for choose in (partial(routers.route, GpuOps(), 0), GpuOps().route):
+        with counted_launches(run=False) as work:
+            weights, _ = choose(logits, correction, experts.rule, torch.bfloat16)
+            torch.autograd.grad(weights, logits, torch.empty_like(weights))
+        assert not work.waits, work.waits
+        counts.append(len(work.names))
+    print(f"{name}, coefficient {coef}: {counts[0] - counts[1]} launches")
+    assert counts[0] - counts[1] <= most, counts
+
+
 def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     count, width, shared = experts.count, experts.intermediate_size, experts.shared_size
     shapes = {"router": (count, hidden), "gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
@@ -145,7 +173,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_clear_idle",
         "_clamped_gate",
         "_clamped_gate",
-        *["_route"] * 2,
+        *["_route"] * 3,
         *["_route_backward"] * 2,
     ]
     for name, registers, stack, loads in lines:

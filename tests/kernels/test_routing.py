@@ -79,6 +79,33 @@ def test_triton_against_torch(rule: RoutingRule, corrected: bool) -> None:
     assert (weights - its_weights).abs().max() < 1e-6 and (grad - its_grad).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_weights_of_given_experts(rule: RoutingRule) -> None:
+    """In float64 those of a loop over tokens; with the experts that the logits choose, bit for bit those without; in Triton alike."""
+    logits, _ = draw(False)
+    given = torch.stack(
+        [torch.randperm(COUNT, generator=torch.Generator().manual_seed(i))[: rule.per_token] for i in range(40)]
+    )
+    logits.requires_grad_()
+    weights, chosen = Ops().route(logits, None, rule, torch.float64, given)
+    assert torch.equal(chosen, given)
+    factors = torch.linspace(-1, 1, weights.numel(), dtype=torch.float64).view_as(weights)
+    scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid(), "chosen": logits.exp()}[rule.scoring].gather(1, given)
+    whole = scores.sum(1, keepdim=True) if rule.normalise or rule.scoring == "chosen" else 1.0
+    want = scores / whole * rule.scale
+    grads = [torch.autograd.grad((x * factors).sum(), logits, retain_graph=True)[0] for x in (weights, want)]
+    assert (weights - want).abs().max() < 1e-12 and (grads[0] - grads[1]).abs().max() < 1e-12
+    results = []
+    for ops in (Ops(), GpuOps()):
+        narrow = logits.detach().to(DEVICE, torch.float32).requires_grad_()
+        own, numbers = ops.route(narrow, None, rule, torch.float32)
+        assert torch.equal(own, ops.route(narrow, None, rule, torch.float32, numbers)[0])
+        found, same = ops.route(narrow, None, rule, torch.float32, given.to(DEVICE))
+        assert torch.equal(same.cpu(), given)
+        results.append((found.detach(), torch.autograd.grad((found * factors.to(found)).sum(), narrow)[0]))
+    assert all((a - b).abs().max() < 1e-6 for a, b in zip(*results, strict=True))
+
+
 def test_logits_that_are_no_numbers_choose_experts_that_are_there() -> None:
     logits = torch.full((3, COUNT), math.nan, device=DEVICE)
     for rule in RULES:

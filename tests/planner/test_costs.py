@@ -30,7 +30,7 @@ from rlhf_spmd.planner.costs import PAGE, Calibration, FormulaTimes, kv_bytes_pe
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import forward_flops
-from rlhf_spmd.workers.train_engine import Packed
+from rlhf_spmd.workers.passes import Packed
 
 LLAMA = ModelSpec("llama", 1000, 256, 768, 8, 8, 4, 32)
 MIXED = replace(LLAMA, experts=Experts(16, 2, 384, True))

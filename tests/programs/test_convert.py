@@ -399,6 +399,17 @@ def test_megatrons_weights_are_sharded_where_generation_needs_it(tmp_path: Path,
     assert "optimizer_offload: left out, a reference is not trained" in said
 
 
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+def test_experts_of_the_pass_before(tmp_path: Path, mode: str) -> None:
+    """And the coefficient of Megatron's balance loss, whose scale is another."""
+    megatron = "actor_rollout_ref.actor.megatron."
+    more = f"{megatron}router_replay.mode={mode}", f"+{megatron}override_transformer_config.moe_aux_loss_coeff=0.01"
+    config, _, said = convert(tmp_path, "grpo", *more)
+    assert config.models["actor"].router_replay == ("R2" if mode == "R2" else "disabled")
+    assert (f"{megatron}router_replay.mode: left out, there is no R3; models.actor.router_replay=R2" in said) == (mode == "R3")
+    assert "moe_aux_loss_coeff: left out, models.<role>.router_aux_loss_coef is theirs times layers" in said
+
+
 def test_what_a_script_demands_is_a_reference(tmp_path: Path) -> None:
     """Whatever words it demands it with; a brace and a list are read though they are quoted for Hydra."""
     script = tmp_path / "run.sh"

@@ -36,7 +36,7 @@ from ranks import run_ranks
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.optim_config import learning_rate
-from rlhf_spmd.workers.train_engine import Packed
+from rlhf_spmd.workers.passes import Packed
 
 
 @pytest.fixture(scope="module")

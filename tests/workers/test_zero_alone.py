@@ -22,7 +22,8 @@ from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World, backend_of
 from rlhf_spmd.parallel.zero import local_part
 from rlhf_spmd.workers import train_engine as engine_module
-from rlhf_spmd.workers.train_engine import Packed, TrainEngine
+from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.train_engine import TrainEngine
 
 ON_GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -51,6 +51,18 @@ def teacher_of(verl: Mapping[str, Any]) -> str | None:
     return str(*given.values())
 
 
+def replay_of(verl: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ``models.actor.router_replay`` where updates take the experts of the old log-probs' pass; and why others cannot be had."""
+    for key in (key for key in verl if re.fullmatch(r"actor_rollout_ref\.actor\.(\w+\.)?router_replay\.mode", key)):
+        if verl[key] == "R2":
+            return {"models.actor.router_replay": "R2"}, {}
+        if verl[key] != "disabled":
+            return {}, {
+                key: f"there is no {verl[key]}; models.actor.router_replay=R2 takes the experts of the old log-probs' pass"
+            }
+    return {}, {}
+
+
 def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return ``models.<role>.optim.name`` where ``<section>.optimizer`` asks for another than AdamW; and why it cannot be had."""
     asked = str(verl.get(f"{section}.optimizer", "AdamW"))

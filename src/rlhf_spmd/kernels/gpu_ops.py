@@ -148,16 +148,23 @@ class GpuOps(Ops):
 
     # -- experts: the host learns how many rows each has only where no grouped product fits
 
-    def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def route(
+        self,
+        logits: Tensor,
+        correction: Tensor | None,
+        rule: RoutingRule,
+        dtype: torch.dtype,
+        chosen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
-            weights, chosen = triton_route.route(logits, correction, rule, dtype)
-            return (weights, chosen), (logits, chosen)
+            weights, numbers = triton_route.route(logits, correction, rule, dtype, chosen)
+            return (weights, numbers), (logits, numbers)
 
-        def backward(_: object, grad: Tensor, __: object, logits: Tensor, chosen: Tensor) -> tuple[Tensor]:
-            return (triton_route.route_backward(rule, grad, logits, chosen),)
+        def backward(_: object, grad: Tensor, __: object, logits: Tensor, numbers: Tensor) -> tuple[Tensor]:
+            return (triton_route.route_backward(rule, grad, logits, numbers),)
 
-        weights, chosen = differentiable_several(forward, backward, logits)
-        return weights, chosen.detach()
+        weights, numbers = differentiable_several(forward, backward, logits)
+        return weights, numbers.detach()
 
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.sigmoid(self.linear(x, weight))

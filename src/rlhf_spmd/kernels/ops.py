@@ -143,11 +143,19 @@ class Ops:
         backward = partial(self.turn_backward, interleaved)
         return differentiable(lambda x: (self.turn(x, cos, sin, interleaved), (cos, sin)), backward, x)
 
-    def route(self, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def route(
+        self,
+        logits: Tensor,
+        correction: Tensor | None,
+        rule: RoutingRule,
+        dtype: torch.dtype,
+        chosen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``correction`` [E, 3], see
-        :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. Computed in fp32 at least."""
+        :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. ``chosen``: the numbers, where they are given. Computed in fp32
+        at least."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        chosen = choose(wide, correction, rule)
+        chosen = choose(wide, correction, rule) if chosen is None else chosen
         return weigh(wide, chosen, rule).to(dtype), chosen
 
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def _factors(scores: tl.tensor, real: tl.tensor, tiny: tl.tensor, SCORING: tl.co
 def _route(
     logits: tl.tensor, correction: tl.tensor, weights: tl.tensor, chosen: tl.tensor, count: tl.tensor, scale: tl.tensor,
     tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group, within = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
@@ -77,9 +78,12 @@ def _route(
     choice = tl.arange(0, BLOCK_K)
     factors, experts = tl.full([BLOCK_K], 0.0, tl.float32), tl.full([BLOCK_K], 0, tl.int64)
     for number in range(K):
-        best = tl.max(tl.max(ranked, 1), 0)
-        # the last one where logits are not numbers: what is stored must be an expert
-        at = tl.min(tl.min(tl.where(ranked == best, expert, count - 1), 1), 0)
+        if GIVEN:
+            at = tl.load(chosen + token * K + number).to(tl.int32)
+        else:
+            best = tl.max(tl.max(ranked, 1), 0)
+            # the last one where logits are not numbers: what is stored must be an expert
+            at = tl.min(tl.min(tl.where(ranked == best, expert, count - 1), 1), 0).to(tl.int32)
         here = choice == number
         factors = tl.where(here, tl.sum(tl.sum(tl.where(expert == at, scores, 0.0), 1), 0), factors)
         experts = tl.where(here, at.to(tl.int64), experts)
@@ -87,7 +91,8 @@ def _route(
     real = choice < K
     factors = _factors(factors, real, tiny, SCORING, NORMALISE) * scale
     tl.store(weights + token * K + choice, factors.to(weights.dtype.element_ty), mask=real)
-    tl.store(chosen + token * K + choice, experts, mask=real)
+    if not GIVEN:
+        tl.store(chosen + token * K + choice, experts, mask=real)
 
 
 @triton.jit
@@ -118,16 +123,21 @@ def _route_backward(
     tl.store(grad_logits + token * count + expert, of_scores.to(grad_logits.dtype.element_ty), mask=inside)
 
 
-def route(logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As ``Ops.route``."""
     logits = logits.contiguous()
     tokens, count = logits.shape
     size = count // rule.groups
     weights = torch.empty(tokens, rule.per_token, dtype=dtype, device=logits.device)
-    chosen = torch.empty(tokens, rule.per_token, dtype=torch.int64, device=logits.device)
+    chosen = (
+        torch.empty(tokens, rule.per_token, dtype=torch.int64, device=logits.device) if given is None else given.contiguous()
+    )
     if tokens:
         told = logits if correction is None else correction.contiguous()
         sizes = {"CORRECTED": correction is not None, "GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "SIZE": size}
+        sizes["GIVEN"] = given is not None
         blocks = {"BLOCK_G": triton.next_power_of_2(rule.groups), "BLOCK_S": triton.next_power_of_2(size)}
         _route[(tokens,)](logits, told, weights, chosen, count, *_numbers(rule), **_kind(rule), **sizes, **blocks, **OPTIONS)
     return weights, chosen

@@ -9,7 +9,8 @@ A family is one file, named after the ``model_type`` of config.json: ``llama``, 
 - ``sharding``: which slice of which Hugging Face tensor a rank holds (pure)
 - ``decoder``: the module; ``block``: one of its layers; ``layers``: holders of parameters; ``rope``: rotary tables
 - ``attention``: attention over packed sequences; ``context_parallel``: over ranks that share their tokens
-- ``linear_attention``: the gated delta rule; ``experts``: the mixture of experts; ``heads``: log-probs, entropies and values
+- ``linear_attention``: the gated delta rule; ``experts``: the mixture of experts; ``router_balance``: its metrics and loss
+- ``heads``: log-probs, entropies and values
 - ``tensor_parallel``: collectives with gradients; ``activations``: what a layer keeps for its backward pass
 - ``lora``, ``adapters``, ``quantized``: adapters beside matrices, of 4 or 8 bits
 - ``stored``, ``file_forms``, ``weights``: Hugging Face directories in and out; ``hub``, ``published``: models by name

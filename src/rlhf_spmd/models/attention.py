@@ -99,14 +99,18 @@ class Copies:
         """x [U, ...] -> [T, ...]. ``only_first``: copies other than the first have no gradient."""
 
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
-            total = grad.index_select(0, self.firsts)
-            for tokens, at in () if only_first else self._several:
-                copies = grad.index_select(0, at.flatten()).view(*at.shape, *grad.shape[1:])
-                summed = copies.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
-                total.index_copy_(0, tokens, summed.to(grad.dtype))
-            return (total,)
+            return (grad.index_select(0, self.firsts) if only_first else self.sum(grad),)
 
         return differentiable(lambda x: (x.index_select(0, self.places), ()), backward, x)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x [T, ...] -> [U, ...]: sums over the copies of a token, without a gradient."""
+        total = x.index_select(0, self.firsts)
+        for tokens, at in self._several:
+            copies = x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:])
+            summed = copies.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+            total.index_copy_(0, tokens, summed.to(x.dtype))
+        return total
 
     def first(self, x: Tensor) -> Tensor:
         """x [T, ...] -> [U, ...], what lies at the first copies."""

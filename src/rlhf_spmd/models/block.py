@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from rlhf_spmd.models.layers import Linear, RMSNorm, split_gates, whole_norms
 from rlhf_spmd.models.linear_attention import LinearMixer, TokenMixing
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.rope import Rope
+from rlhf_spmd.models.router_balance import Routers
 from rlhf_spmd.models.sharding import fused_blocks, kv_heads_of
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import copy_to_tp, gather_to_tp, reduce_from_tp, scatter_from_tp
@@ -64,7 +66,7 @@ class Block(nn.Module):
         def norm(size: int, eps: float = spec.rms_norm_eps) -> RMSNorm:
             return RMSNorm(ops, size, eps, spec.norm_plus_one, dtype, device)
 
-        self.ops, self.index, self.tp = ops, index, tp
+        self.ops, self.index, self.layer, self.tp = ops, index, layer, tp
         self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
         self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
         # how the parts of the layer run: as they are, or so that the backward pass computes them again
@@ -113,9 +115,12 @@ class Block(nn.Module):
         alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
-    def forward(self, x: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int, routers: Routers | None = None
+    ) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
-        this rank's R / t of them. ``rope`` is of all R rows. ``attention``: a TokenMixing for a layer with linear attention."""
+        this rank's R / t of them. ``rope`` is of all R rows. ``attention``: a TokenMixing for a layer with linear attention.
+        ``routers``: through which the router chooses."""
         if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
             whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
             if whole is not None:
@@ -127,7 +132,7 @@ class Block(nn.Module):
             x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
             partial = self.run_part(self._activate, gate_up)
         else:
-            x, partial = self.run_part(self._mix_experts, x, mixed)
+            x, partial = self.run_part(self._mix_experts, x, mixed, routers)
         return x + self._leave(partial, self.down, self.mlp_norm, "mlp")
 
     def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
@@ -194,7 +199,7 @@ class Block(nn.Module):
         inner = self.ops.gated(gate_up.view(rows * self.gate_up_blocks, -1), self.gelu).view(rows, -1)
         return self.down.product(self.ops, inner, recomputed)
 
-    def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor, routers: Routers | None) -> tuple[Tensor, Tensor]:
         """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
         assert self.experts is not None
         x, normed = self._add(x, mixed)
@@ -204,7 +209,9 @@ class Block(nn.Module):
         weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
         if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
             weights["down_bias"] = weights["down_bias"] * 0
-        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), self.experts, self.gelu, self.gate_up_blocks)
+        choose = None if routers is None else bind(routers.route, self.ops, self.layer)
+        form = self.experts, self.gelu, self.gate_up_blocks
+        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), *form, choose)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""

@@ -27,6 +27,7 @@ from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.linear_attention import PackedMixing, TokenMixing
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.rope import rope_frequencies, rope_tables
+from rlhf_spmd.models.router_balance import Routers
 from rlhf_spmd.models.sharding import plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
@@ -198,13 +199,16 @@ class Decoder(nn.Module):
         inputs: Tensor,
         attention: Attention,
         head: Callable[[Decoder, Tensor], Any] | None = None,
+        routers: Routers | None = None,
         mixing: TokenMixing | None = None,
     ) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
 
         With sequence parallelism the hidden state between stages is [num_rows(T), hidden]: this rank's rows.
         With ``head`` the last stage returns ``head(self, hidden)`` instead: called in here so that under FSDP the root's
-        parameters are gathered. ``mixing``: for layers with linear attention; None: sequences of a PackedAttention begin.
+        parameters are gathered. ``routers``: through which the routers of mixtures choose. ``mixing``: for layers with linear
+        attention; None: sequences of a PackedAttention begin.
+
         Collective over tp: every rank of it must call, in program order.
         """
         num_tokens = attention.positions.shape[0]
@@ -226,7 +230,7 @@ class Decoder(nn.Module):
             context = attention if self.spec.delta_of(layer) is None else mixing
             rope = tables[self.spec.local_rope(layer)]
             with self._saving(block, rope.cos, rope.sin):
-                x = self._run_layer(block, x, rope, context, num_tokens)
+                x = self._run_layer(block, x, rope, context, num_tokens, routers)
         if self.norm is not None:
             x = self.norm(x)
             x = gather_whole(x, self.tp) if self.slices > 1 else x

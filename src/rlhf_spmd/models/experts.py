@@ -2,14 +2,15 @@
 
 A tensor-parallel rank holds a slice of every expert, so the result is a partial sum, as that of a dense MLP is. A token's results
 are added in the order of its own choices, so its bits do not depend on the batch. An MLP beside the experts, the shared expert, is
-added last. The load-balancing loss that pretraining adds is not applied.
+added last. ``router_balance`` has the metrics and the loss of routers.
 
 Shape legend: T tokens, E experts, n inner columns of this rank, s those of the shared expert.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +40,18 @@ class MixtureWeights(NamedTuple):
     shared_gate: Tensor | None = None
 
 
-def mix_experts(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, gelu: bool, blocks: int) -> Tensor:
-    """x [T, hidden] -> [T, hidden], this rank's part of the sum."""
+def mix_experts(
+    ops: Ops,
+    x: Tensor,
+    weights: MixtureWeights,
+    experts: Experts,
+    gelu: bool,
+    blocks: int,
+    choose: Callable[..., Any] | None = None,
+) -> Tensor:
+    """x [T, hidden] -> [T, hidden], this rank's part of the sum. ``choose``: in place of ``ops.route``."""
     count, per_token, hidden = experts.count, experts.per_token, x.shape[1]
-    factors, chosen = route(ops, x, weights, experts)
+    factors, chosen = route(ops, x, weights, experts, choose or ops.route)
     sorted_experts, order = chosen.flatten().sort(stable=True)  # (token, choice) pairs by expert
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     groups = ops.expert_groups(sorted_experts, count)
@@ -65,8 +74,10 @@ def mix_experts(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, 
     return total + (shared if weights.shared_gate is None else shared * ops.sigmoid_gate(x, weights.shared_gate))
 
 
-def route(ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts) -> tuple[Tensor, Tensor]:
+def route(
+    ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, choose: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Weights, in x's dtype, and numbers of the experts of each token, [T, per_token] each."""
     wide = torch.promote_types(x.dtype, torch.float32) if experts.wide_router else x.dtype
     logits = ops.linear(x.to(wide), weights.router.to(wide), weights.router_bias)
-    return ops.route(logits, weights.correction, experts.rule, x.dtype)
+    return choose(logits, weights.correction, experts.rule, x.dtype)

@@ -1,7 +1,4 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in place of the MLP, in all layers or in some.
-
-The load-balancing loss of pretraining (``router_aux_loss_coef``) is not applied.
-"""
+"""Qwen3-MoE: Qwen3 with a mixture of experts in place of the MLP, in all layers or in some."""
 
 from __future__ import annotations
 

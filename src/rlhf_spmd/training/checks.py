@@ -20,6 +20,7 @@ from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.workers.optim_config import learning_rate, warmup_steps
+from rlhf_spmd.workers.passes import ROUTED_EXPERTS
 
 UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the data are known
 
@@ -132,6 +133,22 @@ def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[
             raise ValueError(
                 f"{where}={ahead} lets models.{role} generate while it trains, but it does both on ranks {shared[:8]}; give "
                 f"models.{role}.calls.generate_sequences.pool ranks of its own, or take placement.strategy=separate"
+            )
+
+
+def check_replays(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[], Graph]) -> None:
+    """Raises ValueError where ``models.<role>.router_replay`` lacks forward passes whose experts updates could take. ``graph`` traces
+    a step."""
+    for role, plan in plans.items():
+        if plan.config.router_replay == "disabled":
+            continue
+        where = f"models.{role}.router_replay={plan.config.router_replay}"
+        if config.algorithm.bypasses_log_probs:
+            raise ValueError(f"{where}: with bypass_mode no forward pass computes the old log-probs; leave it out")
+        updates = [call for call in graph().nodes if call.spec.kind == "train" and call.role.name == role]
+        if any(ROUTED_EXPERTS not in call.inputs[0].fields for call in updates):
+            raise ValueError(
+                f"{where}: {config.algorithm.name} trains on rows whose old log-probs no forward pass computes; leave it out"
             )
 
 
@@ -266,6 +283,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         return False  # its kernels are slower there: on by choice only
     if not capabilities(device).batch_invariant and (why := _against_on_gpus(role, plan, device, dtype)):
         against = why
+    elif plan.config.router_replay != "disabled":
+        against = f"models.{role}.router_replay={plan.config.router_replay} takes the experts of a forward pass of its own"
     elif plan.spec is not None and plan.spec.delta is not None:
         against = f"linear attention ({plan.spec.family}) computes one token by other sums than many"
     elif dtype.itemsize == 8:

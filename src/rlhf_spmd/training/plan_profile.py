@@ -28,7 +28,8 @@ from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.train_engine import Packed, TrainEngine
+from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.train_engine import TrainEngine
 
 FEW, MORE = 1, 5  # layers of two models whose difference gives the time of a layer
 NEW_TOKENS, REPEATS = 24, 3

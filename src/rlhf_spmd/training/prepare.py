@@ -142,6 +142,7 @@ def check_settings(run: UnplacedRun, plans: Mapping[str, roles.RolePlan]) -> Non
     checks.check_batches(config, plans)
     checks.check_idle(config, algorithm)
     checks.check_staleness(config, plans, lambda: run.graph)
+    checks.check_replays(config, plans, lambda: run.graph)
     data_checks.check_lengths(config, algorithm, plans)
     checks.exact_rollouts(config, plans)  # raises if it is demanded and cannot be
     algorithm.check_together(config, plans, run.tokenizer)

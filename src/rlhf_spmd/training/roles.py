@@ -19,6 +19,7 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.hub import local_directory
+from rlhf_spmd.models.router_balance import check_balance
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
@@ -37,6 +38,7 @@ from rlhf_spmd.workers import (
 )
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
+from rlhf_spmd.workers.router_replay import check_replay
 
 COMPUTE = "compute"  # the role that every algorithm has
 RENDERED_ROWS = 100  # that a reward model's template must take before the run
@@ -260,6 +262,9 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         raise ValueError(f"{where}.path: {error}{f'; {where}.random_init=true draws them' if drawn else ''}") from error
     if not worker.trained:
         _refuse_unusual(config.optim, type(config)().optim, f"{where}.optim", "this role is not trained")
+    if config.router_replay != "disabled":
+        check_replay(spec, issubclass(worker, ActorWorker), f"{where}.router_replay={config.router_replay}")
+    check_balance(spec, config.router_aux_loss_coef, worker.trained, f"{where}.router_aux_loss_coef")
     if config.optim.head_lr is not None and worker.head == "lm" and spec.tie_word_embeddings:
         raise ValueError(
             f"{where}.optim.head_lr={config.optim.head_lr}: the model's output matrix is its embedding (tie_word_embeddings); "

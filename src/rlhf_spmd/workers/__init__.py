@@ -9,11 +9,12 @@ Read in this order:
 - ``objective``: an algorithm's loss (``Objective``), the rows it sees (``Rows``), the counts it divides by (``Totals``)
 - ``model_worker``: what all roles with a model share: ``update``, ``evaluate``, micro-batches
 - ``actor``, ``critic``, ``reference``, ``reward``: the roles; ``retokenize`` is for rewards with their own tokenizer
-- ``train_engine``: forward and backward passes of one role, gradients, the optimizer step
+- ``train_engine``: forward and backward passes of one role, gradients, the optimizer step; ``passes``: its micro-batches
 - ``optim_config``, ``optimizer``, ``muon``: ``models.<role>.optim``, AdamW and others, Muon
 - ``model_weights``: the weights of a role (``OwnedWeights``)
 - ``weight_sync``: copies of these weights on other ranks (``WeightReplica``)
 - ``rollout_engine``: generation with a role's training weights
+- ``router_replay``: updates with the experts of the pass before
 - ``partial_rollouts``: rows whose generation takes more than one step
 - ``flops``: for model FLOPs utilisation
 

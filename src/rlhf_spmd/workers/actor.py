@@ -21,8 +21,10 @@ from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.partial_rollouts import PartialRollouts
+from rlhf_spmd.workers.passes import ROUTED_EXPERTS
 from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.rollout_engine import build_generating
+from rlhf_spmd.workers.router_replay import ExpertRecords
 
 
 class ActorWorker(ModelWorker):
@@ -32,6 +34,8 @@ class ActorWorker(ModelWorker):
         build = self.context
         if not build.environments:
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
+        if not self.replayed:
+            self.absent |= {ROUTED_EXPERTS}
         if not (build.partial_rollouts or self.controller.versions.ahead):
             self.absent |= {"rollout_versions"}
         # rows that move between replicas leave together, at the end
@@ -187,19 +191,22 @@ class ActorWorker(ModelWorker):
     @register(
         THREE_D,
         inputs=(*ROW_INPUTS, "rollout_log_probs?"),
-        outputs=("old_log_probs",),
+        outputs=("old_log_probs", f"{ROUTED_EXPERTS}?"),
         split_groups=True,
         known=_known_log_probs,
         streams=True,
         report=_compare_log_probs,
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
-        """``old_log_probs``: ragged [response tokens], from a training forward. Reports their distance from the generator's.
+        """``old_log_probs``: ragged [response tokens], from a training forward. Reports their distance from the generator's. With
+        ``router_replay`` also ``routed_experts``, see :mod:`~rlhf_spmd.workers.router_replay`.
 
         Nothing is computed if generation with these weights is exact. Then the generator's log-probs are the result.
         """
-        result = self.log_probs(batch, self.context.temperature)
-        return batch.with_fields(old_log_probs=result) if result is not None else None
+        records = ExpertRecords(self.engine) if self.replayed else None
+        result = self.log_probs(batch, self.context.temperature, records)
+        chosen = {} if records is None else {ROUTED_EXPERTS: records.field(batch)}
+        return None if result is None else batch.with_fields(old_log_probs=result, **chosen)
 
     compute_ref_log_prob = ReferenceWorker.compute_ref_log_prob  # an actor with adapters contains its reference
 

@@ -69,6 +69,10 @@ class RoleConfig(ComputeConfig):
       [parallelism.md](parallelism.md); `auto`: the first of them with which the run should fit into memory, the results have the same
       bits
     - activation_offload: keep what the backward pass needs in host memory
+    - router_aux_loss_coef: what the load-balancing loss of a mixture of experts is multiplied by before it is added to the role's, see
+      [models.md](models.md#experts)
+    - router_replay: `R2`: updates take the experts that the forward pass of the old log-probs took, see
+      [models.md](models.md#router-replay)
     - calls: method: ranks and layout of its calls, where they are not the role's
     - offload: between the role's calls its weights rest in host memory, pinned on GPUs, see
       [placement.md](placement.md#weights-in-host-memory); what the optimizer keeps has `optim.offload`
@@ -84,6 +88,8 @@ class RoleConfig(ComputeConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    router_aux_loss_coef: float = 0.0
+    router_replay: Literal["disabled", "R2"] = "disabled"
     calls: dict[str, CallConfig] = field(default_factory=dict)
     offload: bool = False
     prefetch: bool = False

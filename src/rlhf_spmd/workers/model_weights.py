@@ -66,6 +66,7 @@ class ModelWeights:
                 fill=fill,
                 lora=config.lora,
                 batch_invariant_gpu=config.generation.reuse_rollout_log_probs is True,
+                router_aux_loss_coef=config.router_aux_loss_coef,
             )
 
     def shards(self, spec: ModelSpec) -> Callable[[int, int], dict[str, ParamShard]]:

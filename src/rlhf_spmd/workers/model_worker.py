@@ -43,7 +43,8 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
-from rlhf_spmd.workers.train_engine import Packed
+from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
+from rlhf_spmd.workers.router_replay import ExpertRecords
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica, WeightReplica
 
 USES_WEIGHTS = ("generate", "infer", "train")  # kinds of calls
@@ -86,6 +87,11 @@ class ModelWorker(Worker):
 
     def build_more(self) -> None:
         """Build what a subclass needs besides, at the end of construction: on every rank of the world, in program order."""
+
+    @property
+    def replayed(self) -> tuple[str, ...]:
+        """The field of the experts that an update takes, where rows have it."""
+        return () if self.config.router_replay == "disabled" else (f"{ROUTED_EXPERTS}?",)
 
     @property
     def owned(self) -> OwnedWeights:
@@ -135,6 +141,8 @@ class ModelWorker(Worker):
         limits, lengths = self.context.limits, np.array(sequence_lengths(batch), dtype=np.int64)
         prompts = batch["prompt_ids"].lengths.numpy() if len(batch) else lengths
         shared = np.maximum(prompts - 1, 0)  # all tokens of a prompt but the last one, see pack_rows
+        if ROUTED_EXPERTS in batch:
+            shared = shared * 0  # they may differ between rows
         sizes = lengths, shared, batch.group_ids.numpy()
         most = limits.max_tokens * self.mesh.cp.size  # tokens that the ranks of cp share
         cut = functools.partial(cut_micro_batches, *sizes, most, limits.rows, keep_groups, where=limits.where)
@@ -148,18 +156,22 @@ class ModelWorker(Worker):
         return index, [pack_rows(batch.take(rows), self.device, least) for rows in index], totals
 
     def infer(
-        self, batch: Batch, head: Callable[[Decoder, Tensor, Packed], Tensor], lengths: Tensor | None = None
+        self,
+        batch: Batch,
+        head: Callable[[Decoder, Tensor, Packed], Tensor],
+        lengths: Tensor | None = None,
+        records: ExpertRecords | None = None,
     ) -> Ragged | None:
         """Forward passes of all rows. Returns what ``head`` computes; None except on the last stage, and without rows.
 
         ``head`` returns ``lengths`` [rows] numbers per row. By default that is one per response token of the model, and the tokens of
-        environments get 0.
+        environments get 0. ``records`` learns which experts the rows take.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         # a layer that is one kernel reads whole rows
         index, packed, _ = self.micro_batches(batch, least=0.25 if self.engine.ops.joins_layers else 0.0)
-        outputs = self.engine.forward(packed, head)
+        outputs = self.engine.forward(packed, head, () if records is None else records.begin(packed))
         if not self.mesh.last_stage or not len(batch):
             return None
         order = torch.tensor([row for rows in index for row in rows])
@@ -177,16 +189,20 @@ class ModelWorker(Worker):
         learning = f"lower models.{self.name}.optim.lr={self.config.optim.lr:g}, " if self.trained else ""
         return f"{learning}check the weights that it started with, or set models.{self.name}.dtype=float32"
 
-    def log_probs(self, batch: Batch, temperature: float) -> Ragged | None:
+    def log_probs(self, batch: Batch, temperature: float, records: ExpertRecords | None = None) -> Ragged | None:
         """The log-prob of every response token of the model, as :meth:`infer` returns it."""
-        return self.infer(batch, lambda decoder, hidden, micro: response_log_probs(decoder, hidden, micro, temperature)[0])
+
+        def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+            return response_log_probs(decoder, hidden, micro, temperature)[0]
+
+        return self.infer(batch, head, records=records)
 
     @register(
         THREE_D,
         kind="train",
         describe=lambda self, objective, *, mini_batch_size=None, epochs=1: Signature(
             f"update_{self.name}",
-            tuple(InputSpec(one.row_inputs, one.keep_groups) for one in as_objectives(objective)),
+            tuple(InputSpec((*one.row_inputs, *self.replayed), one.keep_groups) for one in as_objectives(objective)),
             mini_batch_size=mini_batch_size,
             epochs=epochs,
         ),
@@ -226,9 +242,9 @@ class ModelWorker(Worker):
     def _step(
         self, batches: Sequence[Batch], objectives: Sequence[Objective], differences: list[Tensor] | None
     ) -> dict[str, float]:
-        """One optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks, with grad_norm and lr.
+        """One optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks, with those of the step itself.
 
-        Other stages than the last one return only grad_norm and lr. ``differences`` receives the differences between the rollout's
+        Other stages than the last one return only the latter. ``differences`` receives the differences between the rollout's
         log-probs and these, if there should be none.
         """
         stats: dict[str, Tensor] = {}
@@ -236,7 +252,7 @@ class ModelWorker(Worker):
             _, packed, totals = self.micro_batches(learnt_rows(batch, objective.only), objective.keep_groups)
             if totals.rows:  # a shorter stream may have no rows in this mini-batch
                 loss = functools.partial(_loss, objective, totals, differences if objective is objectives[0] else None)
-                sums = self.engine.forward_backward(packed, loss)
+                sums = self.engine.forward_backward(packed, loss, objective.weight / totals.rows)
                 for name, value in sums.items() if totals.tokens else ():  # without learnt rows there are no statistics
                     stats[name] = stats[name] + value if name in stats else value
         if all(objective.names_loss for objective in objectives):
@@ -247,7 +263,7 @@ class ModelWorker(Worker):
             values = torch.stack([stats[name] for name in names]).cpu()
             self.mesh.dp.all_reduce(values, "control")
             summed = dict(zip(names, values.tolist(), strict=True))
-        return {**summed, **self.engine.optimizer_step()}
+        return summed | {f"{self.name}/{name}": value for name, value in self.engine.optimizer_step().items()}
 
     @register(
         THREE_D,

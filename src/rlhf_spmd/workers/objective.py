@@ -14,7 +14,7 @@ from rlhf_spmd.kernels import on_device
 from rlhf_spmd.models.context_parallel import at_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
-from rlhf_spmd.workers.train_engine import Packed
+from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 
 MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
 ROW_INPUTS = ("prompt_ids", "response_ids", f"{MASK}?")  # what a model reads of a row
@@ -154,16 +154,19 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
     """Pack prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows.
 
     Rows of one prompt share its tokens except the last one: the hidden states that are read, from there on, are each row's own. They
-    share only if that saves more than the part ``least`` of all tokens.
+    share only if that saves more than the part ``least`` of all tokens, and where experts are given, only if they are the same.
     """
     if not len(batch):
         return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
     parts: list[Tensor] = []
     places: list[Tensor] = []
     num_tokens, first_of = 0, dict[bytes, int]()
-    for prompt, response in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True):
+    experts = batch[ROUTED_EXPERTS].rows() if ROUTED_EXPERTS in batch else [torch.empty(0)] * len(batch)
+    fields = batch["prompt_ids"].rows(), batch["response_ids"].rows(), experts
+    for prompt, response, chosen in zip(*fields, strict=True):
         begin = prompt[:-1]
-        first = first_of.setdefault(begin.numpy().tobytes(), num_tokens)
+        key = begin.numpy().tobytes() + chosen[: len(begin)].numpy().tobytes()
+        first = first_of.setdefault(key, num_tokens)
         if first == num_tokens:  # a new prompt
             parts.append(begin)
             num_tokens += len(begin)

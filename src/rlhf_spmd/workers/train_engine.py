@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.context_parallel import own_tokens, rows_of, share_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import LoraConfig, is_trained
+from rlhf_spmd.models.router_balance import RouterBalance, Routers
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import init_adapters, init_random, load_pretrained
@@ -39,32 +38,14 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import FSDPModel, allocate, local_part, stage_of_zero, zero_loss
+from rlhf_spmd.parallel.zero import FSDPModel, allocate, local_part, stage_of_zero
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import Muon
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
-
-    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``places``: given if sequences share
-    tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    extra: Batch = field(
-        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
-    )
-    places: Tensor | None = None
-
+from rlhf_spmd.workers.passes import Head, Loss, Packed, Passes
 
 T = TypeVar("T")
-Head = Callable[[Decoder, Tensor, Packed], Any]
-Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class TrainEngine:
@@ -93,6 +74,7 @@ class TrainEngine:
         fill: bool = True,
         lora: LoraConfig | None = None,
         batch_invariant_gpu: bool = False,
+        router_aux_loss_coef: float = 0.0,
     ) -> None:
         """Read the weights from the Hugging Face directory ``path``, or draw them from ``seed``, the same in every layout.
 
@@ -141,6 +123,8 @@ class TrainEngine:
             if self.lora is not None:
                 init_adapters(chunk, self.lora, seed, self._rows_of(chunk.shards))
         self._connect(optim is not None)
+        layers = (layer for chunk in self.chunks for layer in chunk.layer_ids)
+        self.balance = RouterBalance(spec, layers, router_aux_loss_coef, mesh.tp, mesh.cp, device)
         self.optimizer = None
         if optim is not None:
             heads = [name for name in self._params if name.endswith("value.weight" if head == "both" else "head.weight")]
@@ -205,10 +189,11 @@ class TrainEngine:
 
     # -- forward and backward
 
-    def forward(self, micro_batches: Sequence[Packed], head: Head) -> list[Any]:
+    def forward(self, micro_batches: Sequence[Packed], head: Head, routers: Sequence[Routers] = ()) -> list[Any]:
         """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients. Heads read it by ``at_tokens``.
 
-        All replicas must pass equally many micro-batches, some of which may have no rows. Returns its values on the last stage; None
+        All replicas must pass equally many micro-batches, some of which may have no rows. ``routers``: through which the routers of
+        each choose. Returns its values on the last stage; None
         on other stages and for micro-batches without rows.
         """
         outputs: list[Any] = [None] * len(micro_batches)
@@ -219,7 +204,8 @@ class TrainEngine:
             def last(decoder: Decoder, hidden: Tensor) -> None:
                 outputs[action.micro_batch] = head(decoder, hidden, batch) if len(batch.lengths) else None
 
-            result: Tensor | None = self.pass_through(chunk, batch, received, last)
+            through = routers[action.micro_batch] if routers else None
+            result: Tensor | None = self.pass_through(chunk, batch, received, last, through)
             return result
 
         def never(action: Action, received: Tensor | None) -> Tensor | None:
@@ -230,19 +216,20 @@ class TrainEngine:
         self.reshard()
         return outputs
 
-    def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss) -> dict[str, Tensor]:
+    def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss, row_weight: float = 0.0) -> dict[str, Tensor]:
         """Add the gradients of the micro-batches' losses to those so far, in (interleaved) 1F1B over the pipeline.
 
         ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``. The loss is a scalar, already divided by the global count
         of its mini-batch over all replicas, so the gradient is the plain sum over micro-batches and replicas. Stats are scalars to
         sum. It is also called for micro-batches without rows, of which only the stats count. All replicas must pass equally many
-        micro-batches, because under ZeRO each has collectives over dp.
+        micro-batches, because under ZeRO each has collectives over dp. ``row_weight``: by which the load-balancing loss of each row
+        is multiplied, beside its coefficient.
 
         Returns on the last stage the sums over this replica's micro-batches in float64, the loss as "loss"; {} on other stages.
         Gradients are complete only in :meth:`optimizer_step`. Until then further calls add to them.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
-        passes, self._num_calls = _Passes(self, micro_batches, loss), self._num_calls + 1
+        passes, self._num_calls = Passes(self, micro_batches, loss, row_weight), self._num_calls + 1
         with torch.random.fork_rng(devices=()):  # seeds the dropout of adapters, alike on all tp ranks
             torch.default_generator.manual_seed(hash((*self._seeds, self.optimizer.step_count, self._num_calls)))
             self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
@@ -258,19 +245,25 @@ class TrainEngine:
         run_pipeline(actions, mesh, shapes, self.dtype, self.device, forward, backward)
 
     def pass_through(
-        self, chunk: Decoder, batch: Packed, received: Tensor | None, last: Callable[[Decoder, Tensor], Any]
+        self,
+        chunk: Decoder,
+        batch: Packed,
+        received: Tensor | None,
+        last: Callable[[Decoder, Tensor], Any],
+        routers: Routers | None = None,
     ) -> Any:
         """Run one micro-batch through a chunk. Without rows it is a single token, whose result nobody uses."""
         attention: Attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.places)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
             received = own_tokens(received, self.mesh.cp)
-        return chunk(received, share_tokens(attention, self.mesh.cp), last)
+        return chunk(received, share_tokens(attention, self.mesh.cp), last, routers)
 
     # -- the optimizer step
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping) and ``lr``.
+        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping), ``lr``, and of models with
+        experts the metrics of ``router_balance``.
 
         If the norm is not finite, raises FloatingPointError on every rank of the pool, before any parameter has changed.
         """
@@ -284,7 +277,7 @@ class TrainEngine:
             torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s constant
         lr = self.optimizer.step(self.trained_tensors(), grads)
         self.zero_grad()
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr, **self.balance.report(self.mesh.pool)}
 
     @torch.no_grad()
     def _summed_gradients(self) -> dict[str, Tensor]:
@@ -350,40 +343,6 @@ class TrainEngine:
         """Free gathered parameters, so that only the local shards are left. No communication."""
         for zero in self.zeros:
             zero.reshard()
-
-
-class _Passes:
-    """The passes of one :meth:`TrainEngine.forward_backward`: tensors between a forward pass and its backward pass, and sums so far."""
-
-    def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: Loss) -> None:
-        self._engine, self._batches, self._loss = engine, batches, loss
-        self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self.sums: dict[str, Tensor] = {}
-
-    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
-        leaf = None if received is None else received.requires_grad_()
-        out = self._engine.pass_through(chunk, batch, leaf, partial(self._end, batch))
-        self._alive[action.micro_batch, action.chunk] = leaf, out
-        return None if chunk.is_last else out.detach()
-
-    def _end(self, batch: Packed, decoder: Decoder, hidden: Tensor) -> Tensor:
-        """The loss of a micro-batch, after the last layer."""
-        empty = not len(batch.lengths)
-        with torch.set_grad_enabled(not empty):
-            value, stats = self._loss(decoder, hidden[:0] if empty else hidden, batch)
-        for key, part in {"loss": value, **stats}.items():
-            part = part.detach().double()
-            self.sums[key] = self.sums[key] + part if key in self.sums else part
-        assert empty or value.requires_grad, "the loss does not depend on the model's output"
-        return zero_loss(decoder, hidden) if empty else value
-
-    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        leaf, out = self._alive.pop((action.micro_batch, action.chunk))
-        if self._engine.zeros:
-            self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
-        torch.autograd.backward(out, received)
-        return None if leaf is None else leaf.grad
 
 
 def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:

@@ -1,0 +1,93 @@
+"""Micro-batches, and their forward and backward passes in the order that a pipeline schedule gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.router_balance import RouterBalance, Routers
+from rlhf_spmd.parallel.pipeline import Action
+from rlhf_spmd.parallel.zero import FSDPModel, zero_loss
+
+ROUTED_EXPERTS = "routed_experts"  # a field of rows, see ``router_replay``
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
+
+    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``places``: given if sequences share
+    tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    extra: Batch = field(
+        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
+    )
+    places: Tensor | None = None
+
+
+Head = Callable[[Decoder, Tensor, Packed], Any]
+Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class TrainsChunks(Protocol):
+    """What has the chunks of layers of this rank."""
+
+    chunks: list[Decoder]
+    zeros: list[FSDPModel]
+    balance: RouterBalance
+
+    def pass_through(
+        self,
+        chunk: Decoder,
+        batch: Packed,
+        received: Tensor | None,
+        last: Callable[[Decoder, Tensor], Any],
+        routers: Routers | None = None,
+    ) -> Any:
+        """Run one micro-batch through a chunk."""
+
+
+class Passes:
+    """The passes of one ``TrainEngine.forward_backward``: tensors between a forward pass and its backward pass, and sums so far."""
+
+    def __init__(self, engine: TrainsChunks, batches: Sequence[Packed], loss: Loss, row_weight: float) -> None:
+        self._engine, self._batches, self._loss, self._row_weight = engine, batches, loss, row_weight
+        self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
+        leaf = None if received is None else received.requires_grad_()
+        chosen = batch.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in batch.extra else None
+        routers = self._engine.balance.begin(batch.lengths, batch.places, self._row_weight, chosen)
+        out = self._engine.pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
+        self._alive[action.micro_batch, action.chunk] = leaf, out
+        return None if chunk.is_last else out.detach()
+
+    def _end(self, batch: Packed, decoder: Decoder, hidden: Tensor) -> Tensor:
+        """The loss of a micro-batch, after the last layer."""
+        empty = not len(batch.lengths)
+        with torch.set_grad_enabled(not empty):
+            value, stats = self._loss(decoder, hidden[:0] if empty else hidden, batch)
+        for key, part in {"loss": value, **stats}.items():
+            part = part.detach().double()
+            self.sums[key] = self.sums[key] + part if key in self.sums else part
+        assert empty or value.requires_grad, "the loss does not depend on the model's output"
+        return zero_loss(decoder, hidden) if empty else value
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        leaf, out = self._alive.pop((action.micro_batch, action.chunk))
+        if self._engine.zeros:
+            self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
+        torch.autograd.backward(out, received)
+        return None if leaf is None else leaf.grad

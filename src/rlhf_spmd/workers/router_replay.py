@@ -1,0 +1,83 @@
+"""Router replay: updates take the experts that the forward pass of the old log-probs took (R2: Zheng et al., arXiv 2507.18071).
+
+Without it an update may choose other experts for a token than the pass before: its weights have changed, or on GPUs its batch, and the
+ratio of the log-probs jumps. Only the choice is kept; the weights of the chosen experts are those of the current router.
+
+The choices are the field ``routed_experts`` of the rows: ragged [tokens, mixtures, experts of a token], uint8 or, beyond 256 experts,
+int16. Tokens are those of prompt and response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.data.batch import Batch, Ragged
+from rlhf_spmd.kernels import Ops, RoutingRule
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
+from rlhf_spmd.workers.train_engine import TrainEngine
+
+
+def check_replay(spec: ModelSpec, scores_responses: bool, where: str) -> None:
+    """Raises ValueError if a role cannot replay. ``scores_responses``: it computes old log-probs. ``where`` names the setting."""
+    if spec.experts is None:
+        raise ValueError(f"{where}: models of {spec.family} have no experts; leave it out")
+    if not scores_responses:
+        raise ValueError(f"{where}: this role computes no old log-probs, whose experts an update could take; leave it out")
+
+
+class RouterRecord:
+    """The experts that the tokens of one micro-batch take on this rank: ``chosen`` by layer, [T, K]."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.chosen: dict[int, Tensor] = {}
+
+    def route(
+        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As ``Ops.route``, of a layer by its global index."""
+        weights, chosen = ops.route(logits, correction, rule, dtype)
+        self.chosen[layer] = chosen.to(self._dtype)
+        return weights, chosen
+
+
+class ExpertRecords:
+    """The experts of all rows of one call."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._mesh, self._balance = engine.mesh, engine.balance
+        self._dtype = torch.uint8 if self._balance.num_experts <= 256 else torch.int16
+        self._packed: Sequence[Packed] = ()
+        self._records: list[RouterRecord] = []
+
+    def begin(self, packed: Sequence[Packed]) -> list[RouterRecord]:
+        """Returns what the routers of each micro-batch report to."""
+        self._packed, self._records = packed, [RouterRecord(self._dtype) for _ in packed]
+        return self._records
+
+    def field(self, batch: Batch) -> Ragged:
+        """``routed_experts`` of the rows of ``batch``, on the CPU.
+
+        Collective over pp and cp: every rank of them must call, in program order.
+        """
+        mesh, balance, sizes = self._mesh, self._balance, [len(micro.tokens) for micro in self._packed]
+        whole = torch.zeros(sum(sizes), len(balance.numbers), balance.per_token, dtype=self._dtype)
+        parts = whole.split(sizes) if sizes else ()
+        for part, record in zip(parts, self._records, strict=True):
+            own = part[mesh.cp.rank :: mesh.cp.size]
+            if len(own) and record.chosen:
+                found = torch.stack([chosen[: len(own)] for chosen in record.chosen.values()], 1).cpu()
+                own[:, [balance.numbers[layer] for layer in record.chosen]] = found
+        for group in (mesh.pp, mesh.cp):
+            group.all_reduce(whole.view(torch.uint8), ROUTED_EXPERTS)
+        rows = [part if micro.places is None else part[micro.places] for part, micro in zip(parts, self._packed, strict=True)]
+        lengths = [micro.lengths for micro in self._packed]
+        made = {ROUTED_EXPERTS: Ragged(torch.cat([whole[:0], *rows]), torch.cat([batch.row_ids[:0], *lengths]))}
+        ids = torch.cat([batch.row_ids[:0], *(micro.extra.row_ids for micro in self._packed)])
+        found_rows = Batch(ids, ids, made).reorder(batch.row_ids) if len(batch) else Batch(ids, ids, made)
+        field: Ragged = found_rows[ROUTED_EXPERTS]
+        return field
