@@ -35,6 +35,7 @@ from generators import SMALL, ragged_requests, transformers_greedy
 from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.generation import Generator, SamplingConfig
+from rlhf_spmd.models.context_parallel import check_cp
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_eos_ids, read_spec
 from rlhf_spmd.models.weights import load_pretrained
@@ -159,9 +160,12 @@ def measure(name: str, directory: Path) -> list[Row]:
         row: Row = {"family": name, "layout": kind}
         out = directory / f"{name}.{kind.replace(' ', '_')}"
         try:
+            check_cp(read_spec(path), layout.tp, layout.cp, "layout")
             found = ranks.run_ranks(layout.size, families.measure_on_rank, str(path), layout, str(out))
+        except ValueError as error:
+            row["refused"] = str(error)
         except AssertionError as error:
-            row["refused"] = str(error).strip().splitlines()[-1]
+            row["failed"] = str(error).strip().splitlines()[-1]
         else:
             row |= {**compare(found, layout, want, gradients, greedy), "export": differing(path, out)}
         rows.append(row)
@@ -173,7 +177,11 @@ def measure(name: str, directory: Path) -> list[Row]:
 
 def line(row: Row) -> str:
     values = [f"{row[key]:.1e}" if isinstance(row.get(key), float) else str(row.get(key, "")) for key in COLUMNS]
-    return f"{row['family']:<18}{row['layout']:<24}" + "".join(f"{value:>10}" for value in values) + row.get("refused", "")
+    return (
+        f"{row['family']:<18}{row['layout']:<24}"
+        + "".join(f"{value:>10}" for value in values)
+        + row.get("refused", row.get("failed", ""))
+    )
 
 
 def main() -> None:
@@ -186,9 +194,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         rows = [row for name in args.only for row in measure(name, Path(directory))]
     if args.json:
-        lines = [json.dumps([row.get(key, "failed") for key in ("family", "layout", *COLUMNS)]) for row in rows]
+        lines = [
+            json.dumps([row.get(key, "refused" if "refused" in row else "failed") for key in ("family", "layout", *COLUMNS)])
+            for row in rows
+        ]
         args.json.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-    missing = [row for row in rows if "refused" in row]
+    missing = [row for row in rows if "failed" in row]
     if missing:
         sys.exit(f"{len(missing)} failed: " + ", ".join(f"{row['family']} {row['layout']}" for row in missing))
 

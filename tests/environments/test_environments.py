@@ -26,11 +26,13 @@ from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.train import prepare
+from small_models import CONFIGS
 
 
 class Parrot:
@@ -218,6 +220,23 @@ def test_log_probs_are_those_of_training_and_none_of_the_environment(ahead: int,
         if completion.top_log_probs is not None:
             assert not completion.top_log_probs[1][~mask].any() and completion.top_log_probs[1][mask].all()
         assert (completion.top_log_probs is not None) == (likeliest > 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 2, "num_pages": 40, "max_num_seqs": 5}], ids=str)
+def test_linear_attention_goes_on_with_its_states(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A row's state waits for the environment's answer, or all of its tokens are computed again after a preemption."""
+    sizes = {"vocab_size": len(tasks.VOCABULARY), "eos_token_id": tasks.EOS, "initializer_range": 0.12}
+    write_random_model(tmp_path, {**CONFIGS["qwen3-5"], **sizes}, 3)
+    mesh, found = alone()[1], environments()
+    decoder = load(str(tmp_path), mesh, torch.float64)
+    generator = Generator(decoder, mesh, replace(SMALL, **options), [tasks.EOS], decoding(found.tokenizer))
+    made, _ = requests()
+    completions = generator.generate(made, SAMPLING, 1, 2, environments=found)
+    assert max(completion.num_turns for completion in completions) > 1
+    assert (generator.stats.preemptions > 0) == bool(options)
+    for completion, log_probs in zip(completions, training_log_probs(decoder, made, completions, 1.0), strict=True):
+        mask = torch.tensor(completion.mask)
+        assert (completion.log_probs[mask] - log_probs[mask]).abs().max() < 1e-10
 
 
 def test_other_rows_go_on_while_one_waits(plain: list[Any]) -> None:

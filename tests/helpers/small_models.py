@@ -30,6 +30,17 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_LINEAR = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "pad_token_id": 0,
+}
 
 _LATENT = {
     "num_key_value_heads": 4,
@@ -291,6 +302,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
         "pad_token_id": 0,
+    },
+    "qwen3-5": {
+        **_SIZES,
+        **_LINEAR,
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+    },
+    "qwen3-5-moe": {
+        **_SIZES,
+        **_LINEAR,
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+    },
+    "qwen3-next": {
+        **_SIZES,
+        **_LINEAR,
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [2],
     },
     "mixtral": {
         **_SIZES,

@@ -69,6 +69,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert off < 2e-5, f"{key}: {off}"
 
 
+LINEAR = ["qwen3-5", "qwen3-next"]
 DENSE = [
     "llama-tied-bias",
     "qwen3-tied",
@@ -87,7 +88,7 @@ DENSE = [
 EXPERTS = ["qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", "deepseek-v3", "deepseek-v2"]
 
 
-@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS, *LINEAR])
 def test_log_probs_and_gradients_are_those_of_torch(name: str) -> None:
     expected = results_of(Ops(), name, solo())
     for checkpointing in CHECKPOINTING if name == "qwen3-tied" else ("none",):
@@ -127,9 +128,11 @@ def test_on_two_ranks(name: str, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with the CPU's numbers")
-def test_generation_that_writes_pages_from_the_heads_draws_the_same_tokens(tmp_path: Path) -> None:
-    write_random_model(tmp_path / "qwen3", {**MODELS["qwen3"], "num_hidden_layers": 2}, seed=7)
-    path, mesh = str(tmp_path / "qwen3"), alone()[1]
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-5"])
+def test_generation_that_writes_pages_from_the_heads_draws_the_same_tokens(tmp_path: Path, name: str) -> None:
+    config = MODELS[name] if name in MODELS else {**CONFIGS[name], "vocab_size": 301}
+    write_random_model(tmp_path / name, {**config, "num_hidden_layers": 2}, seed=7)
+    path, mesh = str(tmp_path / name), alone()[1]
     requests, results = ragged_requests(num_prompts=3, samples=1, max_new_tokens=4), []
     for attention in ("torch", "triton"):
         decoder = load(path, mesh)

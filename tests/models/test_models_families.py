@@ -48,6 +48,7 @@ from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of, logits, model_tensors
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
+LINEAR = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
 DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3")
 LATENT = ("deepseek-v3", "deepseek-v2")
 EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", *LATENT)
@@ -212,7 +213,7 @@ def test_transitions_of_the_hybrid_engine(name: str) -> None:
     assert max(run_ranks(4, generate_in_layout, spec, "zero_redundancy", layout, True)) < 1e-12
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + LINEAR)
 def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     """transformers writes a directory, four ranks read it and write a checkpoint, and its export is the same model."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -27,6 +27,8 @@ def make_spec(family: str, **changes: Any) -> ModelSpec:
         "num_hidden_layers": 5,
         "num_attention_heads": 16,
         "num_key_value_heads": 16 if "kv_lora_rank" in CONFIGS[family] else 4,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
         "partial_rotary_factor": 1,  # factors of rotary embeddings would fit one head_dim alone
         "rope_scaling": None,
         "rope_parameters": None,
@@ -53,8 +55,9 @@ def test_boxes_of_all_ranks_cover_every_tensor_once(family: str, head: str) -> N
         for name, count in copies.items():
             assert bool(count.all()), f"{name} has elements that no rank of pp({pp}) * tp({tp}) holds"
             tied = 2 if name == spec.names.embed and spec.tie_word_embeddings and pp > 1 and head == "lm" else 1
-            shared = tp // 4 if tp > 4 and any(part in name for part in ("k_proj", "v_proj", "qkv", "k_norm")) else 1
-            expected = {tp if per_tensor[name] else tied * shared} | ({1} if "qkv" in name else set())
+            kv = any(part in name for part in ("k_proj", "v_proj", "qkv_proj", "k_norm"))
+            shared = tp // 4 if tp > 4 and kv else 1
+            expected = {tp if per_tensor[name] else tied * shared} | ({1} if "qkv_proj" in name else set())
             assert set(count.flatten().tolist()) == expected, (name, pp, tp)
 
 

@@ -45,7 +45,7 @@ def two_threads() -> Iterator[None]:
 def test_log_probs_are_a_training_forwards_for_every_family(tmp_path: Path, dtype: torch.dtype) -> None:
     requests = ragged_requests(samples=2, max_new_tokens=12, vocabulary=101)
     for name, config in CONFIGS.items():
-        if "kv_lora_rank" in config:  # latent attention has other products in generation
+        if {"kv_lora_rank", "linear_num_key_heads"} & config.keys():  # one token has other sums there than many
             continue
         generator = build_generator(str(make_model(tmp_path / name, config)), replace(SMALL, attention="cpp"), dtype)
         alone = generator.generate(requests, SamplingConfig(), 3, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 
@@ -13,6 +13,9 @@ from rlhf_spmd.config.constraints import Fraction, NonNegativeInt, PositiveFract
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import ATTENTION, capabilities, model_device
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
+
+if TYPE_CHECKING:
+    from rlhf_spmd.models.spec import ModelSpec
 
 BACKENDS = (*ATTENTION, *EXTRAS)
 FLASH_PAGE = 256  # flash-attn takes pages of a multiple of this many tokens
@@ -132,6 +135,18 @@ class GenerationConfig:
         Steps with collectives do not: that was never tried.
         """
         return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1 and not self.speculative_tokens
+
+    def check_model(self, where: str, spec: ModelSpec) -> None:
+        """Raises ValueError for what cannot be done with linear attention, whose states cannot go back to an earlier token."""
+        for key, value, most in (
+            ("speculative_tokens", self.speculative_tokens, 0),
+            ("steps_per_sync", self.steps_per_sync, 1),
+        ):
+            if spec.delta is not None and (value or most) > most:
+                raise ValueError(
+                    f"{where}.{key}={value}: tokens behind the end of a turn, or behind a wrong guess, cannot be taken out of the "
+                    f"states of linear attention, which {spec.family} has; leave it out"
+                )
 
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run. ``words`` explain the number."""

@@ -241,12 +241,14 @@ class DecodeMicroBatches:
         stats.num_pages = sum(micro_batch.cache.num_pages for micro_batch in self.micro_batches)
 
     def fits(self, rows: Sequence[SequenceState]) -> bool:
-        """Whether each of these rows could run alone in its micro-batch."""
-        return all(
-            row.limit - 1 <= micro_batch.cache.num_pages * micro_batch.cache.page_size
-            for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True)
-            for row in share
-        )
+        """Whether each of these rows could run alone in its micro-batch, and there are states for all that may run at once."""
+        for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
+            cache, at_once = micro_batch.cache, min(len(share), micro_batch.scheduler.config.max_num_seqs)
+            if cache.states is not None and cache.states.num_slots < at_once:
+                return False
+            if any(row.limit - 1 > cache.num_pages * cache.page_size for row in share):
+                return False
+        return True
 
     def forget(self, rows: Iterable[SequenceState]) -> None:
         """Take out rows that go on elsewhere or are not wanted any more."""

@@ -26,6 +26,7 @@ from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, Limi
 from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, planes
 from rlhf_spmd.generation.model_runner import GenerationCall
 from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria
@@ -56,6 +57,9 @@ class Generator:
         local_size: int = 1,
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
+        config.check_model("generation", decoder.spec)
+        if decoder.spec.delta is not None:  # pages of a shared prompt have no states
+            config = replace(config, enable_prefix_caching=False)
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
@@ -155,7 +159,9 @@ class Generator:
         """
         self.reserved, config, num_pages = True, self.config, self.config.num_pages
         if num_pages is None:
-            num_pages = min(config.max_num_seqs * -(-(longest - 1) // config.page_size), self._affordable_pages())
+            num_pages = min(
+                config.max_num_seqs * -(-(longest - 1) // config.page_size), self._affordable_pages(config.max_num_seqs)
+            )
             self.config = replace(config, num_pages=num_pages)
         longest = min(longest, num_pages * config.page_size + 1)
         return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)
@@ -259,7 +265,7 @@ class Generator:
         Collective over the replica: every rank of it must call, in program order.
         """
         config, dtype, shape = self.config, self.decoder.dtype, self._cache_shape
-        total = config.num_pages or self._affordable_pages()
+        total = config.num_pages or self._affordable_pages(len(rows))
         needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
         wanted, groups = config.micro_batches or self.mesh.layout.pp, {row.request.group_id for row in rows}
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
@@ -272,29 +278,33 @@ class Generator:
             if capabilities(self._device).graphs:
                 most = round_up(most, 1 << max(most.bit_length() - 4, 0))
             num_pages = share if config.num_pages else max(min(most, share), 1)
-            cache = KVCache(*shape, num_pages, config.page_size, dtype, self._device, self._backend, self._shared)
+            slots = num_seqs if self.reserved else min(num_seqs, len(members))
+            states = RecurrentStates(self.decoder, slots, self._device) if self.decoder.num_linear else None
+            sizes = *shape, num_pages, config.page_size
+            cache = KVCache(*sizes, dtype, self._device, self._backend, self._shared, states)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
             micro_batches.append(DecodeMicroBatch(own, cache, graphs))
         return micro_batches
 
     @property
     def _cache_shape(self) -> tuple[int, int, int]:
-        """Layers, KV heads and head size on this rank."""
+        """Layers with attention (at least one, so that there are pages), KV heads and head size on this rank."""
         block = self.decoder.layers[0]
         assert isinstance(block, Block)
-        return len(self.decoder.layers), *block.cache_shape
+        return max(len(self.decoder.layers) - self.decoder.num_linear, 1), *block.cache_shape
 
     @property
     def _shared(self) -> bool:
         """Whether the cache's keys serve as values."""
         return self.decoder.spec.latent is not None
 
-    def _affordable_pages(self) -> int:
-        """The number of pages that memory has room for, the least over the replica's ranks.
+    def _affordable_pages(self, num_rows: int) -> int:
+        """The number of pages that memory has room for beside the states of ``num_rows`` rows, the least over the replica's ranks.
 
         Collective over the replica: every rank of it must call, in program order.
         """
         room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
+        room -= min(num_rows, self.config.max_num_seqs) * slot_bytes(self.decoder)
         sizes = *self._cache_shape, self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._shared)
         pages = int(room) // KVCache.page_bytes(*sizes)
         return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.recurrent_states import RecurrentStates
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import CppOps, Ops, capabilities, on_device
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
@@ -76,7 +77,9 @@ class KVCache:
         device: torch.device,
         backend: Backend,
         shared: bool = False,
+        states: RecurrentStates | None = None,
     ) -> None:
+        self.states = states  # of the rows in flight, for models with linear attention
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
@@ -114,6 +117,8 @@ class KVCache:
 
     def offload(self, used: Sequence[int]) -> None:
         """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
+        if self.states is not None:
+            self.states.offload()
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
         host = host_empty(shape, self.pages.dtype, self.pages.device)
@@ -126,6 +131,8 @@ class KVCache:
         """Undo :meth:`offload`, if it was called. The pages may have another address afterwards."""
         if self._on_host is None:
             return
+        if self.states is not None:
+            self.states.reload()
         (index, host), self._on_host = self._on_host, None
         self.pages = self._zeros(self.pages.dtype, self.pages.device)
         for layer, pages in zip(host, self.pages, strict=True):
@@ -234,6 +241,8 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     row = 4 * spec.hidden_size + queries + 2 * keys + max(3 * columns, 3 * queries + 3 * keys)
     if spec.latent is not None:  # queries twice and their outputs, as wide as an entry of the cache
         row = 4 * spec.hidden_size + queries + 2 * spec.latent.entry + max(3 * columns, 3 * block.num_heads * spec.latent.entry)
+    if spec.delta is not None:
+        row += (spec.delta.columns + spec.delta.kept / 2 * 4 / size) / decoder.tp.size
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
     logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
     captures = config.captures(next(decoder.parameters()).device, decoder.tp.size, decoder.pp)

@@ -101,9 +101,10 @@ class ModelRunner:
         # with other stages, guesses or users' functions the next step depends on the host
         repeatable = decoder.pp == 1 and not config.speculative_tokens and not processors
         self._in_one_pass = isinstance(decoder.ops, RowSampler)
-        self.captures = repeatable and self._can_capture(config)
+        linear = cache.states is not None  # whose states cannot go back to an environment's turn
+        self.captures = repeatable and not linear and self._can_capture(config)
         each = config.steps_per_sync or (GRAPH_STEPS_PER_SYNC if self.captures else 1)
-        self.max_repeats = each if repeatable and (each > 1 or self.captures) else 0
+        self.max_repeats = each if repeatable and not linear and (each > 1 or self.captures) else 0
         self._most_rows = padded_size(config.max_num_seqs)
         self.runs_ahead = repeatable and capabilities(self.device).streams
         self._allocate(rows, sampling.logprobs)
@@ -228,7 +229,8 @@ class ModelRunner:
             num_tokens = sum(item.num_tokens for item in work)
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
             inputs = self.channels.receive_hidden(inputs)
-        hidden = self.decoder(inputs, attention)
+        states = self.cache.states
+        hidden = self.decoder(inputs, attention, mixing=None if states is None else states.of_step(work))
         if not self.decoder.is_last:
             self.channels.hidden.send(hidden)
         return hidden

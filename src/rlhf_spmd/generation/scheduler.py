@@ -84,6 +84,9 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.paused: set[SequenceState] = set()
         self._pending_prefixes: set[int] = set()
+        self._slots = list(
+            reversed(range(config.max_num_seqs))
+        )  # free ones; n rows at a time never have one beyond the first n
 
     def add(self, row: SequenceState) -> None:
         """Add ``row`` to the end of the queue. Raises ValueError if it could never run, even alone."""
@@ -207,6 +210,7 @@ class Scheduler:
     def _release(self, row: SequenceState) -> None:
         self._pending_prefixes.difference_update(row.pending_prefixes)
         self.pages.release(reversed(row.pages))
+        self._slots += [row.slot] if row.slot >= 0 else []
         row.leave_pages()
 
     def _plan(self, step: ScheduledStep, row: SequenceState, count: int) -> None:
@@ -259,7 +263,7 @@ class Scheduler:
         new = [self.pages.allocate() for _ in range(num_new)]
         if tail is not None and not take_over:
             step.copies.append((tail, new[0]))
-        row.pages = shared + new
+        row.pages, row.slot = shared + new, self._slots.pop()
 
     def _lookup(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
         """(full pages to share, tail page to copy, prefixes to compute); None: another row is computing what this one needs."""

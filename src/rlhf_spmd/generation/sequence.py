@@ -111,6 +111,7 @@ class SequenceState:
     - prefix_ids: identify the prompt up to the end of each of its pages (:class:`~.page_allocator.PrefixTable`)
     - num_computed: tokens whose keys and values lie in ``pages``. The last token is computed only when the next step needs it, so
       a running row has num_computed < length
+    - slot: of the row's states in layers with linear attention, while it has pages; -1: it has none
     - pending_prefixes: those ``prefix_ids`` whose pages this row is computing for all rows
     - draft: guesses of the next tokens, computed together with the last token
     - held: the row waits for its environment and is not scheduled
@@ -130,6 +131,7 @@ class SequenceState:
     prefix_ids: tuple[int, ...] = ()
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
     pending_prefixes: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
     held: bool = False
@@ -159,7 +161,7 @@ class SequenceState:
 
     def leave_pages(self) -> None:
         """Forget what was computed: the row has no pages any more."""
-        self.num_computed, self.pages, self.pending_prefixes, self.draft = 0, [], [], []
+        self.num_computed, self.pages, self.slot, self.pending_prefixes, self.draft = 0, [], -1, [], []
 
     def rewind(self, num_new: int) -> None:
         """Go back to the first ``num_new`` tokens of the response, without pages."""

@@ -20,6 +20,7 @@ Any device:
 - ``dispatch``: :func:`choose_ops`
 - ``packing``: which keys a query sees; packed sequences as rectangles
 - ``dense_attention``: attention by torch's own kernels, or by plain products
+- ``delta_rule``: linear attention, by torch
 - ``routing``, ``expert_rows``: which experts a token takes, and its rows for them
 - ``gradients``: makes an operation of a forward and a backward half one autograd node
 - ``devices``: :func:`capabilities`, what a device can; only this module tells kinds of devices apart
@@ -47,6 +48,7 @@ GPUs:
 """
 
 from rlhf_spmd.kernels.cpp_ops import CppOps
+from rlhf_spmd.kernels.delta_rule import DeltaShape, DeltaStates, mix_tokens
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.gradients import differentiable
@@ -59,6 +61,8 @@ __all__ = [
     "AttentionRule",
     "Context",
     "CppOps",
+    "DeltaShape",
+    "DeltaStates",
     "HeadShape",
     "LayerOptions",
     "Ops",
@@ -69,6 +73,7 @@ __all__ = [
     "choose_ops",
     "differentiable",
     "has_amx",
+    "mix_tokens",
     "model_device",
     "on_device",
     "processor_kind",

@@ -4,11 +4,13 @@ Floor F3. This package must not know roles, batches of requests, pages, optimize
 
 A family is one file, named after the ``model_type`` of config.json: ``llama``, ``qwen3``, ``gemma2`` and so on. Read in this order:
 
-- ``spec``: what a config.json says (``ModelSpec``); ``expert_config``: what a mixture of experts is (``Experts``)
+- ``spec``: what a config.json says (``ModelSpec``); ``expert_config``: what a mixture of experts is (``Experts``);
+  ``delta_config``: what linear attention is (``DeltaRule``)
 - ``sharding``: which slice of which Hugging Face tensor a rank holds (pure)
 - ``decoder``: the module; ``block``: one of its layers; ``layers``: holders of parameters; ``rope``: rotary tables
 - ``attention``: attention over packed sequences; ``context_parallel``: over ranks that share their tokens
-- ``experts``: the mixture of experts; ``expert_parallel``: over ranks that share them; ``router_balance``: its metrics and loss
+- ``linear_attention``: the gated delta rule; ``experts``: the mixture of experts; ``expert_parallel``: over ranks that share them
+- ``router_balance``: a mixture's metrics and loss
 - ``heads``: log-probs, entropies and values
 - ``tensor_parallel``: collectives with gradients; ``activations``: what a layer keeps for its backward pass
 - ``lora``, ``adapters``, ``quantized``: adapters beside matrices, of 4 or 8 bits

@@ -61,9 +61,9 @@ class PackedAttention:
         assert all(n >= 0 for n in lengths), f"negative sequence length in {lengths}"
         self.packing, self._ops = Packing([int(n) for n in lengths], torch.device(device)), ops
         positions = torch.cat([torch.arange(n) for n in self.packing.lengths] or [torch.arange(0)])
-        self._copies = None if places is None else Copies(places, self.packing.device)
+        self.copies = None if places is None else Copies(places, self.packing.device)
         positions = on_device(positions, self.packing.device)
-        self.positions = positions if self._copies is None else positions[self._copies.firsts]
+        self.positions = positions if self.copies is None else positions[self.copies.firsts]
         self.space: Tensor | None = None
         joins = (ops is None or ops.joins_layers) and places is None
         self.kernel_context = self.packing.context if joins else None
@@ -72,11 +72,11 @@ class PackedAttention:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Nothing is kept between layers: ``layer_index`` is not used."""
         assert len(q) == len(self.positions), f"{len(q)} tokens for sequences of {len(self.positions)} in all"
         ops = self._ops or choose_ops(q.dtype, q.device)
-        if self._copies is None:
+        if self.copies is None:
             return ops.attend_packed(q, k, v, self.packing, rule)
         # a token sees the same in each sequence that begins with it: the first one's output and query stand for all
-        laid = self._copies.spread(q, only_first=True), self._copies.spread(k), self._copies.spread(v)
-        return self._copies.first(ops.attend_packed(*laid, self.packing, rule))
+        laid = self.copies.spread(q, only_first=True), self.copies.spread(k), self.copies.spread(v)
+        return self.copies.first(ops.attend_packed(*laid, self.packing, rule))
 
 
 class Copies:

@@ -18,7 +18,8 @@ from rlhf_spmd.models.attention import Attention, WritesPages
 from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.latent_attention import LatentAttention
-from rlhf_spmd.models.layers import Linear, RMSNorm, whole_norms
+from rlhf_spmd.models.layers import Linear, RMSNorm, split_gates, whole_norms
+from rlhf_spmd.models.linear_attention import LinearMixer, TokenMixing
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.router_balance import Routers
@@ -32,7 +33,7 @@ from rlhf_spmd.parallel.collectives import Group
 class Block(nn.Module):
     """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
 
-    ``index`` counts within the stage, ``layer`` within the model.
+    ``index`` counts the stage's layers of its kind, with attention or with linear attention; ``layer`` all of the model.
     """
 
     qkv: Linear
@@ -90,9 +91,12 @@ class Block(nn.Module):
             self.qkv = linear("qkv")
         else:
             self.latent = LatentAttention(ops, spec.latent, self.num_heads, spec.interleaved_rope, tp, linear, norm)
-        self.q_norm = norm(*shards["q_norm.weight"].shape) if spec.qk_norm else None
-        self.k_norm = norm(*shards["k_norm.weight"].shape) if spec.qk_norm else None
-        self.sinks = linear("sinks") if spec.names.sinks else None
+        self.q_norm = norm(*shards["q_norm.weight"].shape) if "q_norm.weight" in shards else None
+        self.k_norm = norm(*shards["k_norm.weight"].shape) if "k_norm.weight" in shards else None
+        self.sinks = linear("sinks") if "sinks.weight" in shards else None
+        delta, self.gated_heads = spec.delta_of(layer), spec.attention_gate
+        of_mixer = (index, tp, blocks, spec.rms_norm_eps, dtype, device)
+        self.mixer = None if delta is None else LinearMixer(ops, delta, shards, *of_mixer)
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size) if spec.names.post_norm else None
@@ -108,13 +112,16 @@ class Block(nn.Module):
         options = LayerOptions(spec.rms_norm_eps, *switches, spec.residual_scale)
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and self.sinks is None and spec.query_growth is None and self.latent is None
+        alone = alone and self.sinks is None and spec.query_growth is None and self.latent is None and spec.delta is None
         alone = alone and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
-    def forward(self, x: Tensor, rope: Rope, attention: Attention, num_tokens: int, routers: Routers | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int, routers: Routers | None = None
+    ) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
-        this rank's R / t of them. ``rope`` is of all R rows. ``routers``: through which the router chooses."""
+        this rank's R / t of them. ``rope`` is of all R rows. ``attention``: a TokenMixing for a layer with linear attention.
+        ``routers``: through which the router chooses."""
         if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
             whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
             if whole is not None:
@@ -151,16 +158,24 @@ class Block(nn.Module):
     def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
-    def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
+    def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int) -> Tensor:
         """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
-        if self.latent is None:
-            mixed = self._attend(qkv, rope, attention, num_tokens)
-        else:
+        if self.mixer is not None:
+            assert isinstance(attention, TokenMixing)
+            mixed = self.mixer(qkv[:num_tokens], attention)
+        elif self.latent is not None:
+            assert not isinstance(attention, TokenMixing)
             mixed = self.latent.attend(qkv, rope, attention, num_tokens, self.index, self.rule)
+        elif self.gated_heads:
+            qkv, gates = split_gates(qkv, self.head_shape)
+            mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()
+        else:
+            mixed = self._attend(qkv, rope, attention, num_tokens)
         return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
 
-    def _attend(self, qkv: Tensor, rope: Rope, attention: Attention, num_tokens: int) -> Tensor:
+    def _attend(self, qkv: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int) -> Tensor:
         """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
+        assert not isinstance(attention, TokenMixing)
         norms: tuple[Tensor | None, ...] = None, None
         if self.q_norm is not None and self.k_norm is not None:
             if self.whole_qk_norm:

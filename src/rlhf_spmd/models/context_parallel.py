@@ -30,6 +30,11 @@ LABEL = "context_parallel"  # under which the all-to-alls are counted
 
 def check_cp(spec: ModelSpec, tp: int, cp: int, where: str) -> None:
     """Raises ValueError if ``cp`` ranks cannot share the heads that a rank of ``tp`` has. ``where`` names the layout."""
+    if cp > 1 and spec.delta is not None:
+        raise ValueError(
+            f"{where}.cp={cp}: linear attention ({spec.family}) passes its state from token to token, and ranks cannot share a row's "
+            "tokens; allowed: 1"
+        )
     heads, kv = spec.num_attention_heads // tp, max(spec.num_key_value_heads // tp, 1)
     if heads % cp or (kv % cp and cp % kv):
         allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]

@@ -24,6 +24,7 @@ from rlhf_spmd.models.attention import Attention
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm
+from rlhf_spmd.models.linear_attention import PackedMixing, TokenMixing
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.rope import rope_frequencies, rope_tables
 from rlhf_spmd.models.router_balance import Routers
@@ -104,8 +105,10 @@ class Decoder(nn.Module):
 
         self.embed = holder("embed")
         self.layers = nn.ModuleList()
-        for index, layer in enumerate(self.layer_ids):
-            prefix = f"layers.{index}."
+        for number, layer in enumerate(self.layer_ids):
+            prefix = f"layers.{number}."
+            linear = spec.delta_of(layer) is not None
+            index = sum((spec.delta_of(other) is not None) == linear for other in list(self.layer_ids)[:number])
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
             parallel = self.slices > 1, lora, self.ep
             self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel))
@@ -197,18 +200,25 @@ class Decoder(nn.Module):
         assert self.head_kind in ("value", "both"), f"this decoder has no value head, but {self.head_kind!r}"
         return self.head_weight if self.value is None else self.value.weight
 
+    @property
+    def num_linear(self) -> int:
+        """Layers of this stage with linear attention."""
+        return sum(self.spec.delta_of(layer) is not None for layer in self.layer_ids)
+
     def forward(
         self,
         inputs: Tensor,
         attention: Attention,
         head: Callable[[Decoder, Tensor], Any] | None = None,
         routers: Routers | None = None,
+        mixing: TokenMixing | None = None,
     ) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
 
         With sequence parallelism the hidden state between stages is [num_rows(T), hidden]: this rank's rows.
         With ``head`` the last stage returns ``head(self, hidden)`` instead: called in here so that under FSDP the root's
-        parameters are gathered. ``routers``: through which the routers of mixtures choose.
+        parameters are gathered. ``routers``: through which the routers of mixtures choose. ``mixing``: for layers with linear
+        attention; None: sequences of a PackedAttention begin.
 
         Collective over tp: every rank of it must call, in program order.
         """
@@ -225,10 +235,13 @@ class Decoder(nn.Module):
         positions = pad_rows(attention.positions, rows)
         dtype, frequencies = x.dtype, self._frequencies.items()
         tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
+        if mixing is None and self.num_linear:
+            mixing = PackedMixing(attention)
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
+            context = attention if self.spec.delta_of(layer) is None else mixing
             rope = tables[self.spec.local_rope(layer)]
             with self._saving(block, rope.cos, rope.sin):
-                x = self._run_layer(block, x, rope, attention, num_tokens, routers)
+                x = self._run_layer(block, x, rope, context, num_tokens, routers)
         if self.norm is not None:
             x = self.norm(x)
             x = gather_whole(x, self.tp) if self.slices > 1 else x

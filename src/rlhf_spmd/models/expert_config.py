@@ -32,6 +32,7 @@ class Experts:
     - biased: router and experts have biases
     - clamp: alpha and limit of the experts' gate, see :meth:`~rlhf_spmd.kernels.Ops.clamped_gate`
     - fused: files have the matrices of all experts in one tensor, transposed
+    - stacked: files may have them in one tensor [E, out, in], gates above the others; exports do not
     """
 
     count: int
@@ -50,6 +51,7 @@ class Experts:
     biased: bool = False
     clamp: tuple[float, float] | None = None
     fused: bool = False
+    stacked: bool = False
 
     @property
     def rule(self) -> RoutingRule:

@@ -4,6 +4,7 @@
 - Experts that are ``fused``: matrices of all experts in one tensor [E, in, out], in which gate and up take turns; biases alike. Or in
   MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published: ``_blocks`` uint8 [E, out, in / 32, 16], of 4 bits the lower first,
   and ``_scales`` uint8 [E, out, in / 32], exponents of two above -127. bf16 holds the products exactly.
+- Experts that are ``stacked`` (Qwen3.5 on the hub): matrices of all experts in one tensor [E, out, in], gates above the others.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def file_names(spec: ModelSpec, shapes: Mapping[str, Shape]) -> set[str]:
     """Names that tensors of the model may have in its files."""
     names = {form.name for form in file_forms(spec, shapes)}
     fused = spec.experts is not None and spec.experts.fused
+    names |= {stacked for name in names if (stacked := _stacked_name(spec, name))}
     return names | {f"{name}_{part}" for name in names if fused and name.endswith("_proj") for part in ("blocks", "scales")}
 
 
@@ -63,6 +65,11 @@ def find_tensor(stored: StoredModel, spec: ModelSpec, name: str, shape: Shape, m
     head that may be absent and is. Raises ValueError."""
     if is_correction(spec, name):
         return as_parts(stored.find(spec, name, shape[:1], False)[:])
+    if (stacked := _stacked_name(spec, name)) in stored.stored and spec.experts is not None:
+        number, which = _place(name)
+        rows = shape[0] * (1 if which == "down" else 2)
+        found = stored.find(spec, stacked, (spec.experts.count, rows, shape[1]), False)[number]
+        return found[shape[0] :] if which == "up" else found[: shape[0]]
     if (fused := _fused_name(spec, name)) is not None:
         return _take_apart(stored, spec, fused, *_place(name))
     return stored.find(spec, name, shape, missing_head_ok)
@@ -79,6 +86,12 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     table = torch.tensor([*FP4, *(-value for value in FP4)])
     values = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], -1).flatten(-2)
     return torch.ldexp(values, scales[..., None].int() - 127).flatten(-2).bfloat16()
+
+
+def _stacked_name(spec: ModelSpec, name: str) -> str:
+    """The tensor of the files in which one of an expert may lie; empty if it cannot."""
+    found = _EXPERT.match(name) if spec.experts is not None and spec.experts.stacked else None
+    return "" if found is None else f"{found['all']}.{'down_proj' if found['which'] == 'down' else 'gate_up_proj'}"
 
 
 def _fused_name(spec: ModelSpec, name: str) -> str | None:

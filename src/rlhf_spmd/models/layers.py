@@ -53,6 +53,14 @@ class RMSNorm(nn.Module):
         return self._add_norm(x, y, self.weight, self.eps, self.plus_one)
 
 
+def split_gates(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
+    """[T, (2 Hq + 2 Hkv) * D] -> the same without the gates, which come last in each block, and the gates [T, Hq, D]."""
+    rows, width = len(qkv), shape.queries * shape.dim // shape.blocks
+    blocks = qkv.view(rows, shape.blocks, -1)
+    rest, gates = blocks[:, :, :-width], blocks[:, :, -width:]
+    return rest.reshape(rows, -1).contiguous(), gates.reshape(rows, shape.queries, shape.dim)
+
+
 def whole_norms(ops: Ops, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: HeadShape, kv_copies: int, tp: Group) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] of this rank -> the same, its queries normed over the heads of all ranks, and its keys. ``kv_copies``:
     ranks that hold the same KV head. Collective over tp: every rank of it must call, in program order."""

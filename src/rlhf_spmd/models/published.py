@@ -20,6 +20,19 @@ GPT_OSS = {
     "num_experts_per_tok": 4,
     "sliding_window": 128,
 }
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+SHARED = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "max_position_embeddings": 163840,
@@ -81,6 +94,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B": QWEN3 | _sizes(2560, 9728, 36, 32, 8, **TIED),
     "Qwen/Qwen3-8B": QWEN3 | _sizes(4096, 12288, 36, 32, 8, vocab_size=151936),
     "Qwen/Qwen3-30B-A3B": QWEN3 | _sizes(2048, 6144, 48, 32, 4, vocab_size=151936) | {"model_type": "qwen3_moe"} | MIXTURE,
+    "Qwen/Qwen3.5-9B": QWEN3_5 | _sizes(4096, 12288, 32, 16, 4),
+    "Qwen/Qwen3.5-35B-A3B": QWEN3_5 | _sizes(2048, 512, 40, 16, 2) | {"model_type": "qwen3_5_moe_text"} | SHARED,
     "openai/gpt-oss-20b": GPT_OSS | _sizes(2880, 2880, 24, 64, 8, vocab_size=201088, num_local_experts=32),
     "unsloth/DeepSeek-V3-bf16": DEEPSEEK | V3 | _sizes(7168, 18432, 61, 128, 128, vocab_size=129280),
     "deepseek-ai/DeepSeek-V2-Lite-Chat": DEEPSEEK | V2_LITE | _sizes(2048, 10944, 27, 16, 16, vocab_size=102400),

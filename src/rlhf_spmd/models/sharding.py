@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, Experts
 from rlhf_spmd.models.latent import NAMES as LATENT_NAMES
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
@@ -49,6 +50,8 @@ def check_layout(spec: ModelSpec, pp: int, tp: int, where: str, vpp: int = 1) ->
     if spec.experts is not None:
         sizes["moe_intermediate_size"] = spec.experts.intermediate_size
         sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
+    if spec.delta is not None:
+        sizes["linear_num_key_heads"] = spec.delta.key_heads
     for key, size in sizes.items():
         if size % tp:
             raise ValueError(f"{where}: tp={tp} does not divide {key}={size}; choose a tp that does")
@@ -138,29 +141,34 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     q_rows = (tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
     kv_rows = (kv.start * dim, len(kv) * dim, spec.num_key_value_heads * dim)
     qkv_blocks, gate_up_blocks = fused_blocks(spec, tp, blocks)
-    qkv = _interleave([(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)], qkv_blocks)
+    parts = [(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)]
+    qkv = _gated_rows(parts, dim, qkv_blocks) if spec.attention_gate else _interleave(parts, qkv_blocks)
 
     def at(name: str, expert: int = 0) -> str:
         return name.format(layer=layer, expert=expert)
 
     plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)} if names.input_norm else {}
-    if spec.latent is not None:
+    delta = spec.delta_of(layer)
+    if delta is not None:
+        plan |= _plan_delta(delta, at(names.linear), hidden, tp_rank, tp, blocks)
+    elif spec.latent is not None:
         plan |= _plan_latent(spec, layer, tp_rank * heads, heads)
         dim = spec.latent.value_dim
         q_rows = tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim
     else:
         plan["qkv.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in qkv], hidden)
-    if spec.latent is None and spec.attention_bias:
-        plan["qkv.bias"] = _columns([(at(name) + ".bias", a, n, of) for name, a, n, of in qkv], None)
-    if spec.qk_norm:
-        for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, kv_rows)):
-            plan[key] = _columns([(at(name), *rows)], None) if spec.whole_qk_norm else _replicated(at(name), dim)
-    if names.sinks:
-        rows = tp_rank * heads, heads, spec.num_attention_heads
-        plan["sinks.weight"] = _columns([(at(names.sinks), *rows)], None)
-    plan["out.weight"] = _row_parallel([at(names.out) + ".weight"], hidden, *q_rows)
-    if spec.attention_out_bias:
-        plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
+    if delta is None:
+        if spec.latent is None and spec.attention_bias:
+            plan["qkv.bias"] = _columns([(at(name) + ".bias", a, n, of) for name, a, n, of in qkv], None)
+        if spec.qk_norm:
+            for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, kv_rows)):
+                plan[key] = _columns([(at(name), *rows)], None) if spec.whole_qk_norm else _replicated(at(name), dim)
+        if names.sinks:
+            rows = tp_rank * heads, heads, spec.num_attention_heads
+            plan["sinks.weight"] = _columns([(at(names.sinks), *rows)], None)
+        plan["out.weight"] = _row_parallel([at(names.out) + ".weight"], hidden, *q_rows)
+        if spec.attention_out_bias:
+            plan["out.bias"] = _replicated(at(names.out) + ".bias", hidden)
     if names.attention_norm:
         plan["attention_norm.weight"] = _replicated(at(names.attention_norm), hidden)
     if names.post_norm:
@@ -187,6 +195,65 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
     if names.mlp_norm:
         plan["mlp_norm.weight"] = _replicated(at(names.mlp_norm), hidden)
     return plan
+
+
+def _plan_delta(rule: DeltaRule, prefix: str, hidden: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:
+    """Linear attention up to its last matrix: rows of the fused first one are in the order of :func:`_delta_rows`, those of the
+    convolution alike."""
+    keys, values = rule.key_heads // tp, rule.value_heads // tp
+    first, plan = _delta_rows(rule, prefix, range(tp_rank * keys, (tp_rank + 1) * keys), blocks), dict[str, ParamShard]()
+    plan["qkv.weight"] = _columns([(name + ".weight", start, count, total) for name, start, count, total in first], hidden)
+    k, v = (tp_rank * keys * rule.key_dim, keys * rule.key_dim), (tp_rank * values * rule.value_dim, values * rule.value_dim)
+    before = 0, rule.key_heads * rule.key_dim, 2 * rule.key_heads * rule.key_dim
+    channels = [(at + start, count) for at, (start, count) in zip(before, (k, k, v), strict=True)]
+    boxes, local, tail = [], 0, (1, rule.kernel)
+    for block in range(blocks):
+        for start, count in channels:
+            start, count = start + block * count // blocks, count // blocks
+            boxes.append(Box(prefix + "conv1d.weight", (rule.channels, *tail), (start, 0, 0), (count, *tail), (local, 0, 0)))
+            local += count
+    plan["mixer.conv.weight"] = ParamShard((local, *tail), tuple(boxes))
+    rows = tp_rank * values, values, rule.value_heads
+    plan["mixer.decay.weight"] = _columns([(prefix + "A_log", *rows)], None)
+    plan["mixer.decay_bias.weight"] = _columns([(prefix + "dt_bias", *rows)], None)
+    plan["mixer.norm.weight"] = _replicated(prefix + "norm.weight", rule.value_dim)
+    plan["out.weight"] = _row_parallel([prefix + "out_proj.weight"], hidden, *v, rule.value_heads * rule.value_dim)
+    return plan
+
+
+def _delta_rows(rule: DeltaRule, prefix: str, heads: range, blocks: int) -> list[tuple[str, int, int, int]]:
+    """(tensor, first row, rows, its rows) of the first product of these key heads: for each block of them, queries, keys, values, gates
+    of the output, rates, decays."""
+    group = rule.value_heads // rule.key_heads
+    # rows of a key head
+    widths = (rule.key_dim, rule.key_dim, group * rule.value_dim, group * rule.value_dim, group, group)
+    totals = [width * rule.key_heads for width in widths]
+    parts = ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    found: list[tuple[str, int, int, int]] = []
+    for block in range(blocks):
+        some = heads[block * len(heads) // blocks : (block + 1) * len(heads) // blocks]
+        for i, (name, width) in enumerate(zip(parts, widths, strict=True)):
+            if rule.fused:  # all parts of a key head lie together
+                name, own = ("in_proj_qkvz", range(4)) if i < 4 else ("in_proj_ba", range(4, 6))
+                stride, before = sum(widths[j] for j in own), sum(widths[j] for j in own if j < i)
+                found += [(prefix + name, head * stride + before, width, stride * rule.key_heads) for head in some]
+            else:
+                together = range(3) if i < 3 else range(i, i + 1)
+                before = sum(totals[j] for j in together if j < i)
+                found.append((prefix + name, before + some.start * width, len(some) * width, sum(totals[j] for j in together)))
+    return found
+
+
+def _gated_rows(parts: list[tuple[str, tuple[int, int, int]]], dim: int, blocks: int) -> list[tuple[str, int, int, int]]:
+    """As :func:`_interleave` of queries, keys and values, where each query is followed by its gate. Gates come behind the values."""
+    (q, (start, count, total)), *others = parts
+    found: list[tuple[str, int, int, int]] = []
+    for block in range(blocks):
+        first, rows = 2 * (start + block * count // blocks), count // blocks
+        found += [(q, first + 2 * row, dim, 2 * total) for row in range(0, rows, dim)]
+        found += [(name, at + block * n // blocks, n // blocks, of) for name, (at, n, of) in others]
+        found += [(q, first + 2 * row + dim, dim, 2 * total) for row in range(0, rows, dim)]
+    return found
 
 
 def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[str, ParamShard]:

@@ -16,19 +16,16 @@ from typing import Any
 from rlhf_spmd.config import registry
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
+from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.expert_config import Experts
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
 from rlhf_spmd.models.latent import Latent
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
-DELTA = ("most of its layers have linear attention (gated delta rule)", "qwen3")
 # families that the decoder cannot be, why, and the nearest that it can
 UNFIT = {
     "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
-    "qwen3_next": DELTA,
-    "qwen3_5": DELTA,
-    "qwen3_5_moe": DELTA,
     "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
 }
 
@@ -66,6 +63,7 @@ class Names:
     shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj"
     shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj"
     shared_weight: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
+    linear: str = "model.layers.{layer}.linear_attn."  # what the names of linear attention begin with
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,7 @@ class ModelSpec:
     - latent: queries, keys and values come from short vectors; head_dim is then that of queries and keys.
     - attention_bias: on q, k and v, or on what makes the short vectors; attention_out_bias: on the matrix behind the attention.
     - qk_norm: q and k have a norm, per head, or with whole_qk_norm over all heads.
+    - attention_gate: q_proj also makes a gate of each head, behind its query; its sigmoid multiplies the attention's output.
     - attention_scale: None is 1 / sqrt(head_dim). windows: one entry per layer, or none where no layer has a window.
     - norm_plus_one: norms multiply by 1 + weight. embed_scale multiplies the embeddings, rounded to their dtype; residual_scale
       what a layer adds to the residual stream; logit_scale the logits. logit_softcap: logits are c * tanh(logits / c).
@@ -108,6 +107,7 @@ class ModelSpec:
     attention_out_bias: bool = False
     qk_norm: bool = False
     whole_qk_norm: bool = False
+    attention_gate: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     windows: tuple[int | None, ...] = ()
@@ -117,6 +117,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
+    delta: DeltaRule | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     hidden_act: str = "silu"
@@ -132,11 +133,11 @@ class ModelSpec:
 
     @property
     def attention_numel(self) -> int:
-        """Elements of the matrices of a layer's attention."""
+        """Elements of the matrices of a layer's attention, where it is not linear."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         if self.latent is not None:
             return self.latent.matrix_numel(hidden, heads)
-        return 2 * hidden * self.head_dim * (heads + self.num_key_value_heads)
+        return hidden * self.head_dim * ((2 + self.attention_gate) * heads + 2 * self.num_key_value_heads)
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """The rule of a layer by its global index."""
@@ -148,6 +149,10 @@ class ModelSpec:
         if layer in self.unrotated:
             return None
         return self.local_rope_theta is not None and self.attention_rule(layer).window is not None
+
+    def delta_of(self, layer: int) -> DeltaRule | None:
+        """The linear attention of a layer by its global index; None where it has attention."""
+        return self.delta if self.delta is not None and layer in self.delta.layers else None
 
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture of a layer by its global index; None where it has an MLP."""

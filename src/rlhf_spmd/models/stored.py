@@ -21,7 +21,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 COMPARED_ROWS = 4096  # of two matrices at a time
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 
 class StoredModel:
@@ -43,13 +43,14 @@ class StoredModel:
             raise ValueError(f"{path}: neither {WEIGHTS} nor {INDEX} is there{hint}")
         further = int(spec.hf_config.get("num_nextn_predict_layers") or 0)  # layers that predict several tokens at once
         beyond = tuple(f"model.layers.{spec.num_hidden_layers + i}." for i in range(further))
+        beyond = (*beyond, *("mtp.",) * (spec.delta is not None))
         text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name)) and not name.startswith(beyond)]
         self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
     def refuse_fewer(self, spec: ModelSpec) -> None:
         """Raises ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
         experts, mixture = 0, spec.experts
-        if mixture is not None and not mixture.fused:
+        if mixture is not None and not (mixture.fused or mixture.stacked):
             experts = mixture.count * (spec.num_hidden_layers - len(mixture.dense_layers))
         if len(self.stored) < max(spec.num_hidden_layers, experts):
             its = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")

@@ -157,8 +157,11 @@ def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int)
     corrections of routers 0."""
     if is_correction(spec, name):
         return torch.zeros(shape)
+    if name.endswith(".A_log"):  # decays of transformers' range; all equal would let no head remember longer than others
+        return torch.empty(shape).uniform_(0.01, 16, generator=_generator(seed, name)).log_()
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith((".bias", ".sinks")) or spec.norm_plus_one else torch.ones(shape)
+        plus_one = spec.norm_plus_one and not name.endswith((".dt_bias", "linear_attn.norm.weight"))
+        return torch.zeros(shape) if name.endswith((".bias", ".sinks")) or plus_one else torch.ones(shape)
     std = float(spec.hf_config.get("initializer_range", INIT_STD))
     assert math.isfinite(std), f"initializer_range={std}"
     return torch.randn(shape, generator=_generator(seed, name)).mul_(std)

@@ -211,7 +211,7 @@ class _Rates:
         micro_batches = np.minimum(self.settings.pp, np.maximum(rows, 1))
         rows = rows / micro_batches
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
-        layer = layer + rows * context * held / self.layers / self.reads
+        layer = layer + rows * (context * held / self.layers + 8 * self.shape.state / self.settings.tp) / self.reads
         layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, calibration.launch))
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)

@@ -87,8 +87,9 @@ def total(parts: Mapping[str, Any]) -> Any:
 class _Slice:
     """Sizes [n] of a rank's part of a model."""
 
-    def __init__(self, shape: ModelShape, settings: CallSettings, stage: Stage) -> None:
+    def __init__(self, shape: ModelShape, settings: CallSettings, stage: Stage, itemsize: int = 4) -> None:
         pp, tp = settings.pp, settings.tp
+        self.gates, self.mixing = shape.gates / tp, shape.mixing / tp * (4 / itemsize)
         base, extra = np.divmod(shape.layers, pp)
         self.layers = base + (stage < extra)
         self.first, self.last = np.asarray(stage) == 0, np.asarray(stage) == pp - 1
@@ -112,15 +113,26 @@ class _Slice:
         self.widest = min(2 * shape.intermediate * shape.hidden, shape.layer) / tp  # of a layer's matrices
         self.largest = np.maximum(table / tp, self.widest)
 
+    @property
+    def beside(self) -> Any:
+        """Numbers that gates and linear attention keep for a token."""
+        return self.gates + self.mixing
+
     def whole_layer(self) -> Any:
         """Numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""
         gathered = np.where(self.rows > 1, 0, 2 * self.hidden)  # slices are gathered again instead
-        return 2 * self.hidden / self.rows + gathered + 3 * (self.queries + self.keys + self.columns) + 2 * self.to_experts
+        return (
+            2 * self.hidden / self.rows
+            + gathered
+            + 3 * (self.queries + self.keys + self.columns)
+            + 2 * self.to_experts
+            + self.beside
+        )
 
     def kept(self, checkpointing: np.ndarray) -> Any:
         """Numbers that a layer keeps for a token with these levels of checkpointing."""
         residual = self.hidden / self.rows
-        selective = 2 * residual + self.entered + 2 * self.columns
+        selective = 2 * residual + self.entered + 2 * self.columns + self.gates
         return np.choose(checkpointing, [self.whole_layer(), selective, residual + 0 * self.columns])
 
 
@@ -159,7 +171,7 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
 
     The largest micro-batch counts. It has as many tokens as the budget allows, if a replica has so many.
     """
-    part, (tokens, number) = _Slice(shape, settings, stage), _micro_batches(work, settings)
+    part, (tokens, number) = _Slice(shape, settings, stage, role.itemsize), _micro_batches(work, settings)
     b, a, pp = role.itemsize, role.wide, settings.pp
     alive = _alive(settings, role, stage, number)
     kept = part.layers * part.kept(settings.checkpointing)
@@ -169,11 +181,11 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
     activations = b * tokens * kept * alive
     again = [
         0,
-        part.columns + part.queries + part.keys + 2 * part.to_experts,
+        part.columns + part.queries + part.keys + 2 * part.to_experts + part.mixing,
         part.whole_layer(),
     ]  # numbers that are computed again, by level
-    rows = 2 * part.to_experts + part.exchanged
-    passing = b * tokens * (np.choose(settings.checkpointing, again) + 2 * part.columns + 2 * part.hidden + rows)
+    rows = part.mixing / 2 + 2 * part.columns + 2 * part.hidden + 2 * part.to_experts + part.exchanged
+    passing = b * tokens * (np.choose(settings.checkpointing, again) + rows)
     loss = _head(part, work, tokens, role, backward=True)
     # gradients are sums of whole parameters (zero 0, and 1 until the last micro-batch) or of the rank's shard
     trained = _trained(part, role)
@@ -208,14 +220,14 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
 
 def saved_by_host(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
     """Bytes of activations that a rank on a GPU saves in host memory while it trains."""
-    part, (tokens, number) = _Slice(shape, settings, stage), _micro_batches(work, settings)
+    part, (tokens, number) = _Slice(shape, settings, stage, role.itemsize), _micro_batches(work, settings)
     kept = part.layers * part.kept(settings.checkpointing) * _alive(settings, role, stage, number)
     return {"activations": role.itemsize * tokens * kept * (role.activation_offload and not role.on_host)}
 
 
 def infer(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
     """Bytes beside :func:`held` in a forward pass of all rows."""
-    part, (tokens, _) = _Slice(shape, settings, stage), _micro_batches(work, settings)
+    part, (tokens, _) = _Slice(shape, settings, stage, role.itemsize), _micro_batches(work, settings)
     gathered = _gathered(part, settings, role)
     layer = role.itemsize * tokens * _forward(part) + _merging(part, role)
     passing = np.maximum(layer, _head(part, work, tokens, role, backward=False))
@@ -227,11 +239,11 @@ def generate(
 ) -> tuple[Parts, Any, Any]:
     """Bytes beside the weights in the layout of generation. Returns (parts, row, most).
 
-    ``parts``: the call's work, and the smallest cache that suffices. ``row``: keys and values of the longest row. ``most``: of
+    ``parts``: the call's work, and the smallest cache that suffices. ``row``: keys, values and states of the longest row. ``most``: of
     all rows that run at once. On a GPU these and what is held take at most ``gpu_memory_utilization`` of its memory. On CPUs a
     cache takes at most that share of the free memory, and the rest must hold the other parts.
     """
-    part = _Slice(shape, settings, stage)
+    part = _Slice(shape, settings, stage, role.itemsize)
     rows = np.ceil(work.rows / settings.dp)
     flying = np.minimum(rows, settings.max_num_seqs)
     batch = np.minimum(config.max_num_batched_tokens, rows * work.longest)
@@ -241,8 +253,9 @@ def generate(
     texts = rows * (8 * work.longest + 8 * work.responses[-1])
     cached = shape.cached(settings.tp, 1 + role.on_host)  # the C++ kernels have pages of values, whatever the model
     page = part.layers * cached * role.itemsize * config.page_size
-    row = page * np.ceil((work.longest - 1) / config.page_size)
-    most = row * flying if config.num_pages is None else page * config.num_pages
+    state = 4 * part.layers * shape.state / settings.tp
+    row = page * np.ceil((work.longest - 1) / config.page_size) + state
+    most = row * flying if config.num_pages is None else page * config.num_pages + state * flying
     absorbed = 3 * shape.kv_heads * shape.entry / settings.tp  # queries twice and their outputs, as wide as an entry
     work = np.maximum(_forward(part), 4 * part.hidden + part.queries + 2 * shape.entry + absorbed)
     parts = {"work": role.itemsize * batch * work + logits + texts}
@@ -333,7 +346,8 @@ def _merging(part: _Slice, role: RoleSettings) -> Any:
 def _forward(part: _Slice) -> Any:
     """Numbers that a layer's forward pass has for a token at a time."""
     mlp = 3 * part.columns + 2 * part.to_experts + part.exchanged
-    return 4 * part.hidden + part.queries + 2 * part.keys + np.maximum(mlp, 3 * part.queries + 3 * part.keys)
+    mixing = 3 * part.queries + 3 * part.keys + part.mixing / 2
+    return 4 * part.hidden + part.queries + 2 * part.keys + part.gates + np.maximum(mlp, mixing)
 
 
 def _head(part: _Slice, work: Workload, tokens: Any, role: RoleSettings, backward: bool) -> Any:

@@ -26,6 +26,10 @@ class ModelShape:
     layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head. ``expert_rows``: rows
     that an average layer makes of a token for its experts; 0 without experts. ``entry``: numbers that latent attention caches of a
     token; ``q_rank``: those that its queries come from. ``experts``: of ``layer``, what ep divides.
+
+    Where some layers have linear attention, ``queries`` and ``keys`` are averages over all. ``gates``: columns of the first product of
+    an average layer beside queries, keys and values. ``mixing``: fp32 numbers that it keeps of a token beside them. ``state``: fp32
+    numbers that it keeps of a row in generation.
     """
 
     layers: int
@@ -45,6 +49,9 @@ class ModelShape:
     entry: int = 0
     q_rank: int = 0
     experts: float = 0.0
+    gates: float = 0.0
+    mixing: float = 0.0
+    state: float = 0.0
 
     def cached(self, tp: Any, planes: int = 1) -> Any:
         """Numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of entries.
@@ -52,7 +59,7 @@ class ModelShape:
         return planes * self.entry if self.entry else 2 * self.keys / np.minimum(tp, self.kv_heads)
 
     def entered(self, tp: Any) -> Any:
-        """Numbers that a layer's first products make of a token on a rank."""
+        """Numbers that a layer's first products make of a token on a rank, without ``gates``."""
         if not self.entry:
             return self.queries / tp + 2 * self.keys / np.minimum(tp, self.kv_heads)
         return self.entry + self.q_rank / np.where(self.q_rank == self.queries, tp, 1)
@@ -100,7 +107,11 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         part = name.split(".")[0]
         held[part] = held.get(part, 0) + int(np.prod(shard.shape))
         divided += int(np.prod(shard.shape)) * shard.by_expert
-    queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
+    queries, keys = (int(share * heads * spec.head_dim) for heads in (spec.num_attention_heads, spec.num_key_value_heads))
+    gates, delta = queries * spec.attention_gate, spec.delta
+    linear = 0.0 if delta is None else delta.columns * (1 - share)
+    out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
     columns = routers = rows = 0.0
     for layer in range(spec.num_hidden_layers):
         experts = spec.experts_of(layer)
@@ -108,7 +119,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         routers += 0 if experts is None else experts.routers
         rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
-    active = spec.attention_numel + spec.hidden_size * (3 * columns + routers)
+    active = share * spec.attention_numel + spec.hidden_size * (linear + out + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
     return ModelShape(
         spec.num_hidden_layers,
@@ -128,6 +139,9 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         0 if spec.latent is None else spec.latent.entry,
         0 if spec.latent is None else spec.latent.q_rank or queries,
         divided / spec.num_hidden_layers,
+        gates + linear,
+        2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
+        0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
     )
 
 

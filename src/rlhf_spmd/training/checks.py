@@ -92,7 +92,8 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
         )
     for role, plan in generating(plans).items():
         generation, kv_cache = plan.generation, plan.config.generation.kv_cache
-        assert generation is not None
+        assert generation is not None and plan.spec is not None
+        plan.config.generation.check_model(f"models.{role}.generation", plan.spec)
         if kv_cache != "free" and in_flight(config) is None:
             raise ValueError(
                 f"models.{role}.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "
@@ -284,6 +285,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = why
     elif plan.config.router_replay != "disabled":
         against = f"models.{role}.router_replay={plan.config.router_replay} takes the experts of a forward pass of its own"
+    elif plan.spec is not None and plan.spec.delta is not None:
+        against = f"linear attention ({plan.spec.family}) computes one token by other sums than many"
     elif dtype.itemsize == 8:
         against = "in float64 generation's products are other ones than training's"
     elif plan.spec is not None and plan.spec.latent is not None:

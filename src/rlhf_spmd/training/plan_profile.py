@@ -155,7 +155,10 @@ def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch
 
 def _engine(world: World, spec: ModelSpec, layers: int, head: str, mesh: Mesh, dtype: torch.dtype) -> TrainEngine:
     """The engine of a model of so many layers."""
-    cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers])
+    delta = spec.delta
+    if delta is not None:
+        delta = replace(delta, layers=frozenset(layer for layer in delta.layers if layer < layers))
+    cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers], delta=delta)
     return TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
 
 

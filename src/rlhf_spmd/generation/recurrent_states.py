@@ -1,0 +1,97 @@
+"""What layers with linear attention know of the rows in flight: a state of fixed size per row and layer, beside the pages.
+
+A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot
+held, so slots need no clearing. A row that is preempted computes all of its tokens again. Pages of shared prompts have no states: such
+models share none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.generation.sequence import SequenceWork
+from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens, on_device
+from rlhf_spmd.kernels.packing import Packing
+from rlhf_spmd.kernels.pinned_memory import host_like
+from rlhf_spmd.models.block import Block
+from rlhf_spmd.models.decoder import Decoder
+
+
+class RecurrentStates:
+    """Of the layers of this stage with linear attention, see ``kernels.delta_rule``: ``inputs`` [layers, slots, kernel - 1, C] and
+    ``memory`` [layers, slots, H, G, K, D]. Both are zeros at first."""
+
+    def __init__(self, decoder: Decoder, num_slots: int, device: torch.device) -> None:
+        inputs, memory = _shapes(decoder)
+        layers, self.num_slots = decoder.num_linear, num_slots
+        wide = torch.promote_types(decoder.dtype, torch.float32)
+        self.inputs = torch.zeros(layers, num_slots, *inputs, dtype=decoder.dtype, device=device)
+        self.memory = torch.zeros(layers, num_slots, *memory, dtype=wide, device=device)
+        self._on_host: list[Tensor] | None = None
+
+    def of_step(self, work: Sequence[SequenceWork]) -> StepMixing:
+        return StepMixing(self, work)
+
+    def offload(self) -> None:
+        """Free the memory; the states wait in host memory."""
+        self._on_host = [host_like(each).copy_(each) for each in (self.inputs, self.memory)]
+        self.inputs, self.memory = (each.new_empty(0) for each in (self.inputs, self.memory))
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`, if it was called."""
+        if self._on_host is not None:
+            self.inputs, self.memory = (each.to(self.memory.device) for each in self._on_host)
+            self._on_host = None
+
+
+def slot_bytes(decoder: Decoder) -> int:
+    """Bytes of one row's states on this rank; 0 for models without linear attention."""
+    if not decoder.num_linear:
+        return 0
+    inputs, memory = _shapes(decoder)
+    wide = torch.promote_types(decoder.dtype, torch.float32).itemsize
+    return decoder.num_linear * (math.prod(inputs) * decoder.dtype.itemsize + math.prod(memory) * wide)
+
+
+def _shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of one row and layer: the inputs of the convolution, and the memory."""
+    shape = next(block.mixer.shape for block in decoder.layers if isinstance(block, Block) and block.mixer is not None)
+    heads = shape.keys, shape.values // shape.keys
+    return (shape.kernel - 1, shape.channels), (*heads, shape.key_dim, shape.value_dim)
+
+
+class StepMixing:
+    """The tokens of ``work``, in the order in which they are packed, behind those that the rows' slots know. Rows with about as many
+    tokens are computed together."""
+
+    def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork]) -> None:
+        self._states, device = states, states.memory.device
+        lengths = [item.num_tokens for item in work]
+        self._packing, self._groups = Packing(lengths, device), list[tuple[Tensor, Tensor, Tensor]]()
+        order = sorted(range(len(work)), key=lambda i: lengths[i])  # as the groups have it
+        for part in self._packing.alike(1, math.inf):
+            some, order = [work[i] for i in order[: part.num_sequences]], order[part.num_sequences :]
+            slots, begins = np.array([item.row.slot for item in some]), np.array([item.start == 0 for item in some])
+            ends = np.array([item.num_tokens for item in some])
+            self._groups.append((on_device(slots, device), on_device(begins, device), on_device(ends, device)))
+
+    def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
+        """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]. Updates the rows' states."""
+        states, outs = self._states, []
+        for part, (slots, begins, ends) in zip(self._packing.alike(1, math.inf), self._groups, strict=True):
+            inputs = states.inputs[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
+            memory = states.memory[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
+            valid = None if part.full else part.valid[:, :, None]
+            rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
+            out, seen, memory = mix_tokens(rows, decays, rates, weight, shape, valid, DeltaStates(inputs, memory))
+            last = ends[:, None] + torch.arange(shape.kernel - 1, device=ends.device)  # the last inputs of each row
+            kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
+            states.inputs[layer_index].index_copy_(0, slots, kept)
+            states.memory[layer_index].index_copy_(0, slots, memory)
+            outs.append(part.picked(out))
+        return torch.cat(outs).index_select(0, self._packing.places(1, math.inf))

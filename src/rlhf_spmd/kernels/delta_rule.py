@@ -1,0 +1,132 @@
+"""Linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464), in torch on any device.
+
+A head's state S [K, D] is a memory of values by keys. A token with key k, value v, decay exp(g) and rate b changes it:
+
+    S <- exp(g) S;  S <- S + k (b (v - S^T k))^T;  its output is S^T q
+
+Queries and keys have length one; queries are divided by sqrt(K). Before the rule, a causal convolution over the last few tokens acts on
+each channel. What is computed is fp32 at least, as in transformers.
+
+Several tokens are computed in chunks: within a chunk, all corrections are the solution of one triangular system. One token is
+computed by the formula above. The two differ in the last bits.
+
+Shape legend: B sequences, S tokens of each, C channels, H key heads, G value heads per key head, K key_dim, D value_dim, N chunks of L.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens, as transformers and flash-linear-attention have it
+EPS = 1e-6  # of the length of queries and keys
+
+
+class DeltaShape(NamedTuple):
+    """Heads of one rank. ``blocks``: channels are so many equal parts, each of queries, keys and values."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    blocks: int = 1
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.keys * self.key_dim + self.values * self.value_dim
+
+
+class DeltaStates(NamedTuple):
+    """What is left of the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
+
+    inputs: Tensor
+    memory: Tensor
+
+
+def mix_tokens(
+    x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape, valid: Tensor | None, states: DeltaStates | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, S, C], ``decay`` g and ``rate`` b [B, S, H * G], ``weight`` [C, 1, kernel] of the convolution -> the outputs
+    [B, S, H * G, D] in the dtype of x, the inputs of the convolution with those before [B, kernel - 1 + S, C], and the memory after.
+
+    ``valid`` [B, S, 1] is False for tokens behind a sequence's end, which leave the memory as it is. ``states`` None: sequences begin.
+    """
+    before = x.new_zeros(len(x), shape.kernel - 1, x.shape[2]) if states is None else states.inputs
+    seen = torch.cat([before, x], 1)
+    q, k, v = _heads(_convolve(seen, weight), shape)
+    wide = q.dtype
+    decay, rate = decay.to(wide), rate.to(wide)
+    if valid is not None:
+        decay, rate = decay * valid, rate * valid
+    by_head = (*x.shape[:2], shape.keys, shape.values // shape.keys)
+    memory = v.new_zeros(len(x), shape.keys, by_head[3], shape.key_dim, shape.value_dim) if states is None else states.memory
+    rule = _one_token if x.shape[1] == 1 else _chunks
+    out, memory = rule(q, k, v, decay.view(by_head), rate.view(by_head), memory)
+    return out.flatten(2, 3).to(x.dtype), seen, memory
+
+
+def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
+    """[B, kernel - 1 + S, C] -> silu of the convolution [B, S, C], wide."""
+    wide, kernel = torch.promote_types(seen.dtype, torch.float32), weight.shape[2]
+    seen, weight = seen.to(wide), weight.to(wide)
+    num = seen.shape[1] - kernel + 1
+    total = seen[:, :num] * weight[:, 0, 0]
+    for offset in range(1, kernel):
+        total = total + seen[:, offset : offset + num] * weight[:, 0, offset]
+    return F.silu(total)
+
+
+def _heads(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, C] -> q and k [B, S, H, K], of length one and 1 / sqrt(K), and v [B, S, H, G, D]."""
+    batch, length = x.shape[:2]
+    widths = [shape.keys * shape.key_dim, shape.keys * shape.key_dim, shape.values * shape.value_dim]
+    parts = x.view(batch, length, shape.blocks, -1).split([width // shape.blocks for width in widths], 3)
+    q, k = (part.reshape(batch, length, shape.keys, shape.key_dim) for part in parts[:2])
+    q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
+    v = parts[2].reshape(batch, length, shape.keys, -1, shape.value_dim)
+    return q * shape.key_dim**-0.5, k, v
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule for S = 1, see :func:`_chunks`."""
+    memory = memory * decay[:, 0, :, :, None, None].exp()
+    key, query = k[:, 0, :, None, :, None], q[:, 0, :, None, None, :]  # [B, H, 1, K, 1] and [B, H, 1, 1, K]
+    known = key.transpose(3, 4) @ memory
+    memory = memory + key * ((v[:, 0, :, :, None] - known) * rate[:, 0, :, :, None, None])
+    return (query @ memory).transpose(2, 3).transpose(1, 2), memory
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k [B, S, H, K], v [B, S, H, G, D], ``decay`` and ``rate`` [B, S, H, G], memory [B, H, G, K, D] -> outputs
+    [B, S, H, G, D] and the memory behind the last token."""
+    length = q.shape[1]
+    size = min(CHUNK, length)
+    missing = -length % size
+
+    def cut(x: Tensor) -> Tensor:
+        """[B, S, heads..., n] -> [B, heads..., N, L, n]"""
+        x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, missing)).unflatten(1, (-1, size))
+        return x.movedim((1, 2), (-3, -2))
+
+    q, k = cut(q)[:, :, None], cut(k)[:, :, None]  # the value heads of a key head share them
+    v, rate, sums = cut(v), cut(rate[..., None]), cut(decay[..., None]).cumsum(-2)  # [B, H, G, N, L, .]
+    ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    between = (sums - sums.transpose(-1, -2)).masked_fill(ahead, -torch.inf).exp()  # decay from the column's token to the row's
+    system = (k @ k.transpose(-1, -2)) * between * rate  # whose diagonal is taken to be one
+    known = torch.cat([v * rate, k * (rate * sums.exp())], -1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores = (q @ k.transpose(-1, -2)) * between
+    from_before, last = q * sums.exp(), sums[..., -1:, :]
+    to_memory, kept = (k * (last - sums).exp()).transpose(-1, -2), last.exp()
+    outs = []
+    for chunk in range(v.shape[3]):
+        new = values[:, :, :, chunk] - reads[:, :, :, chunk] @ memory
+        outs.append(from_before[:, :, :, chunk] @ memory + scores[:, :, :, chunk] @ new)
+        memory = memory * kept[:, :, :, chunk] + to_memory[:, :, :, chunk] @ new
+    out = torch.stack(outs, 3).flatten(3, 4)[:, :, :, :length]  # [B, H, G, S, D]
+    return out.permute(0, 3, 1, 2, 4), memory
