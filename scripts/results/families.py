@@ -6,7 +6,7 @@
 
 Takes about fifteen minutes on two cores. The models are the tiny ones of ``tests/helpers/small_models.py``, one per family or feature;
 experts are in parallel where there are any. ``score``: the largest difference of a log-prob in float64; ``score32``: in float32.
-``gradient``: the largest difference of a gradient in float64, as a share of the largest gradient. ``generate``: rows of greedy tokens in
+``gradient``: the largest difference of a gradient in float64, as a share of the largest. ``generate``: rows of greedy tokens in
 float32 that differ, of 7. ``export``: tensors of the exported directory that differ in a bit. A layout that a family refuses has its
 reason.
 """
