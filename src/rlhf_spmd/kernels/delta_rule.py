@@ -123,10 +123,13 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory
     scores = (q @ k.transpose(-1, -2)) * between
     from_before, last = q * sums.exp(), sums[..., -1:, :]
     to_memory, kept = (k * (last - sums).exp()).transpose(-1, -2), last.exp()
+    heads, memory = memory.shape[:3], memory.flatten(0, 2)
+    # unbound at once: each index into all chunks would have a gradient of all chunks
+    parts = (x.flatten(0, 2).unbind(1) for x in (values, reads, from_before, scores, to_memory, kept))
     outs = []
-    for chunk in range(v.shape[3]):
-        new = values[:, :, :, chunk] - reads[:, :, :, chunk] @ memory
-        outs.append(from_before[:, :, :, chunk] @ memory + scores[:, :, :, chunk] @ new)
-        memory = memory * kept[:, :, :, chunk] + to_memory[:, :, :, chunk] @ new
-    out = torch.stack(outs, 3).flatten(3, 4)[:, :, :, :length]  # [B, H, G, S, D]
-    return out.permute(0, 3, 1, 2, 4), memory
+    for value, read, query, score, write, keep in zip(*parts, strict=True):
+        new = torch.baddbmm(value, read, memory, alpha=-1)
+        outs.append(torch.baddbmm(score @ new, query, memory))
+        memory = torch.baddbmm(memory * keep, write, new)
+    out = torch.stack(outs, 1).flatten(1, 2)[:, :length].unflatten(0, heads)  # [B, H, G, S, D]
+    return out.permute(0, 3, 1, 2, 4), memory.unflatten(0, heads)
