@@ -120,14 +120,14 @@ def test_batching_paging_and_preemption_change_no_bit(models: dict[str, str], ch
 def test_ranks_of_a_host_share_its_memory(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes its part of what is available, together ``gpu_memory_utilization`` of it, a container's limit kept."""
     generator = build_generator(models["llama"], replace(SMALL, gpu_memory_utilization=0.25))
-    whole = generator._affordable_pages()
+    whole = generator._affordable(1)[1]
     generator.local_size = 4
-    assert 0.9 * whole < 4 * generator._affordable_pages() < 1.1 * whole
+    assert 0.9 * whole < 4 * generator._affordable(1)[1] < 1.1 * whole
     monkeypatch.setattr(devices, "container_bytes", lambda root: 1 << 30)
     page = KVCache.page_bytes(*generator._cache_shape, SMALL.page_size, torch.float32)
-    assert generator._affordable_pages() == (1 << 30) // 16 // page
+    assert generator._affordable(1)[1] == (1 << 30) // 16 // page
     usual = build_generator(models["llama"], SMALL)
-    assert usual._affordable_pages() == (1 << 29) // page
+    assert usual._affordable(1)[1] == (1 << 29) // page
 
 
 def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monke
     step = step_bytes(generator.config, generator.decoder)
     assert 4 * SMALL.max_num_batched_tokens * generator.decoder.spec.hidden_size < step < 100 << 20
     page = KVCache.page_bytes(*generator._cache_shape, SMALL.page_size, torch.float32)
-    assert generator._affordable_pages() == int((512 - 100 - 50) * (1 << 20) - step) // page
+    assert generator._affordable(1)[1] == int((512 - 100 - 50) * (1 << 20) - step) // page
 
 
 def test_fp64_draws_the_same_rows_and_bf16_runs(models: dict[str, str]) -> None:

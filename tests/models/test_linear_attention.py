@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tasks
 from engine_runs import OPTIM, assert_same, together, train
@@ -20,6 +22,7 @@ from generators import (
     SMALL,
     build_generator,
     generate_on_rank,
+    load,
     ragged_requests,
     tokens_of,
     training_log_probs,
@@ -31,7 +34,7 @@ from reshard_generation import generate_in_layout
 from reshard_plans import check_plans
 from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
-from rlhf_spmd.generation import GenerationConfig, GenerationLimits, SamplingConfig
+from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.recurrent_states import slot_bytes
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens
@@ -40,11 +43,13 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.sharding import tensor_shapes
-from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.spec import read_eos_ids, read_spec, spec_from_config
 from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.models.weights import load_pretrained, write_random_model
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.checks import exact_rollouts
@@ -111,6 +116,28 @@ def test_chunks_are_the_rule_token_by_token() -> None:
         outs.append(out)
     assert states is not None and before == 150
     assert (torch.cat(outs, 1)[0] - got[0]).abs().max() < 1e-12 and (states.memory[0] - memory[0]).abs().max() < 1e-12
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements of all results."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += sum(part.numel() for part in tree_leaves(result) if isinstance(part, torch.Tensor))
+        return result
+
+
+def test_backward_passes_grow_with_the_length_and_not_its_square() -> None:
+    counts = []
+    for length in (256, 1024):
+        x, decay, rate, weight = (each.requires_grad_() for each in inputs([length]))
+        out = mix_tokens(x, decay, rate, weight, SHAPE, None, None)[0].sum()
+        with Elements() as mode:
+            out.backward()
+        counts.append(mode.count)
+    assert counts[1] < 4.1 * counts[0]
 
 
 def test_gradients_are_those_of_the_rule() -> None:
@@ -335,6 +362,40 @@ def test_calls_that_are_interrupted_change_nothing(models: dict[str, Path], kv_c
         assert got.token_ids == want.token_ids and (got.log_probs - want.log_probs).abs().max() < 1e-10
 
 
+def generate_in_parts(world: World, path: str, layout: Layout) -> dict[int, list[int]]:
+    """Token ids by row, of calls that are interrupted: more rows come than the first call had."""
+    mesh = build_mesh(world, range(world.size), layout)
+    config = replace(SMALL, max_num_seqs=6, num_pages=200, kv_cache="keep")
+    generator = Generator(load(path, mesh, torch.float64), mesh, config, read_eos_ids(path))
+    fresh, late = ragged_requests(samples=2, max_new_tokens=12)[:2], ragged_requests(samples=2, max_new_tokens=12)[2:]
+    found: dict[int, list[int]] = {}
+    while fresh or generator.kept or late:
+        ended = generator.generate_until(fresh, SamplingConfig(temperature=0.7), 3, 5, GenerationLimits(steps=5), version=1)
+        found |= {one.row_id: one.token_ids for one in ended}
+        fresh, late = late[:4], late[4:]
+    return found
+
+
+def test_stages_without_linear_layers_keep_the_same_rows(tmp_path: Path) -> None:
+    """The first stage has states for as many rows as the first call had, and the second has none; both decide alike."""
+    config = {**CONFIGS["qwen3-5"], "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    path = str(make_model(tmp_path, {**config, "vocab_size": 301}))
+    (alone,) = run_ranks(1, generate_in_parts, path, Layout())
+    assert run_ranks(2, generate_in_parts, path, Layout(pp=2)) == [alone, alone]
+
+
+def test_rows_whose_states_find_no_memory_wait(models: dict[str, Path]) -> None:
+    path, requests = models["qwen3-5"], ragged_requests(samples=2, max_new_tokens=12)
+    wanted = build_generator(str(path), SMALL, torch.float64).generate(requests, SamplingConfig(), 3, 5)
+    generator = build_generator(str(path), SMALL, torch.float64)
+    room = 9.5 * slot_bytes(generator.decoder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf_spmd.generation.generator.cache_room", lambda *args: room)
+        assert generator._affordable(16)[0] == 4
+        found = generator.generate(requests, SamplingConfig(), 3, 5)
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
 def test_ppo_on_one_rank_and_split(tmp_path: Path) -> None:
     """A Qwen3.5 learns with a critic that is a Qwen3-Next, in layouts that generation regroups."""
     task = tasks.task()
@@ -437,6 +498,6 @@ def test_states_count_in_the_cache(models: dict[str, Path]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rlhf_spmd.generation.generator.slot_bytes", lambda decoder, size=size: size)
             patch.setattr("rlhf_spmd.generation.generator.cache_room", lambda *args: 10_000_000)
-            free[size] = build_generator(str(path))._affordable_pages(7)
+            free[size] = build_generator(str(path))._affordable(7)[1]
     page = KVCache.page_bytes(2, 2, 16, 8, torch.float32)
     assert free[0] - free[size] == pytest.approx(7 * size / page, abs=1)

@@ -75,13 +75,14 @@ class DecodeMicroBatch:
     """Rows, by row id, with their scheduler and pages. An interrupted call leaves them to the next one.
 
     ``runner`` and ``speculation`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest first.
+    ``slots``: rows that may run at once, the same on all stages, whether they have states of linear attention or not.
     """
 
     runner: ModelRunner
 
-    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs) -> None:
+    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int) -> None:
         self.scheduler, self.cache, self.prefix_table = Scheduler(config), cache, PrefixTable(config.page_size)
-        self.graphs = graphs
+        self.graphs, self.slots = graphs, slots
         self.rows: dict[int, SequenceState] = {}
         self.in_flight: deque[StepInFlight] = deque()
 
@@ -244,7 +245,7 @@ class DecodeMicroBatches:
         """Whether each of these rows could run alone in its micro-batch, and there are states for all that may run at once."""
         for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
             cache, at_once = micro_batch.cache, min(len(share), micro_batch.scheduler.config.max_num_seqs)
-            if cache.states is not None and cache.states.num_slots < at_once:
+            if micro_batch.slots < at_once:
                 return False
             if any(row.limit - 1 > cache.num_pages * cache.page_size for row in share):
                 return False

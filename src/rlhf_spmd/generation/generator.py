@@ -159,10 +159,9 @@ class Generator:
         """
         self.reserved, config, num_pages = True, self.config, self.config.num_pages
         if num_pages is None:
-            num_pages = min(
-                config.max_num_seqs * -(-(longest - 1) // config.page_size), self._affordable_pages(config.max_num_seqs)
-            )
-            self.config = replace(config, num_pages=num_pages)
+            at_once, pages = self._affordable(config.max_num_seqs)
+            num_pages = min(at_once * -(-(longest - 1) // config.page_size), pages)
+            self.config = replace(config, num_pages=num_pages, max_num_seqs=at_once)
         longest = min(longest, num_pages * config.page_size + 1)
         return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)
 
@@ -265,7 +264,10 @@ class Generator:
         Collective over the replica: every rank of it must call, in program order.
         """
         config, dtype, shape = self.config, self.decoder.dtype, self._cache_shape
-        total = config.num_pages or self._affordable_pages(len(rows))
+        at_once = config.max_num_seqs if self.reserved else min(len(rows), config.max_num_seqs)
+        flying, total = (at_once, config.num_pages) if config.num_pages else self._affordable(at_once)
+        if flying < at_once:
+            config = replace(config, max_num_seqs=flying)
         needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
         wanted, groups = config.micro_batches or self.mesh.layout.pp, {row.request.group_id for row in rows}
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
@@ -278,12 +280,12 @@ class Generator:
             if capabilities(self._device).graphs:
                 most = round_up(most, 1 << max(most.bit_length() - 4, 0))
             num_pages = share if config.num_pages else max(min(most, share), 1)
-            slots = num_seqs if self.reserved else min(num_seqs, len(members))
+            slots = num_seqs if self.reserved or self.decoder.spec.delta is None else min(num_seqs, len(members))
             states = RecurrentStates(self.decoder, slots, self._device) if self.decoder.num_linear else None
             sizes = *shape, num_pages, config.page_size
             cache = KVCache(*sizes, dtype, self._device, self._backend, self._shared, states)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
-            micro_batches.append(DecodeMicroBatch(own, cache, graphs))
+            micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots))
         return micro_batches
 
     @property
@@ -298,16 +300,20 @@ class Generator:
         """Whether the cache's keys serve as values."""
         return self.decoder.spec.latent is not None
 
-    def _affordable_pages(self, num_rows: int) -> int:
-        """The number of pages that memory has room for beside the states of ``num_rows`` rows, the least over the replica's ranks.
+    def _affordable(self, num_rows: int) -> tuple[int, int]:
+        """Rows in flight, at most ``num_rows``, whose states take at most half of the cache's memory; and the number of pages that the
+        rest has room for. The least over the replica's ranks.
 
         Collective over the replica: every rank of it must call, in program order.
         """
         room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
-        room -= min(num_rows, self.config.max_num_seqs) * slot_bytes(self.decoder)
+        if state := slot_bytes(self.decoder):
+            num_rows = max(min(num_rows, int(room / 2) // state), 1)
+            room -= num_rows * state
         sizes = *self._cache_shape, self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._shared)
         pages = int(room) // KVCache.page_bytes(*sizes)
-        return int(self.mesh.replica.all_reduce(torch.tensor([max(pages, 1)]), "generation:pages", "min"))
+        least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
+        return int(least[0]), int(least[1])
 
     @cached_property
     def _backend(self) -> Backend:
