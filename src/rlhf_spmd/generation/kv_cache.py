@@ -33,6 +33,7 @@ from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 
 COPIED_BYTES = 4 << 20  # of pages copied at a time on CPUs: a larger block is fresh memory, with a page fault per 4 KB
+TEMPORARY_STATES = 4.1  # of linear attention, per row of a decode step: states of a layer that are there at once
 QUEUED_BYTES = 256 << 20  # the same on GPUs, where each block costs launches instead
 
 Index = NDArray[np.int64]
@@ -246,4 +247,5 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
     logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
     captures = config.captures(next(decoder.parameters()).device, decoder.tp.size, decoder.pp)
-    return size * config.max_num_batched_tokens * row + logits * (1 + captures)
+    decoding = 0.0 if spec.delta is None else TEMPORARY_STATES * 4 * config.max_num_seqs * spec.delta.state / decoder.tp.size
+    return max(size * config.max_num_batched_tokens * row, decoding) + logits * (1 + captures)

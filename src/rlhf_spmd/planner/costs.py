@@ -25,6 +25,7 @@ Numbers = Any  # float array [n], or one that broadcasts to it
 STREAM, HEADS, COLUMNS = 42, 10, 5
 LOGIT_BYTES = 28  # read and written to take a logit's log-prob (``Ops``); with gradients three times as many
 SAMPLE_BYTES = 80  # read and written for a logit to draw a token and take its log-prob
+STATE_BYTES = 52  # for a number of a row's state of linear attention in a decode step: 13 passes of fp32
 OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
 SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
 PAGE = GenerationConfig.page_size  # tokens of a cache page; a row's last page is half full on average
@@ -211,7 +212,7 @@ class _Rates:
         micro_batches = np.minimum(self.settings.pp, np.maximum(rows, 1))
         rows = rows / micro_batches
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
-        layer = layer + rows * (context * held / self.layers + 8 * self.shape.state / self.settings.tp) / self.reads
+        layer = layer + rows * (context * held / self.layers + STATE_BYTES * self.shape.state / self.settings.tp) / self.reads
         layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, calibration.launch))
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)

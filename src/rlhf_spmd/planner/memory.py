@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.generation.kv_cache import TEMPORARY_STATES
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.quantized import BLOCK
@@ -258,7 +259,8 @@ def generate(
     most = row * flying if config.num_pages is None else page * config.num_pages + state * flying
     absorbed = 3 * shape.kv_heads * shape.entry / settings.tp  # queries twice and their outputs, as wide as an entry
     work = np.maximum(_forward(part), 4 * part.hidden + part.queries + 2 * shape.entry + absorbed)
-    parts = {"work": role.itemsize * batch * work + logits + texts}
+    decoding = TEMPORARY_STATES * 4 * flying * shape.state / settings.tp
+    parts = {"work": np.maximum(role.itemsize * batch * work, decoding) + logits + texts}
     return parts | {"cache": least_cache(total(parts), row, most, config, role.on_host)}, row, most
 
 
