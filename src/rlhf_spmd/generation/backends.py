@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from rlhf_spmd.generation.config import check_attention
+from rlhf_spmd.generation.config import check_attention, check_model_attention
 from rlhf_spmd.generation.kv_cache import Backend
 from rlhf_spmd.generation.paged_attention import KernelAttention, PagedAttention, PagedDecoding
 from rlhf_spmd.kernels import capabilities, choose_ops
@@ -25,13 +25,10 @@ def choose_backend(
 
     ``auto`` is triton on CUDA devices where it can run. Elsewhere it is ``of_role``, the attention that training uses.
     """
-    latent = spec is not None and spec.latent is not None
-    if latent and wanted in EXTRAS:
-        raise ValueError(f"{where}={wanted}: its tiles hold no entry of latent attention; set it to auto or torch")
-    if latent and wanted == "auto" and not capabilities(device).batch_invariant:
+    if spec is not None:
+        check_model_attention(wanted, spec, where)
+    if spec is not None and spec.latent is not None and wanted == "auto" and not capabilities(device).batch_invariant:
         return "torch"
-    if spec is not None and spec.names.sinks and wanted == "flash_attn":
-        raise ValueError(f"{where}=flash_attn: it has no sinks, which the model's attention has; set it to auto or triton")
     check_attention(wanted, device, where, dtype)
     if wanted == "auto":
         ours = not capabilities(device).batch_invariant and unavailable("triton", device, dtype) is None

@@ -137,7 +137,8 @@ class GenerationConfig:
         return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1 and not self.speculative_tokens
 
     def check_model(self, where: str, spec: ModelSpec) -> None:
-        """Raises ValueError for what cannot be done with linear attention, whose states cannot go back to an earlier token."""
+        """Raises ValueError for what the model's attention cannot do. States of linear attention cannot go back to an earlier token."""
+        check_model_attention(self.attention, spec, f"{where}.attention")
         for key, value, most in (
             ("speculative_tokens", self.speculative_tokens, 0),
             ("steps_per_sync", self.steps_per_sync, 1),
@@ -274,3 +275,11 @@ class SamplingConfig:
                 f"{where}: allowed_token_ids without forbidden_token_ids (before min_response_length also without the tokens "
                 "that end a response) leave no token to draw; allow more"
             )
+
+
+def check_model_attention(wanted: str, spec: ModelSpec, where: str) -> None:
+    """Raises ValueError if the backend ``wanted`` cannot compute the attention of ``spec``."""
+    if spec.latent is not None and wanted in EXTRAS:
+        raise ValueError(f"{where}={wanted}: its tiles hold no entry of latent attention; set it to auto or torch")
+    if spec.names.sinks and wanted == "flash_attn":
+        raise ValueError(f"{where}=flash_attn: it has no sinks, which the model's attention has; set it to auto or triton")

@@ -207,7 +207,7 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
     check_zero_size(config.zero, config.zero_size, dp * config.cp, where)
     if dp * config.cp % config.ep:
         raise ValueError(
-            f"{where}.ep={config.ep}: must divide dp * cp = {dp * config.cp}; allowed: {_divisors(dp * config.cp)}"
+            f"{where}: ep={config.ep} must divide dp * cp = {dp * config.cp}; allowed: {_divisors(dp * config.cp)}"
         )
     zero_size = None if config.zero_size == dp * config.cp else config.zero_size
     layout = Layout(

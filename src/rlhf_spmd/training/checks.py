@@ -93,7 +93,6 @@ def _check_generation(config: Any, plans: Mapping[str, RolePlan]) -> None:
     for role, plan in generating(plans).items():
         generation, kv_cache = plan.generation, plan.config.generation.kv_cache
         assert generation is not None and plan.spec is not None
-        plan.config.generation.check_model(f"models.{role}.generation", plan.spec)
         if kv_cache != "free" and in_flight(config) is None:
             raise ValueError(
                 f"models.{role}.generation.kv_cache={kv_cache}: all responses end in their step and no pages are left to keep; set "

@@ -275,6 +275,8 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)
     generation = config.generation
+    if issubclass(worker, ActorWorker | JudgeWorker):
+        generation.check_model(f"{where}.generation", spec)
     if not issubclass(worker, ActorWorker):
         if not issubclass(worker, JudgeWorker):
             _refuse_unusual(generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
