@@ -245,5 +245,5 @@ def test_a_model_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for file in ("outside_family.py", "outside_package/__init__.py", "outside_package/toy.py"):
         (tmp_path / file).write_text("raise SystemExit('this ran')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=r"^test: model_type: unknown model family '[^\n]*; available: gemma2, [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^test: model_type: unknown model family '[^\n]*; available: deepseek_v2, [^\n]*$"):
         spec_from_config({**CONFIG, "model_type": named.format(tmp_path)}, "test")

@@ -100,7 +100,8 @@ def test_log_probs_equal_transformers(case, tmp_path, name, layout):
     assert [row["response_ids"] for row in found] == [row["response_ids"] for row in rows]
     difference = largest_difference(found, expected)
     print(f"{difference:.1e} from transformers")
-    assert difference < TOLERANCE
+    # in linear attention transformers' own float32 is up to 5.3e-5 from its float64 here; ours is 1e-14 from that in float64
+    assert difference < TOLERANCE * (3 if read_spec(model).delta is not None else 1)
 
 
 def test_ranks_that_share_the_tokens_of_rows(case, tmp_path):

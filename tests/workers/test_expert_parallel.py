@@ -278,5 +278,5 @@ def test_models_that_cannot_be_shared(config: dict[str, Any], ep: int, message: 
 def test_the_equation_of_a_layout() -> None:
     assert resolve_layout(LayoutConfig(tp=2, cp=2, ep=4), 8, "layout") == Layout(tp=2, dp=2, cp=2, ep=4)
     assert str(Layout(dp=4, ep=2, zero=1)) == "pp(1) * tp(1) * dp(4) ep(2) zero(1)"
-    with pytest.raises(ValueError, match=r"^layout.ep=3: must divide dp \* cp = 4; allowed: 1, 2, 4$"):
+    with pytest.raises(ValueError, match=r"^layout: ep=3 must divide dp \* cp = 4; allowed: 1, 2, 4$"):
         resolve_layout(LayoutConfig(tp=2, ep=3), 8, "layout")
