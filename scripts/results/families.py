@@ -38,6 +38,7 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.generation import Generator, SamplingConfig
 from rlhf_spmd.models.context_parallel import check_cp
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.expert_parallel import check_ep
 from rlhf_spmd.models.spec import read_eos_ids, read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
@@ -166,6 +167,7 @@ def measure(name: str, directory: Path) -> list[Row]:
         out = directory / f"{name}.{kind.replace(' ', '_')}"
         try:
             check_cp(spec, layout.tp, layout.cp, "layout")
+            check_ep(spec, layout.ep, "layout")
             found = ranks.run_ranks(layout.size, families.measure_on_rank, str(path), layout, str(out))
         except ValueError as error:
             row["refused"] = str(error)
