@@ -45,6 +45,40 @@ LLAMA = {
     "eos_token_id": 2,
 }
 
+QWEN3_MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+GPT_OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_attention_heads": 8,
+    "head_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "sliding_window": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GLM4_MOE = {
+    **LLAMA,
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "head_dim": 8,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "untied": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},

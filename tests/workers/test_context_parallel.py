@@ -11,9 +11,11 @@ import torch
 
 from engine_runs import (
     CONFIGS,
+    GPT_OSS,
     LENGTHS,
     LLAMA,
     OPTIM,
+    QWEN3_MOE,
     assert_same,
     build,
     cut,
@@ -34,26 +36,6 @@ from rlhf_spmd.parallel.layout import Layout, LayoutConfig, generation_layout, r
 from rlhf_spmd.reshard.holdings import held_by
 from rlhf_spmd.workers.rank_shards import rank_shards
 
-EXPERTS = {
-    **LLAMA,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-}
-SINKS = {
-    **LLAMA,
-    "model_type": "gpt_oss",
-    "architectures": ["GptOssForCausalLM"],
-    "num_attention_heads": 8,
-    "head_dim": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    "sliding_window": 3,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
 WINDOWS = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 3}
 
 
@@ -62,7 +44,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     kinds = {name: CONFIGS[name] for name in ("untied", "tied", "shared_kv", "qwen3")}
     return write_models(
         tmp_path_factory.mktemp("models"),
-        {**kinds, "experts": EXPERTS, "windows": WINDOWS, "sinks": SINKS, "wide router": {**SINKS, "num_local_experts": 16}},
+        {
+            **kinds,
+            "experts": QWEN3_MOE,
+            "windows": WINDOWS,
+            "sinks": GPT_OSS,
+            "wide router": {**GPT_OSS, "num_local_experts": 16},
+        },
     )
 
 

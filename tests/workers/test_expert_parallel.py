@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine_runs import (
+    GPT_OSS,
     LENGTHS,
     LLAMA,
     OPTIM,
+    QWEN3_MOE,
     STEADY,
     assert_same,
     build,
@@ -43,26 +45,7 @@ from rlhf_spmd.parallel.layout import Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.reshard.holdings import held_by
 from rlhf_spmd.workers.rank_shards import rank_shards
 
-QWEN3 = {
-    **LLAMA,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-}
-SINKS = {
-    **LLAMA,
-    "model_type": "gpt_oss",
-    "architectures": ["GptOssForCausalLM"],
-    "num_attention_heads": 8,
-    "head_dim": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    "sliding_window": 3,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+QWEN3 = {**QWEN3_MOE, "num_experts": 8}
 SHARED = {
     **LLAMA,
     "model_type": "glm4_moe",
@@ -91,7 +74,7 @@ LATENT = {
 }
 MODELS = {
     "qwen3_moe": QWEN3,
-    "gpt_oss": SINKS,
+    "gpt_oss": GPT_OSS,
     "glm4_moe": SHARED,
     "all": {**QWEN3, "num_experts": 4, "num_experts_per_tok": 4},
     "deep": {**QWEN3, "num_hidden_layers": 4},

@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 
 from double_transformers import double_model, whole_gradients, wide
-from engine_runs import LENGTHS, LLAMA, assert_same, build, cut, local_boxes, next_token_loss, rows_of, together, write_models
+from engine_runs import (
+    GLM4_MOE,
+    LENGTHS,
+    LLAMA,
+    QWEN3_MOE,
+    assert_same,
+    build,
+    cut,
+    local_boxes,
+    next_token_loss,
+    rows_of,
+    together,
+    write_models,
+)
 from ranks import run_ranks
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.kernels import Ops
@@ -110,37 +123,14 @@ def test_loss_gradients_and_metrics_equal_transformers(tmp_path: Path, name: str
     assert balance.report(solo()) == {}, "the sums begin anew"
 
 
-QWEN = {
-    **LLAMA,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "mlp_only_layers": [0],
-}
-GLM = {
-    **LLAMA,
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "head_dim": 8,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
-}
+QWEN = {**QWEN3_MOE, "mlp_only_layers": [0]}
 PROMPTS = [[1, 2, 3, 4, 5, 6], [9, 8, 7]]
 ANSWERS = [[[1, 2], [3], [4, 5, 6, 7]], [[2, 3], [8, 8, 8], [1]]]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_models(tmp_path_factory.mktemp("models"), {"qwen": QWEN, "glm": GLM, "dense": LLAMA})
+    return write_models(tmp_path_factory.mktemp("models"), {"qwen": QWEN, "glm": GLM4_MOE, "dense": LLAMA})
 
 
 def learn(world: Any, path: str, layout: Layout, num_micro_batches: int, options: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_runs import LLAMA, assert_same, build, local_boxes, together, write_models
+from engine_runs import GLM4_MOE, LLAMA, QWEN3_MOE, assert_same, build, local_boxes, together, write_models
 from ranks import run_ranks
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.models.decoder import Decoder
@@ -19,30 +19,8 @@ from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 from rlhf_spmd.workers.router_replay import ExpertRecords, check_replay
 from rlhf_spmd.workers.train_engine import TrainEngine
 
-QWEN = {
-    **LLAMA,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 8,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "mlp_only_layers": [0],
-}
-GLM = {
-    **LLAMA,
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "head_dim": 8,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 300,  # which no byte can number
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
-}
+QWEN = {**QWEN3_MOE, "num_experts": 6, "mlp_only_layers": [0]}
+GLM = {**GLM4_MOE, "n_routed_experts": 300}  # which no byte can number
 PROMPTS = [[1, 2, 3, 4, 5, 6], [9, 8, 7]]
 ANSWERS = [[1, 2], [3], [4, 5, 6, 7], [2, 3], [8, 8, 8], [1]]
 ROWS = 6

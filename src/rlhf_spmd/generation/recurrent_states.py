@@ -23,8 +23,10 @@ from rlhf_spmd.models.decoder import Decoder
 
 
 class RecurrentStates:
-    """Of the layers of this stage with linear attention, see ``kernels.delta_rule``: ``inputs`` [layers, slots, kernel - 1, C] and
-    ``memory`` [layers, slots, H, G, K, D]. Both are zeros at first."""
+    """Holds the states of this stage's layers with linear attention (``kernels.delta_rule``), zeros at first.
+
+    ``inputs`` [layers, slots, kernel - 1, C]: the convolution's last inputs. ``memory`` [layers, slots, H, G, K, D].
+    """
 
     def __init__(self, decoder: Decoder, num_slots: int, device: torch.device) -> None:
         inputs, memory = _shapes(decoder)
@@ -59,7 +61,7 @@ def slot_bytes(decoder: Decoder) -> int:
 
 
 def _shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of one row and layer: the inputs of the convolution, and the memory."""
+    """Returns the shapes of one row's ``inputs`` and ``memory`` in one layer."""
     shape = next(block.mixer.shape for block in decoder.layers if isinstance(block, Block) and block.mixer is not None)
     heads = shape.keys, shape.values // shape.keys
     return (shape.kernel - 1, shape.channels), (*heads, shape.key_dim, shape.value_dim)

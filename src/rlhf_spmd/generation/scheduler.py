@@ -84,9 +84,8 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.paused: set[SequenceState] = set()
         self._pending_prefixes: set[int] = set()
-        self._slots = list(
-            reversed(range(config.max_num_seqs))
-        )  # free ones; n rows at a time never have one beyond the first n
+        # free slots, the lowest last: n rows at a time never have one beyond the first n
+        self._slots = list(reversed(range(config.max_num_seqs)))
 
     def add(self, row: SequenceState) -> None:
         """Add ``row`` to the end of the queue. Raises ValueError if it could never run, even alone."""

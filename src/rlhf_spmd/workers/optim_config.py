@@ -32,7 +32,7 @@ class OptimConfig:
     - lr_warmup_steps: optimizer steps of linear warm-up; negative: by ratio
     - lr_warmup_steps_ratio: share of all optimizer steps that warm up
     - min_lr_ratio: share of `lr` that linear and cosine end with
-    - weight_decay: of AdamW
+    - weight_decay: of AdamW, on all trained parameters, norms and biases too
     - betas: of AdamW
     - eps: of AdamW
     - clip_grad: largest global gradient norm; null or 0: no clipping

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.router_balance import RouterBalance, Routers
+from rlhf_spmd.models.router_balance import RouterBalance
 from rlhf_spmd.parallel.pipeline import Action
 from rlhf_spmd.parallel.zero import FSDPModel, zero_loss
 
@@ -39,38 +39,33 @@ Head = Callable[[Decoder, Tensor, Packed], Any]
 Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
 
-class TrainsChunks(Protocol):
-    """What has the chunks of layers of this rank."""
-
-    chunks: list[Decoder]
-    zeros: list[FSDPModel]
-    balance: RouterBalance
-
-    def pass_through(
-        self,
-        chunk: Decoder,
-        batch: Packed,
-        received: Tensor | None,
-        last: Callable[[Decoder, Tensor], Any],
-        routers: Routers | None = None,
-    ) -> Any:
-        """Run one micro-batch through a chunk."""
-
-
 class Passes:
-    """The passes of one ``TrainEngine.forward_backward``: tensors between a forward pass and its backward pass, and sums so far."""
+    """The passes of one ``TrainEngine.forward_backward``: tensors between a forward pass and its backward pass, and sums so far.
 
-    def __init__(self, engine: TrainsChunks, batches: Sequence[Packed], loss: Loss, row_weight: float) -> None:
-        self._engine, self._batches, self._loss, self._row_weight = engine, batches, loss, row_weight
+    ``chunks``, ``zeros``, ``balance`` and ``pass_through`` are the engine's.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Decoder],
+        zeros: Sequence[FSDPModel],
+        balance: RouterBalance,
+        pass_through: Callable[..., Any],
+        batches: Sequence[Packed],
+        loss: Loss,
+        row_weight: float,
+    ) -> None:
+        self._chunks, self._zeros, self._balance, self._pass_through = chunks, zeros, balance, pass_through
+        self._batches, self._loss, self._row_weight = batches, loss, row_weight
         self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.sums: dict[str, Tensor] = {}
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
+        chunk, batch = self._chunks[action.chunk], self._batches[action.micro_batch]
         leaf = None if received is None else received.requires_grad_()
         chosen = batch.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in batch.extra else None
-        routers = self._engine.balance.begin(batch.lengths, batch.places, self._row_weight, chosen)
-        out = self._engine.pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
+        routers = self._balance.begin(batch.lengths, batch.places, self._row_weight, chosen)
+        out = self._pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
         self._alive[action.micro_batch, action.chunk] = leaf, out
         return None if chunk.is_last else out.detach()
 
@@ -87,7 +82,7 @@ class Passes:
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         leaf, out = self._alive.pop((action.micro_batch, action.chunk))
-        if self._engine.zeros:
-            self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
+        if self._zeros:
+            self._zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
         torch.autograd.backward(out, received)
         return None if leaf is None else leaf.grad

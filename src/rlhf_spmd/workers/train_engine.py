@@ -227,7 +227,8 @@ class TrainEngine:
         Gradients are complete only in :meth:`optimizer_step`. Until then further calls add to them.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
-        passes, self._num_calls = Passes(self, micro_batches, loss, row_weight), self._num_calls + 1
+        self._num_calls += 1
+        passes = Passes(self.chunks, self.zeros, self.balance, self.pass_through, micro_batches, loss, row_weight)
         with torch.random.fork_rng(devices=()):  # seeds the dropout of adapters, alike on all tp ranks
             torch.default_generator.manual_seed(hash((*self._seeds, self.optimizer.step_count, self._num_calls)))
             self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
@@ -301,9 +302,10 @@ class TrainEngine:
     @torch.no_grad()
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
         """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
-        # copies hold equal gradients, so only the first one counts
-        parts = by_copies(grads, self._shards, self.mesh)
-        square = torch.stack([squared_norm(some, self._owned) * (group.rank == 0) for group, some in parts]).sum()
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for group, some in by_copies(grads, self._shards, self.mesh):
+            if group.rank == 0:  # copies hold equal gradients, so only the first one counts
+                square += squared_norm(some, self._owned)
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
 
     @torch.no_grad()
