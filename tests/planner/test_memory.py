@@ -18,10 +18,13 @@ from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.weights import init_random
+from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
@@ -63,6 +66,7 @@ LATENT = CONFIG | {
     "n_group": 4,
     "topk_group": 2,
 }
+MIXED = EXPERTS | {"model_type": "glm4_moe", "n_routed_experts": 16, "n_shared_experts": 1, "first_k_dense_replace": 2}
 ADAPTED = [  # as CASES; bits of the matrices
     (Layout(), "float32", "none", 2, None),
     (Layout(), "bfloat16", "full", 1, None),
@@ -182,6 +186,24 @@ def test_latent_attention_takes_what_is_predicted(tp: int, mode: str) -> None:
     one = call_settings([(1, tp, 1)], micro_tokens=(ROWS * LENGTH,), checkpointing=(CHECKPOINTING.index(mode),))
     predicted = float(model.total(model.train(shape, work, one, role("float32"), 0))[0])
     assert predicted == pytest.approx(found[0][1], rel=0.12), (predicted / 2**20, found[0][1] / 2**20)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS, MIXED], ids=["dense", "experts", "some layers dense"])
+def test_what_layers_keep_is_what_is_predicted(config: Mapping[str, Any], mode: str) -> None:
+    """Between the passes. With "selective" experts are computed again, the shared ones too: only dense layers keep columns."""
+    spec, tokens = spec_from_config(config, "test"), torch.randint(12000, (ROWS * LENGTH,))
+    decoder, attention = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu"), PackedAttention([LENGTH] * ROWS, "cpu")
+    init_random(decoder, 0)
+    decoder.keep_activations(mode)
+    with LiveMemory() as memory:
+        hidden = decoder(tokens, attention)
+        kept = memory.live
+    assert hidden.requires_grad
+    work, one = Workload(ROWS, 1.0, (LENGTH - 1.0,)), call_settings([(1, 1, 1)], checkpointing=(CHECKPOINTING.index(mode),))
+    on_host = replace(role("float32"), on_host=True)  # where activations count in every phase
+    predicted = model.train(shape_of(spec, "lm"), work, one.set(micro_tokens=ROWS * LENGTH), on_host, 0)
+    assert float(predicted["activations"][0]) == pytest.approx(kept, rel=0.08)
 
 
 def test_a_forward_pass_takes_at_most_what_is_predicted() -> None:

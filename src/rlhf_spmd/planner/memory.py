@@ -96,6 +96,7 @@ class _Slice:
         self.first, self.last = np.asarray(stage) == 0, np.asarray(stage) == pp - 1
         self.rows = np.where(settings.sequence_parallel > 0, tp, 1)  # slices of the residual stream
         self.hidden, self.queries, self.columns = shape.hidden, shape.queries / tp, shape.intermediate / tp
+        self.mixed = shape.mixed / tp
         self.to_experts = shape.expert_rows * shape.hidden  # rows for experts; their results are as many
         self.keys = shape.keys / np.minimum(tp, shape.kv_heads)
         self.entered = shape.entered(tp)
@@ -133,7 +134,7 @@ class _Slice:
     def kept(self, checkpointing: np.ndarray) -> Any:
         """Numbers that a layer keeps for a token with these levels of checkpointing."""
         residual = self.hidden / self.rows
-        selective = 2 * residual + self.entered + 2 * self.columns + self.gates
+        selective = 2 * residual + self.entered + 2 * (self.columns - self.mixed) + self.gates
         return np.choose(checkpointing, [self.whole_layer(), selective, residual + 0 * self.columns])
 
 
@@ -182,7 +183,7 @@ def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleS
     activations = b * tokens * kept * alive
     again = [
         0,
-        part.columns + part.queries + part.keys + 2 * part.to_experts + part.mixing,
+        part.columns + 2 * part.mixed + part.queries + part.keys + 2 * part.to_experts + part.mixing,
         part.whole_layer(),
     ]  # numbers that are computed again, by level
     rows = part.mixing / 2 + 2 * part.columns + 2 * part.hidden + 2 * part.to_experts + part.exchanged

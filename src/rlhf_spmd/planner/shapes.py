@@ -21,7 +21,7 @@ class ModelShape:
     """Sizes of a decoder in elements.
 
     ``queries`` and ``keys``: heads * head_dim of queries and of keys; values are like keys. ``intermediate``: columns of the
-    MLP that a token meets, in a mixture of experts those of all its experts. ``active``: matrix weights of a layer that a token
+    MLP that a token meets, in a mixture of experts those of all its experts; ``mixed``: those of mixtures among them. ``active``: matrix weights of a layer that a token
     is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
     layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head. ``expert_rows``: rows
     that an average layer makes of a token for its experts; 0 without experts. ``entry``: numbers that latent attention caches of a
@@ -52,6 +52,7 @@ class ModelShape:
     gates: float = 0.0
     mixing: float = 0.0
     state: float = 0.0
+    mixed: float = 0.0
 
     def cached(self, tp: Any, planes: int = 1) -> Any:
         """Numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of entries.
@@ -112,10 +113,11 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     gates, delta = queries * spec.attention_gate, spec.delta
     linear = 0.0 if delta is None else delta.columns * (1 - share)
     out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
-    columns = routers = rows = 0.0
+    columns = mixed = routers = rows = 0.0
     for layer in range(spec.num_hidden_layers):
         experts = spec.experts_of(layer)
         columns += spec.intermediate_size if experts is None else experts.width
+        mixed += 0 if experts is None else experts.width
         routers += 0 if experts is None else experts.routers
         rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
@@ -142,6 +144,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         gates + linear,
         2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
         0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
+        mixed / spec.num_hidden_layers,
     )
 
 
