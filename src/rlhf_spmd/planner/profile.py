@@ -53,7 +53,10 @@ class LayerTimes:
 def sizes_of(shape: ModelShape) -> str:
     """The key of a model's times: models with equal keys have layers that take equal times."""
     latent = f"-{shape.entry}-{shape.q_rank}" if shape.entry else ""
-    return f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}{latent}"
+    experts = f"-e{shape.mixed:g}-{shape.experts:g}" if shape.experts else ""
+    linear = f"-d{shape.gates:g}-{shape.state:g}" if shape.gates else ""
+    own = f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}"
+    return f"{own}{latent}{experts}{linear}"
 
 
 @dataclass(frozen=True)

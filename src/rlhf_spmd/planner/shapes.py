@@ -21,11 +21,11 @@ class ModelShape:
     """Sizes of a decoder in elements.
 
     ``queries`` and ``keys``: heads * head_dim of queries and of keys; values are like keys. ``intermediate``: columns of the
-    MLP that a token meets, in a mixture of experts those of all its experts; ``mixed``: those of mixtures among them. ``active``: matrix weights of a layer that a token
-    is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of the embedding, and behind the last
-    layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for a value head. ``expert_rows``: rows
-    that an average layer makes of a token for its experts; 0 without experts. ``entry``: numbers that latent attention caches of a
-    token; ``q_rank``: those that its queries come from. ``experts``: of ``layer``, what ep divides.
+    MLP that a token meets, in a mixture of experts those of all its experts; ``mixed``: those of mixtures among them. ``active``:
+    matrix weights of a layer that a token is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of
+    the embedding, and behind the last layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for
+    a value head. ``expert_rows``: rows that an average layer makes of a token for its experts; 0 without experts. ``entry``: numbers
+    that latent attention caches of a token; ``q_rank``: those that its queries come from. ``experts``: of ``layer``, what ep divides.
 
     Where some layers have linear attention, ``queries`` and ``keys`` are averages over all. ``gates``: columns of the first product of
     an average layer beside queries, keys and values. ``mixing``: fp32 numbers that it keeps of a token beside them. ``state``: fp32

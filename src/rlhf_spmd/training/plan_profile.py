@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,17 +23,18 @@ from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.planner.machine import Gpu
+from rlhf_spmd.planner.machine import GIB, Gpu
+from rlhf_spmd.planner.memory import RESERVE, RoleSettings, held, train
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
-from rlhf_spmd.planner.shapes import Workload, shape_of
+from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
-FEW, MORE = 1, 5  # layers of two models whose difference gives the time of a layer
+FEW, MORE = 1, (5, 3, 2)  # layers of two models whose difference gives the time of a layer; the most that fit
 NEW_TOKENS, REPEATS = 24, 3
 MESSAGE = 1 << 22  # elements
 
@@ -45,11 +48,18 @@ def profile(
     as in a run. Collective over the world: every rank of it must call, in program order.
     """
     measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
+    room = _memory(world)
     for (spec, head), generation in models.items():
         sizes = sizes_of(shape_of(spec, head))
         for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
             if world.size % tp == 0 and fits(spec, tp) and (sizes, tp) not in measured:
-                measured[sizes, tp] = _measure(world, spec, head, tp, work, max_tokens, dtype, generation)
+                most = min(most_layers(one, head, tp, work, max_tokens, dtype, room) for one, _ in kinds(spec))
+                if most > FEW:
+                    measured[sizes, tp] = _measure(world, spec, head, tp, work, max_tokens, dtype, generation, most)
+    if not measured:
+        raise ValueError(
+            f"plan profile: {MORE[-1]} layers of no model fit into a device of {room / GIB:.1f} GiB, in no tp; use more ranks"
+        )
     layers, updates = zip(*measured.values(), strict=True)
     message, small = (torch.zeros(size, device=world.device) for size in (MESSAGE, 8))
     of_large, latency = (
@@ -59,16 +69,12 @@ def profile(
     rate = matmul_rate(world.device, dtype, world.launch.local_size)
     bandwidth = 8 * MESSAGE / _seconds(world, lambda: message.add_(1.0))
     has_streams = capabilities(world.device).streams
-    if has_streams:
-        memory = float(torch.cuda.get_device_properties(world.device).total_memory)
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
     on_host = torch.empty(MESSAGE, pin_memory=capabilities(world.device).pinned)
     host_link = 4 * MESSAGE / _seconds(world, lambda: message.copy_(on_host, non_blocking=True))
     groups_experts = has_streams and torch.cuda.get_device_capability(world.device)[0] in (9, 10)
     device = Gpu(
         rate,
-        memory,
+        room,
         bandwidth,
         link,
         host_link,
@@ -90,6 +96,47 @@ def fits(spec: ModelSpec, tp: int) -> bool:
     return True
 
 
+def kinds(spec: ModelSpec) -> list[tuple[ModelSpec, int]]:
+    """The kinds of layers that take different times, by window, linear attention and experts: models that have only layers of a kind,
+    as many as the model has of it; and their number."""
+    layers: dict[tuple[object, ...], list[int]] = {}
+    for layer in range(spec.num_hidden_layers):
+        kind = spec.attention_rule(layer).window, spec.delta_of(layer) is None, spec.experts_of(layer) is None
+        layers.setdefault(kind, []).append(layer)
+    return [(_alike(spec, of_kind[0], len(of_kind)), len(of_kind)) for of_kind in layers.values()]
+
+
+def _alike(spec: ModelSpec, layer: int, count: int) -> ModelSpec:
+    """The model with ``count`` layers like this one, by its global index."""
+    delta, experts = spec.delta_of(layer), spec.experts_of(layer)
+    return replace(
+        spec,
+        num_hidden_layers=count,
+        windows=spec.windows[layer : layer + 1] * count,
+        unrotated=tuple(range(count)) if layer in spec.unrotated else (),
+        delta=delta and replace(delta, layers=frozenset(range(count))),
+        experts=experts and replace(experts, dense_layers=()),
+    )
+
+
+def _memory(world: World) -> float:
+    """Bytes of a device, or a rank's part of the host's memory."""
+    if capabilities(world.device).streams:
+        return float(torch.cuda.get_device_properties(world.device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
+
+
+def most_layers(spec: ModelSpec, head: str, tp: int, work: Workload, max_tokens: int, dtype: torch.dtype, room: float) -> int:
+    """The largest number of :data:`MORE` of which the model trains in ``room`` bytes, or 0."""
+    one, role = call_settings([(1, tp, 1)], micro_tokens=(max_tokens,)), RoleSettings(trained=True, itemsize=dtype.itemsize)
+    for layers in MORE:
+        shape = shape_of(_alike(spec, 0, layers), head)
+        parts = (*held(shape, one, role, 0).values(), *train(shape, replace(work, mini_batches=1), one, role, 0).values())
+        if max(sum(parts)) + RESERVE < room:
+            return layers
+    return 0
+
+
 def _measure(
     world: World,
     spec: ModelSpec,
@@ -99,17 +146,18 @@ def _measure(
     max_tokens: int,
     dtype: torch.dtype,
     generation: GenerationConfig,
+    most: int,
 ) -> tuple[LayerTimes, float]:
-    """Times of a layer, and seconds of the update per parameter."""
+    """Times of an average layer, and seconds of the update per parameter. ``most``: layers of the larger model of each kind."""
     first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
     mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
     length = round(work.length)
     counts = _powers(max(min(max_tokens // length, work.rows), 1))
     rows = _powers(min(max(work.rows * tp // world.size, 1), generation.max_num_seqs))
 
-    def times(layers: int) -> tuple[dict[str, list[float]], float]:
-        """Times of a model of so many layers, which is deleted afterwards."""
-        engine = _engine(world, spec, layers, head, mesh, dtype)
+    def times(spec: ModelSpec) -> tuple[dict[str, list[float]], float]:
+        """Times of this model, which is deleted afterwards."""
+        engine = TrainEngine(spec, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
         forward, both = zip(*(_passes(world, engine, head, work, count) for count in counts), strict=True)
         taken: dict[str, list[float]] = {"forward": [*forward], "both": [*both], "decode": []}
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
@@ -121,45 +169,43 @@ def _measure(
             taken["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]
         return taken, update
 
-    (few, _), (more, update) = times(FEW), times(MORE)
-
-    layer = {name: [max(b - a, 1e-9) / (MORE - FEW) for a, b in zip(few[name], more[name], strict=True)] for name in few}
-    ends = {name: [max(a - FEW * one, 0.0) for a, one in zip(few[name], layer[name], strict=True)] for name in few}
+    layer, ends, updates = dict[str, Any](), dict[str, Any](), 0.0
+    for one, number in kinds(spec):
+        share = number / spec.num_hidden_layers
+        (few, _), (more, update) = times(_alike(one, 0, FEW)), times(_alike(one, 0, most))
+        for name in few:
+            a, b = np.array(few[name]), np.array(more[name])
+            each = np.maximum(b - a, 1e-9) / (most - FEW)
+            layer[name] = layer.get(name, 0.0) + share * each
+            ends[name] = ends.get(name, 0.0) + share * np.maximum(a - FEW * each, 0.0)
+        updates += share * update
     found = LayerTimes(
         sizes_of(shape_of(spec, head)),
         tp,
         [float(count * length) for count in counts],
-        layer["forward"],
-        layer["both"],
-        ends["forward"],
-        ends["both"],
+        layer["forward"].tolist(),
+        layer["both"].tolist(),
+        ends["forward"].tolist(),
+        ends["both"].tolist(),
         [float(count) for count in rows],
-        layer["decode"],
-        ends["decode"],
+        layer["decode"].tolist(),
+        ends["decode"].tolist(),
         work.prompt + work.response / 2,
     )
-    return found, update
+    return found, updates
 
 
 def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype) -> tuple[list[float], float]:
     """Seconds per parameter that a micro-batch over all ranks takes longer with ZeRO 0 to 3: forward and backward, and forward
     with 3."""
     forward, both = [0.0] * 4, [0.0] * 4
+    small = min((_alike(one, 0, MORE[0]) for one, _ in kinds(spec)), key=lambda one: shape_of(one, head).params)
     for stage in range(4):
         mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
-        engine = _engine(world, spec, MORE, head, mesh, dtype)
+        engine = TrainEngine(small, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
         forward[stage], both[stage] = _passes(world, engine, head, work, 1)
-    params = shape_of(engine.spec, head).params
+    params = shape_of(small, head).params
     return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
-
-
-def _engine(world: World, spec: ModelSpec, layers: int, head: str, mesh: Mesh, dtype: torch.dtype) -> TrainEngine:
-    """The engine of a model of so many layers."""
-    delta = spec.delta
-    if delta is not None:
-        delta = replace(delta, layers=frozenset(layer for layer in delta.layers if layer < layers))
-    cut = replace(spec, num_hidden_layers=layers, windows=spec.windows[:layers], delta=delta)
-    return TrainEngine(cut, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
 
 
 def _passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> tuple[float, float]:
