@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_runs import CONFIGS, build, next_token_loss
 from generators import row_of
@@ -20,17 +22,23 @@ from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
+from rlhf_spmd.kernels import suspended
 from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.block import Block
+from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.linear_attention import PackedMixing
+from rlhf_spmd.models.spec import ModelSpec, read_spec, spec_from_config
 from rlhf_spmd.models.weights import write_random_model
-from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.planner.costs import PAGE, Calibration, FormulaTimes, kv_bytes_per_token
+from rlhf_spmd.planner.costs import MIXER_BACKWARD, MIXER_STARTS, PAGE, Calibration, FormulaTimes, kv_bytes_per_token
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.passes import Packed
+from small_models import CONFIGS as FAMILIES
 
 LLAMA = ModelSpec("llama", 1000, 256, 768, 8, 8, 4, 32)
 MIXED = replace(LLAMA, experts=Experts(16, 2, 384, True))
@@ -43,6 +51,20 @@ def machine(size: int = 16, local_size: int = 8, network: float = math.inf, **ra
 
 
 H100S = Calibration()
+
+
+class CountedOperations(TorchDispatchMode):
+    """``count``: operations that compute or move numbers."""
+
+    VIEWS = ("view", "transpose", "slice", "select", "expand", "permute", "unsqueeze", "split", "unbind", "detach", "empty")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(name in str(func) for name in self.VIEWS)
+        return func(*args, **(kwargs or {}))
 
 
 def infer_seconds(shape: ModelShape, work: Workload, how: CallSettings, on: Machine, costs: Calibration = H100S) -> np.ndarray:
@@ -131,6 +153,37 @@ def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> N
     sums = [0, 2 * 3 / 4 * 4 * (2 * shape.layer + shape.embed) / 450]  # replicas are neighbours
     found = train_seconds(shape, rows(16, 10), how, on, IDEAL)
     assert found == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
+
+
+def mixer_operations(tokens: int) -> tuple[int, int]:
+    """Operations of torch that linear attention starts for rows of ``tokens``, forward and backward."""
+    spec = spec_from_config(FAMILIES["qwen3-5"], "test")
+    delta = spec.delta
+    assert delta is not None
+    with suspended():
+        decoder = Decoder(spec, "none", 0, 1, solo(), torch.float32, "cpu")
+        block = decoder.layers[min(delta.layers)]
+        assert isinstance(block, Block) and block.mixer is not None
+        product = torch.randn(2 * tokens, delta.columns, requires_grad=True)
+        with CountedOperations() as forward:
+            out = block.mixer(product, PackedMixing(PackedAttention([tokens] * 2, "cpu")))
+        with CountedOperations() as backward:
+            out.backward(torch.ones_like(out))
+    return forward.count, backward.count
+
+
+def test_the_host_starts_linear_attention_chunk_by_chunk() -> None:
+    for tokens in (128, 256, 512):
+        forward, backward = mixer_operations(tokens)
+        assert forward == pytest.approx(MIXER_STARTS[0] + MIXER_STARTS[1] * tokens // 64, rel=0.08)
+        assert backward == pytest.approx(MIXER_BACKWARD[0] + MIXER_BACKWARD[1] * tokens // 64, rel=0.08)
+    shape, how = shape_of(spec_from_config(FAMILIES["qwen3-5"], "test"), "none"), call_settings([(1, 1, 1)], checkpointing=[1])
+    slow, work = Calibration(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, start=1.0), rows(4, 1000)
+    linear = shape.layers * shape.linear  # of 4 layers; 16 chunks
+    assert infer_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (80 + 5 * 16))
+    assert train_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (2 * (80 + 5 * 16) + 155 + 16 * 16))
+    steps = generate_seconds(shape, work, how, machine(), math.inf, slow)
+    assert steps == pytest.approx(linear * (80 + 1000 * 50), rel=1e-3)
 
 
 def test_a_step_draws_from_the_whole_vocabulary() -> None:

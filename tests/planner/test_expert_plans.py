@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig
+from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, sizes_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.training.plan_roles import placed_roles
 
@@ -73,6 +75,21 @@ def test_what_travels_takes_its_time() -> None:
     fixed = 48 * 2 * count[0] * np.log2(8) * machine.device.latency / 2
     assert found[1] - found[0] == pytest.approx(sent / rate + fixed, rel=1e-6)
     assert all(times(1).train_seconds(SHAPE, WORK, how)[0] > 2.5 * took for how, took in zip((one, eight), found, strict=True))
+
+
+def test_profiles_have_what_travels_too() -> None:
+    """Measured layers have no ep: three passes send, and the sums of the experts' gradients are of an eighth, between hosts."""
+    flat = LayerTimes(sizes_of(SHAPE), 1, [1.0, 1e6], *([1e-3] * 2 for _ in range(4)), [1.0], [0.0], [0.0], 1.0)
+    profile = Profile(times(2).machine.device, 8, 0.0, 0.0, [0.0] * 4, 0.0, (flat,))
+    measured = ProfileTimes(profile, times(2).machine)
+    one, eight = (call_settings([(1, 1, 16)], checkpointing=(1,), ep=(ep,)) for ep in (1, 8))
+    work = replace(WORK, mini_batches=1)
+    count, whole = work.micro_batches(work.rows, one)
+    sent = 2 * 8 * 2048 * 2 * 7 / 8 * work.computed(whole)[0] / profile.device.link
+    for passes, name in ((1, "infer_seconds"), (3, "train_seconds")):
+        more = float(getattr(measured, name)(SHAPE, work, eight)[0] - getattr(measured, name)(SHAPE, work, one)[0])
+        fewer = 8 * 48 * EXPERTS * (15 / 16 / 8 - 1 / 2 / 8) / measured.machine.network if passes == 3 else 0.0
+        assert more == pytest.approx(48 * passes * count[0] * sent - fewer, rel=1e-6)
 
 
 def test_a_thousand_ranks_take_milliseconds() -> None:

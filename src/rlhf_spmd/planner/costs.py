@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.kernels.delta_rule import CHUNK
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, divisors
 
@@ -26,6 +27,8 @@ STREAM, HEADS, COLUMNS = 42, 10, 5
 LOGIT_BYTES = 28  # read and written to take a logit's log-prob (``Ops``); with gradients three times as many
 SAMPLE_BYTES = 80  # read and written for a logit to draw a token and take its log-prob
 STATE_BYTES = 52  # for a number of a row's state of linear attention in a decode step: 13 passes of fp32
+# Operations of torch that the host starts for linear attention: fixed, and for each chunk of the longest row; in a decode step
+MIXER_STARTS, MIXER_BACKWARD, TOKEN_STARTS = (80, 5), (155, 16), 50
 OPTIMIZER_BYTES = 50  # for a parameter in an optimizer step: norm, clipping, AdamW in fp32, the copy in half precision
 SUM_BYTES = 10  # to add a micro-batch's gradient of a parameter to the sum
 PAGE = GenerationConfig.page_size  # tokens of a cache page; a row's last page is half full on average
@@ -54,6 +57,7 @@ class Calibration:
     reads: float = 0.9
     link: float = 0.8
     kernels: float = 40e-6
+    start: float = 10e-6
 
 
 class _PipelineTime(NamedTuple):
@@ -122,6 +126,11 @@ class _Rates:
         size = tokens * self.shape.hidden * self.itemsize / self.slices
         return np.where(self.settings.pp > 1, size / (rate * self.calibration.link) + self.machine.device.latency, 0.0)
 
+    def starts(self, operations: tuple[int, int], longest: float) -> float:
+        """Seconds in which the host starts the operations of linear attention, in an average layer."""
+        fixed, each = operations
+        return self.shape.linear * self.calibration.start * (fixed + each * np.ceil(longest / CHUNK))
+
     def products(self, tokens: Numbers) -> Numbers:
         """Seconds of a layer's matrix products, at least as long as reading their weights takes."""
         shape, tp = self.shape, self.settings.tp
@@ -157,15 +166,16 @@ class _Rates:
         number, tokens = work.micro_batches(rows, self.settings)
         own = work.computed(tokens)  # a shared prompt's token is seen from all rows
         seen = _age(work.prompt + np.array(work.responses)) * tokens / own
-        return number, one(own, seen, tokens * work.response / work.length).times(number)
+        return number, one(own, seen, tokens * work.response / work.length, work.longest).times(number)
 
-    def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
-        """Seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken."""
+    def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers, longest: float) -> _PipelineTime:
+        """Seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken. ``longest``: tokens of a row."""
         layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
-        layer = np.maximum(layer, self.calibration.launch) + self.cp_exchange(tokens) + self.ep_exchange(tokens)
+        launch = self.calibration.launch + self.starts(MIXER_STARTS, longest)
+        layer = np.maximum(layer, launch) + self.cp_exchange(tokens) + self.ep_exchange(tokens)
         return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
 
-    def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers) -> _PipelineTime:
+    def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers, longest: float) -> _PipelineTime:
         """Seconds of a forward and a backward pass with recomputation, and of adding the gradients.
 
         Each pass has two sums over tp. Recomputation stops before the last one. With sequence parallelism, what was gathered
@@ -176,7 +186,8 @@ class _Rates:
         layer = (3 + full) * self.products(tokens) + (3 + again) * (self.attention(tokens, seen) + self.elementwise(tokens))
         layer = layer + (4 + full + sliced * (1 - full / 2)) * self.tp_sum(tokens)
         exchanges = self.cp_exchange(tokens) + self.ep_exchange(tokens)
-        layer = np.maximum(layer, (3 + again) * self.calibration.launch) + (2 + again) * exchanges
+        launch = (3 + again) * self.calibration.launch + self.starts(MIXER_BACKWARD, longest)
+        layer = np.maximum(layer, launch + (1 + again) * self.starts(MIXER_STARTS, longest)) + (2 + again) * exchanges
         layer = layer + self.here / self.settings.tp * SUM_BYTES / self.bytes
         return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
 
@@ -213,7 +224,8 @@ class _Rates:
         rows = rows / micro_batches
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
         layer = layer + rows * (context * held / self.layers + STATE_BYTES * self.shape.state / self.settings.tp) / self.reads
-        layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, calibration.launch))
+        launch = calibration.launch + self.starts((TOKEN_STARTS, 0), 1)
+        layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, launch))
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
         stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
@@ -265,7 +277,7 @@ class FormulaTimes:
         groups = np.maximum(np.ceil(work.rows / work.group / settings.dp), 1)
         rows, prompts = groups * work.group, groups * work.prompt
         number, tokens = np.ceil(prompts / settings.micro_tokens), np.minimum(prompts, settings.micro_tokens)
-        prefill = rates.forward(tokens, work.prompt / 2, 0.0).times(np.maximum(number, 1))
+        prefill = rates.forward(tokens, work.prompt / 2, 0.0, work.prompt).times(np.maximum(number, 1))
         flight = np.maximum(np.minimum(rows_in_flight(shape, work, settings, self.machine, kv_bytes), rows), 1)
         lengths, held = np.array(work.responses), kv_bytes_per_token(shape, settings, self.machine.device.itemsize)
         waiting = (rows - flight) * lengths.mean() / flight  # steps in which all places are taken

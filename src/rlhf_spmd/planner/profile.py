@@ -107,21 +107,23 @@ class ProfileTimes:
         """Seconds [n] of a forward pass over all rows."""
         took = self._passes("forward", shape, work, work.rows, settings)
         count, _ = work.micro_batches(work.rows, settings)
-        params, slower = shape.stage_params(settings.pp, settings.tp), self._slower(settings.dp_shard, settings.tp)
+        params = shape.stage_params(settings.pp, settings.tp) - shape.stage_experts(settings)
+        slower = self._slower(settings.dp_shard, settings.tp)
         return took + ((settings.zero == 3) & (settings.dp_shard > 1)) * count * self.profile.zero_forward * params * slower
 
     def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
         """Seconds [n] of all mini-batches and epochs: passes, sums of gradients, updates."""
         steps = work.mini_batches * work.epochs
         passes = self._passes("both", shape, work, work.rows / work.mini_batches, settings)
-        params, shards, copies = shape.stage_params(settings.pp, settings.tp), settings.dp_shard, settings.dp_replicate
-        link = self.profile.device.link / self._slower(copies, settings.tp * shards)
-        summed = 2 * 4 * params / shards * (copies - 1) / copies / link + self.profile.latency
+        experts, shards, copies = shape.stage_experts(settings), settings.dp_shard, settings.dp_replicate
+        params, own = shape.stage_params(settings.pp, settings.tp) - experts, shape.own_params(settings)
+        of_experts = self._sums(experts / settings.ep, settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
+        summed = self._sums(params / shards, copies, settings.tp * shards)
         count, _ = work.micro_batches(work.rows / work.mini_batches, settings)
         slower = np.asarray(self.profile.zero)[settings.zero] * self._slower(shards, settings.tp)
         sliced = slower * params * np.where(settings.zero >= 2, count, 1)
-        over_dp = np.where(shards > 1, sliced, 0.0) + np.where(copies > 1, summed, 0.0)
-        return steps * (passes + over_dp + self.profile.update * params / shards)
+        over_dp = np.where(shards > 1, sliced, 0.0) + summed + of_experts
+        return steps * (passes + over_dp + self.profile.update * own)
 
     def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Any = None) -> np.ndarray:
         """Seconds [n] of a prefill for each group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
@@ -134,6 +136,22 @@ class ProfileTimes:
             alive = left * (len(work.responses) - place) / len(work.responses)
             total = total + (length - before) * self._step(shape, settings, alive)
         return prefill + total * settings.pp
+
+    def _sums(self, numel: np.ndarray, copies: np.ndarray, apart: np.ndarray) -> np.ndarray:
+        """Seconds [n] of summing so many fp32 gradients over ``copies`` ranks, one every ``apart``."""
+        took = 2 * 4 * numel * (copies - 1) / copies * self._slower(copies, apart) / self.profile.device.link
+        return np.where((copies > 1) & (numel > 0), took + self.profile.latency, 0.0)
+
+    def _exchanges(self, shape: ModelShape, settings: CallSettings, tokens: np.ndarray) -> Any:
+        """Seconds [n] of a layer's all-to-alls in a pass over ``tokens``, which were measured without: over ep of rows for experts
+        and their results, over cp of queries, keys and values and of what attention makes of them."""
+        found, tp = np.zeros(len(settings)), settings.tp
+        numbers = (settings.ep, 2 * shape.expert_rows * shape.hidden), (settings.cp, 2 * (shape.queries + shape.keys) / tp)
+        for ranks, each in numbers:
+            size = tokens * each * self.profile.device.itemsize * (ranks - 1) / ranks
+            sent = size * self._slower(ranks, tp) / self.profile.device.link
+            found = found + np.where(ranks > 1, sent + 2 * self.profile.latency, 0.0)
+        return found
 
     def _slower(self, ranks: np.ndarray, apart: np.ndarray) -> np.ndarray:
         """How many times as long as the measured one a ring takes that has ``ranks`` ranks, one every ``apart``, [n]. Between
@@ -156,6 +174,8 @@ class ProfileTimes:
         layer, ends = self._layer(name, shape, settings, tokens), self._layer(f"{name}_ends", shape, settings, whole)
         if name == "both":
             layer = layer + np.asarray(AGAIN)[settings.checkpointing] * self._layer("forward", shape, settings, tokens)
+        exchanges = self._exchanges(shape, settings, tokens)
+        layer = layer + (2 + (settings.checkpointing > 0) if name == "both" else 1) * exchanges
         stage = np.ceil(shape.layers / settings.pp) * layer
         near = settings.size <= self.machine.local_size
         link = np.where(near, self.machine.device.link, self.machine.network)

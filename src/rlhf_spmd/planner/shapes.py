@@ -29,7 +29,7 @@ class ModelShape:
 
     Where some layers have linear attention, ``queries`` and ``keys`` are averages over all. ``gates``: columns of the first product of
     an average layer beside queries, keys and values. ``mixing``: fp32 numbers that it keeps of a token beside them. ``state``: fp32
-    numbers that it keeps of a row in generation.
+    numbers that it keeps of a row in generation. ``linear``: share of such layers.
     """
 
     layers: int
@@ -53,6 +53,7 @@ class ModelShape:
     mixing: float = 0.0
     state: float = 0.0
     mixed: float = 0.0
+    linear: float = 0.0
 
     def cached(self, tp: Any, planes: int = 1) -> Any:
         """Numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of entries.
@@ -145,6 +146,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
         0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
         mixed / spec.num_hidden_layers,
+        1 - share,
     )
 
 
