@@ -48,8 +48,8 @@ class ModelCall:
 
     ``name``: ``role.call``. ``method``: as the configuration names it. ``after``: calls that must have ended, by their indices.
     ``settings``: what memory depends on, as configured. ``dealt``: groups or rows that go to its replicas. ``captures``: on
-    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`. ``cp``,
-    ``ep``: as configured; they are not searched.
+    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`. ``cp``: as
+    configured; it is not searched.
     """
 
     name: str
@@ -68,19 +68,24 @@ class ModelCall:
     home: bool = False
     at_home: bool = False
     cp: int = 1
-    ep: int = 1
+
+    @property
+    def ep(self) -> list[int]:
+        """The numbers of ranks that are tried to share the experts."""
+        return [1] if self.spec.experts is None or self.kind == "generate" else divisors(self.spec.experts.count)
 
 
 def layouts(call: ModelCall, size: int, slices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(pp, tp, dp) of ``size`` ranks that the model, its rows, cp and ep allow, tp one of ``slices``. Stages have equally many
-    layers."""
+    """(pp, tp, dp) of ``size`` ranks that the model, its rows and cp allow, tp one of ``slices``. Stages have equally many
+    layers if any number of stages allows that."""
     found, size = [], size // call.cp if size % call.cp == 0 else 0
-    work, generates = call.work, call.kind == "generate"
+    work, generates, layers = call.work, call.kind == "generate", call.spec.num_hidden_layers
+    uneven = all(layers % n for n in range(2, MOST_STAGES + 1))  # nothing divides DeepSeek-V3's 61
     for tp in (n for n in slices if size and size % n == 0):
-        for pp in (n for n in divisors(size // tp) if n <= MOST_STAGES and call.spec.num_hidden_layers % n == 0):
+        for pp in (n for n in divisors(size // tp) if n <= MOST_STAGES and (layers % n == 0 or (uneven and n <= layers))):
             dp = size // tp // pp
             least = call.dealt if generates else call.dealt // work.mini_batches
-            if dp > least or (generates and least % dp) or dp * call.cp % call.ep:
+            if dp > least or (generates and least % dp):
                 continue
             try:
                 check_layout(call.spec, pp, tp, "")
@@ -161,7 +166,10 @@ class ProblemBuilder:
                     pinned = memory.fullest(given, partial(memory.held_by_host, first.shape, given, role))
                     beaten |= self.machine.local_size * pinned > self.machine.host_memory
                 seconds, active, _ = zip(*estimates, strict=True)
-                beaten |= dominated(given, np.sum(seconds, axis=0), held, np.max(active, axis=0))
+                by_ep = (
+                    given if not first.home else given.set(ep=1)
+                )  # a movable call meets its home's ep; a home has the best one
+                beaten |= dominated(by_ep, np.sum(seconds, axis=0), held, np.max(active, axis=0))
             for i in np.flatnonzero(~beaten).tolist():
                 one = given.one(i) | {"offload": offload, "optim_offload": optim_offload}
                 layout: dict[str, Any] = {name: one[name] for name in ("pp", "tp", "zero", "zero_size", "ep")}
@@ -195,8 +203,8 @@ class ProblemBuilder:
     def _settings(self, call: ModelCall, given: Sequence[tuple[int, int, int]]) -> CallSettings:
         """The settings that are tried in these layouts."""
         placed = self.fixed and self.fixed.calls[call.name]
-        kept = placed or call
-        more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,), "cp": (kept.cp,), "ep": (kept.ep,)}
+        more: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,), "cp": ((placed or call).cp,)}
+        more |= {"ep": (placed.ep,) if placed else call.ep}
         if placed:
             level, in_flight = CHECKPOINTING.index(placed.activation_checkpointing), placed.max_num_seqs or IN_FLIGHT[-1]
             more |= {"zero": (placed.zero,), "zero_size": (placed.zero_size or 0,)}
@@ -214,7 +222,11 @@ class ProblemBuilder:
             more |= {"zero": (0, 1, 3)}
         made = call_settings(given, **more)
         if not placed:
-            made = made.take(((made.zero == 0) | (made.dp * made.cp > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1)))
+            copies = made.dp * made.cp
+            can_be = ((made.zero == 0) | (copies > 1)) & ((made.sequence_parallel == 0) | (made.tp > 1))
+            most = np.gcd(copies, call.ep[-1])  # experts among as many ranks as can be, or those of a host: others save little
+            inside = np.gcd(most, np.maximum(self.machine.local_size // made.tp, 1))
+            made = made.take(can_be & ((made.ep == 1) | (made.ep == inside) | (made.ep == most)))
         device = self.machine.device
         can = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
         if call.kind == "generate" and can and not call.generation.enforce_eager:
@@ -270,7 +282,9 @@ def range_sizes(size: int, local_size: int) -> list[int]:
 def dominated(given: CallSettings, seconds: np.ndarray, held: np.ndarray, active: np.ndarray) -> np.ndarray:
     """bool [n]: True if another alternative in the same layout is as good in seconds, held and active."""
     beaten = np.ones(len(given), dtype=bool)
-    layout = (given.pp * (1 + given.tp.max()) + given.tp) * 4 + np.asarray(STORAGE)[given.zero]
+    layout = ((given.pp * (1 + given.tp.max()) + given.tp) * (1 + given.ep.max()) + given.ep) * 4 + np.asarray(STORAGE)[
+        given.zero
+    ]
     for one in np.unique(layout):
         at = np.flatnonzero(layout == one)
         kept: list[int] = []

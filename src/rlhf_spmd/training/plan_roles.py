@@ -71,7 +71,6 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 # quantized weights are not copied to other ranks
                 at_home=of_method > 1 or kind == "train" or plan.config.lora.bits is not None,
                 cp=1 if kind == "generate" else plan.config.layout.cp,
-                ep=1 if kind == "generate" else plan.config.layout.ep,
             )
         )
     for role in dict.fromkeys(call.role for call in found):

@@ -107,6 +107,7 @@ class CandidateTables:
         self.needs = cache(self._needs)
         self.at_home = cache(self._at_home)
         self.homes = cache(self._homes)
+        self.useful = cache(self._useful)
         self._tables = cache(self._movable)
 
     def _rooms(self, held: Held) -> list[tuple[RankRange, float]]:
@@ -157,16 +158,20 @@ class CandidateTables:
         """Returns the table of a movable call on ``size`` ranks.
 
         ``layout``: the home's layout if the ranks are the home's, else None. ``holders``: number of the home's ranks; 0: copying
-        the weights costs nothing. Two options with the same layout copy the same, so only the better one is kept.
+        the weights costs nothing.
         """
+        call, rows = self.problem.calls[node], []
+        for number in self.useful(node, size):
+            one = call.options[number]
+            more, moved = self.problem.moved(call.role, layout, holders, one, near) if holders else (0.0, 0.0)
+            rows.append((one.active + moved, one.seconds + more, number))
+        return FastestWithin(rows)
+
+    def _useful(self, node: int, size: int) -> list[int]:
+        """Returns options of a movable call, without those that another one with the same layout beats."""
         call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, [])
         options = [call.options[number] for number in numbers]
-        rows = []
-        for i in best_of([[o.seconds, o.active] for o in options], [o.layout for o in options]):
-            one = options[i]
-            more, moved = self.problem.moved(call.role, layout, holders, one, near) if holders else (0.0, 0.0)
-            rows.append((one.active + moved, one.seconds + more, numbers[i]))
-        return FastestWithin(rows)
+        return [numbers[i] for i in best_of([[o.seconds, o.active] for o in options], [o.layout for o in options])]
 
     def movable(self, node: int, home: Choice, ranks: RankRange) -> FastestWithin:
         """Returns the table of a movable call on ``ranks``, copies of the weights from ``home`` included."""
