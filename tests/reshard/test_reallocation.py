@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +19,16 @@ import pytest
 import torch
 
 from ranks import run_ranks
+from rlhf_spmd.models.published import published_config
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.spec import ModelSpec, spec_from_config
 from rlhf_spmd.parallel.boxes import Box, ParamShard, shard_rows, whole_shard, zero_rows
 from rlhf_spmd.parallel.collectives import RECORDER, Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Delta, Holding, Storages, Transfer, plan_transfer, start_transfer, transfer_steps
 from rlhf_spmd.reshard.bucketing import TransferContext, TransferStep, plan_steps, split_messages
+from rlhf_spmd.reshard.holdings import holdings as holdings_of
 from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
@@ -320,6 +324,22 @@ def test_a_70b_model_on_1024_ranks(source: Layout, target: Layout) -> None:
         assert plan.received(rank) <= wanted <= total / (target.pp * target.tp * target.dp_shard) * 1.2
     spread = f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms"
     print(f"{source} -> {target}: a rank's part {spread}, holdings {described * 1e3:.0f} ms")
+
+
+def test_deepseek_v3_on_1024_ranks() -> None:
+    """45,000 tensors, most of them experts' that ranks of ep share. The garbage collector would take most of the time."""
+    config = published_config("unsloth/DeepSeek-V3-bf16")
+    assert config is not None
+    spec = spec_from_config(config, "test")
+    here, there = Layout(8, 1, 128, 1, ep=64), Layout(4, 8, 32)
+    of_layout = [cache(lambda pp, tp, at=at: plan_params(spec, "lm", pp, at.pp, tp, at.tp)) for at in (here, there)]
+    a, b = (holdings_of(at, shards, range(1024)) for at, shards in zip((here, there), of_layout, strict=True))
+    runs, start = sum(one["collections"] for one in gc.get_stats()), time.process_time()
+    plan = plan_transfer(a, b, lambda rank: rank // 8, 37)
+    assert time.process_time() - start < 10  # 2 seconds; the bound is for busy machines
+    assert gc.isenabled() and sum(one["collections"] for one in gc.get_stats()) < runs + 10  # without care, a thousand
+    wanted = sum(box.numel for shard in shards_of(b, 37).values() for box in shard.boxes)
+    assert plan.received(37) + sum(piece.target.numel for piece in plan.copies()) == wanted
 
 
 def test_buckets_are_bounded_and_hold_everything_once() -> None:

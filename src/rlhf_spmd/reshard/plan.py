@@ -6,8 +6,10 @@ hold in the same way, those of equal layers, are planned once: copies of single 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -121,6 +123,20 @@ class Plan:
         return sum(n for (_, receiver), n in self.traffic.items() if receiver == rank)
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python looks for cycles whenever many objects were made. A plan has hundreds of thousands and no cycle: the search takes longer
+    than the plan."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collections()
 def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None) -> Plan:
     """Returns the copies of ``rank`` (None: of all ranks) that fill the target side from the source side.
 
