@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -38,6 +39,22 @@ class HasCache(Protocol):
     """An attention of generation, which keeps keys and values in pages for later steps."""
 
     cache: Any
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """An attention of generation for models with ``ModelSpec.global_heads``: layers with these have pages, and so a context, of their
+    own."""
+
+    usual: Attention
+    of_global: Attention
+
+    @property
+    def positions(self) -> Tensor:
+        return self.usual.positions
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        return self.usual.attend(layer_index, q, k, v, rule)
 
 
 class PackedAttention:
