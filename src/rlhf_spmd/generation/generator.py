@@ -282,9 +282,10 @@ class Generator:
             num_pages = share if config.num_pages else max(min(most, share), 1)
             slots = num_seqs if self.reserved or self.decoder.spec.delta is None else min(num_seqs, len(members))
             states = RecurrentStates(self.decoder, slots, self._device) if self.decoder.num_linear else None
-            rest = num_pages, config.page_size, dtype, self._device, self._backend, self._shared
-            of_global = KVCache(*shapes[1], *rest) if shapes[1:] else None
-            cache = KVCache(*shapes[0], *rest, states, of_global)
+            usual, *others = [(*shape, num_pages, config.page_size) for shape in shapes]
+            rest = dtype, self._device, self._backend, self._shared
+            of_global = KVCache(*others[0], *rest) if others else None
+            cache = KVCache(*usual, *rest, states, of_global)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
             micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots))
         return micro_batches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -41,17 +40,12 @@ class HasCache(Protocol):
     cache: Any
 
 
-@dataclass(frozen=True)
 class ByHeads:
     """An attention of generation for models with ``ModelSpec.global_heads``: layers with these have pages, and so a context, of their
     own."""
 
-    usual: Attention
-    of_global: Attention
-
-    @property
-    def positions(self) -> Tensor:
-        return self.usual.positions
+    def __init__(self, usual: Attention, of_global: Attention) -> None:
+        self.usual, self.of_global, self.positions = usual, of_global, usual.positions
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         return self.usual.attend(layer_index, q, k, v, rule)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -110,10 +109,8 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         divided += int(np.prod(shard.shape)) * shard.by_expert
     share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
     attending = [spec.of_layer(layer) for layer in range(spec.num_hidden_layers) if spec.delta_of(layer) is None]
-    queries, keys = (
-        sum(heads(one) * one.head_dim for one in attending) // spec.num_hidden_layers
-        for heads in (attrgetter("num_attention_heads"), attrgetter("num_key_value_heads"))
-    )
+    queries = sum(one.num_attention_heads * one.head_dim for one in attending) // spec.num_hidden_layers
+    keys = sum(one.num_key_value_heads * one.head_dim for one in attending) // spec.num_hidden_layers
     gates, delta = queries * spec.attention_gate, spec.delta
     linear = 0.0 if delta is None else delta.columns * (1 - share)
     out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
