@@ -41,6 +41,7 @@ def attention(form: str, dtype: str, group: int, dim: int, window: int) -> dict[
         "GROUP": group,
         "PAGE": 64,
         "DIM": dim,
+        "TAIL": 0,
         "WINDOW": window,
         "CAPPED": window > 0,
         "SINKS": False,

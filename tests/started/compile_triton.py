@@ -70,6 +70,7 @@ def attention(form: str, dtype: str, group: int, page: int, dim: int, window: in
         "GROUP": group,
         "PAGE": page,
         "DIM": dim,
+        "TAIL": 0,
         "WINDOW": window,
         "CAPPED": window > 0 and not sinks,
         "SINKS": sinks,
