@@ -74,6 +74,24 @@ def test_a_decode_step_of_a_layer(name: str, most: int) -> None:
         assert len(launches.names) <= most + 2, launches.names
 
 
+@pytest.mark.parametrize(("name", "most"), [("deepseek-v2", 13), ("deepseek-v3", 15)])
+def test_a_decode_step_of_a_layer_with_latent_attention(name: str, most: int) -> None:
+    """Norm, two products (three and a norm where queries have a short vector), the product that fits queries to the cache's keys, one
+    launch for keys and rotation, attention, the values' product, out; then five as above."""
+    decoder, (x, _) = decoder_of(name, first_k_dense_replace=1, attention_bias=False)  # as published
+    block, frequency = layer_of(decoder), torch.rand(decoder.spec.rotated_dims // 2, device=DEVICE)
+    rope = rope_tables(decoder.spec, frequency, torch.arange(8, device=DEVICE), x.dtype)
+    latent, backend = decoder.spec.latent, build_backend("triton", x.dtype, DEVICE)
+    assert latent is not None and block.experts is None
+    cache = KVCache(1, *block.cache_shape, 320, 16, x.dtype, DEVICE, backend, latent.kv_rank)
+    table = torch.arange(320, dtype=torch.int32, device=DEVICE).view(8, 40)
+    context = TritonAttention.decoding(torch.arange(8, device=DEVICE), table, cache, block.num_heads)
+    with torch.no_grad(), counted_launches() as launches:
+        block(x, rope, context, 8)
+    assert context.sharing > 1 and len(launches.names) <= most, launches.names
+    assert not launches.waits
+
+
 def train(decoder: Decoder, inputs: tuple[Tensor, Rope], rows: int = 8) -> tuple[Launches, Launches]:
     """Launches of the forward and the backward pass but the attention's, where no gradient is there to add to."""
     x, rope = inputs[0][:rows], Rope(inputs[1].cos[:rows], inputs[1].sin[:rows])
