@@ -47,8 +47,11 @@ class Rows:
     @classmethod
     def draw(cls, lengths: Sequence[int], heads: int, rank: int, rope: int, dtype: torch.dtype = torch.float32) -> Rows:
         generator = torch.Generator().manual_seed(sum(lengths) + rank)
-        sizes = [[(n, heads, rank + rope) for n in lengths], [(n, rank + rope) for n in lengths]]
-        return cls(*([torch.randn(size, generator=generator).to(DEVICE, dtype) for size in some] for some in sizes), rank)
+
+        def some(*shape: int) -> list[Tensor]:
+            return [torch.randn(n, *shape, generator=generator).to(DEVICE, dtype) for n in lengths]
+
+        return cls(some(heads, rank + rope), some(rank + rope), rank)
 
     def cache(self, num_pages: int, page_size: int, name: str = "triton") -> KVCache:
         dtype, width = self.keys[0].dtype, self.keys[0].shape[1]
@@ -174,7 +177,8 @@ def test_keys_and_queries_equal_float64(
     to_keys = (some(heads, nope + 3, rank) / nope**0.5)[:, :nope]  # beside the matrices that make values
     angle = some(tokens, 1, rope // 2)
     keys = LatentKeys(weight, 1e-6, to_keys, angle.cos(), angle.sin(), interleaved)
-    wide = replace_all(keys, torch.float64)
+    cos, sin = keys.cos.double(), keys.sin.double()
+    wide = LatentKeys(weight.double(), 1e-6, to_keys.double(), cos, sin, interleaved)
     expected, entries = latent_heads(Ops(), q.double(), made.double(), wide)
     slots = torch.tensor([17, 3, 40, 0], device=DEVICE)
     for ops in (GpuOps(), Ops()):
@@ -184,10 +188,6 @@ def test_keys_and_queries_equal_float64(
         lines = pages.view(-1, rank + rope)
         torch.testing.assert_close(lines[slots].double(), entries[:written], atol=tolerance, rtol=tolerance)
         assert lines.isnan().all(1).sum() == len(lines) - written
-
-
-def replace_all(keys: LatentKeys, dtype: torch.dtype) -> LatentKeys:
-    return keys._replace(**{name: x.to(dtype) for name, x in keys._asdict().items() if isinstance(x, Tensor)})
 
 
 # registers of a thread that Triton 3.6 and its ptxas gave for sm_90, see tests/started/compile_latent.py

@@ -311,12 +311,7 @@ class Generator:
         if state := slot_bytes(self.decoder):
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
             room -= num_rows * state
-        sizes = (
-            *self._cache_shape,
-            self.config.page_size,
-            self.decoder.dtype,
-            planes(self._backend.ops, self._value_dim is not None),
-        )
+        sizes = *self._cache_shape, self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
         pages = int(room) // KVCache.page_bytes(*sizes)
         least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
         return int(least[0]), int(least[1])

@@ -84,7 +84,7 @@ class KVCache:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
-        self.planes, self.value_dim = planes(self.ops, value_dim is not None), value_dim or head_dim
+        self.planes, self.value_dim = planes(self.ops, value_dim), value_dim or head_dim
         self._shape = num_layers, self.planes, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
@@ -166,9 +166,9 @@ class KVCache:
         return parts[0], parts[-1]
 
 
-def planes(ops: Ops, shared: bool) -> int:
+def planes(ops: Ops, value_dim: int | None) -> int:
     """2 where keys and values have pages, 1 where keys serve as values."""
-    return 1 if shared and not isinstance(ops, CppOps) else 2
+    return 2 if value_dim is None or isinstance(ops, CppOps) else 1
 
 
 class SlotMapping(NamedTuple):

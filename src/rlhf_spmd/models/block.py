@@ -168,7 +168,7 @@ class Block(nn.Module):
             mixed = self.mixer(qkv[:num_tokens], attention)
         elif self.latent is not None:
             assert not isinstance(attention, TokenMixing)
-            mixed = self.latent.attend(qkv, *made, rope, attention, num_tokens, self.index, self.rule)
+            mixed = self.latent.attend((qkv, *made), rope, attention, num_tokens, self.index, self.rule)
         elif self.gated_heads:
             qkv, gates = split_gates(qkv, self.head_shape)
             mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()

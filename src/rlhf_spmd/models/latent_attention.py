@@ -62,10 +62,16 @@ class LatentAttention(nn.Module):
         return q, self._product_of_whole(self.kv_a, x, recomputed)
 
     def attend(
-        self, q: Tensor, made: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
+        self,
+        entered: tuple[Tensor, ...],
+        rope: Rope,
+        attention: Attention,
+        num_tokens: int,
+        index: int,
+        rule: AttentionRule,
     ) -> Tensor:
-        """``q`` and ``made`` by :meth:`enter` of R rows, of which ``num_tokens`` are tokens -> [num_tokens, H, value_dim]."""
-        sizes, ops = self.sizes, self.ops
+        """``entered`` by :meth:`enter` of R rows, of which ``num_tokens`` are tokens -> [num_tokens, H, value_dim]."""
+        sizes, ops, (q, made) = self.sizes, self.ops, entered
         if self.q_a_norm is not None:
             q = self.q_b.product(ops, self._normed(q, self.q_a_norm), False)
         q = q.view(len(q), self.heads, -1)
