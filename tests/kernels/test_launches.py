@@ -17,6 +17,7 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.rope import Rope, rope_tables
+from rlhf_spmd.models.sharding import cache_shape
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
@@ -83,7 +84,7 @@ def test_a_decode_step_of_a_layer_with_latent_attention(name: str, most: int) ->
     rope = rope_tables(decoder.spec, frequency, torch.arange(8, device=DEVICE), x.dtype)
     latent, backend = decoder.spec.latent, build_backend("triton", x.dtype, DEVICE)
     assert latent is not None and block.experts is None
-    cache = KVCache(1, *block.cache_shape, 320, 16, x.dtype, DEVICE, backend, latent.kv_rank)
+    cache = KVCache(1, *cache_shape(decoder.spec, 0, 1), 320, 16, x.dtype, DEVICE, backend, latent.kv_rank)
     table = torch.arange(320, dtype=torch.int32, device=DEVICE).view(8, 40)
     context = TritonAttention.decoding(torch.arange(8, device=DEVICE), table, cache, block.num_heads)
     with torch.no_grad(), counted_launches() as launches:
