@@ -107,7 +107,7 @@ def test_a_token_takes_the_bytes_of_its_entry(models: dict[str, str]) -> None:
         backend = build_backend(name, torch.float32, CPU)
         generator = build_generator(models["deepseek-v3"], replace(SMALL, attention=name))
         assert generator._cache_shapes == [(layers, 1, entry)]
-        cache = KVCache(*generator._cache_shapes[0], pages, size, torch.float32, CPU, backend, value_dim=16)
+        cache = KVCache(layers, 1, entry, pages, size, torch.float32, CPU, backend, value_dim=16)
         numbers = planes * layers * pages * backend.ops.page_elements(size, entry)
         assert cache.pages.nbytes == 4 * numbers
         if name == "torch":
