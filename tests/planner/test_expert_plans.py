@@ -127,7 +127,7 @@ def test_a_plan_shares_experts_where_that_is_faster(capsys: pytest.CaptureFixtur
     assert roles["actor"].shape.layout.ep == file.calls["actor.update_actor"].ep
     again = made(capsys, *given, f"plan.fixed={out}", f"plan.out={tmp_path / 'again.yaml'}")
     assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=0.02)
-    plan.main(["--config", PRESET, *given, f"plan.fixed={out}"])
+    plan.main(["--config", PRESET, *given, f"plan.fixed={out}", f"plan.out={tmp_path / 'again.yaml'}"])
     assert f" ep{file.calls['actor.update_actor'].ep} " in capsys.readouterr().out
     update = replace(file.calls["actor.update_actor"], ep=1, zero=3)
     alone.write_text(replace(file, calls={**file.calls, "actor.update_actor": update}).to_yaml())
