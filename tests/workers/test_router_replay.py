@@ -146,6 +146,6 @@ def test_rows_share_a_prompt_only_if_they_share_its_experts() -> None:
 def test_what_is_refused() -> None:
     mixture, dense = (spec_from_config(config, "config.json") for config in (QWEN, LLAMA))
     check_replay(mixture, True, "key=R2")
-    for spec, scores, said in ((dense, True, "models of llama have no experts"), (mixture, False, "computes no old log-probs")):
+    for spec, scores, said in ((dense, True, "models of llama have no experts"), (mixture, False, "it records no experts")):
         with pytest.raises(ValueError, match=f"key=R2: .*{said}"):
             check_replay(spec, scores, "key=R2")
