@@ -198,7 +198,11 @@ def test_replays_change_what_later_updates_learn(directory: Path) -> None:
             "with bypass_mode no forward pass computes the old log-probs",
         ),
         (GRPO, ("models.actor.generation.reuse_rollout_log_probs=true",), "R2 takes the experts of a forward pass of its own"),
-        ({**GRPO, "use_kl_loss": True}, ("models.reference.router_replay=R2",), "this role neither generates nor computes old"),
+        (
+            {**GRPO, "use_kl_loss": True},
+            ("models.reference.router_replay=R2",),
+            "this role does not train on rows that it generates",
+        ),
     ],
 )
 def test_runs_that_cannot_replay(directory: Path, config: dict[str, Any], more: tuple[str, ...], said: str) -> None:

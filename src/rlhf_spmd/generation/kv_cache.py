@@ -125,9 +125,9 @@ class KVCache:
         """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
         if self.states is not None:
             self.states.offload()
-        index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         if self.experts is not None:
-            self.experts.offload(index)
+            self.experts.offload()
+        index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
         host = host_empty(shape, self.pages.dtype, self.pages.device)
         for layer, pages in zip(host, self.pages, strict=True):

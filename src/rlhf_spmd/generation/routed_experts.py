@@ -1,7 +1,7 @@
 """The experts that generated rows took, for updates that take the same ones.
 
-Every forward pass writes its tokens' experts beside the pages, at the slots of their keys. Whatever shares, copies, keeps or offloads
-pages so has them too. A row collects those of its tokens when it leaves its pages, and at the end of a call.
+Every forward pass writes its tokens' experts beside the pages, at the slots of their keys. Whatever shares, copies or keeps pages so
+has them too. A row collects those of its tokens when it leaves its pages, and at the end of a call.
 
 A token whose keys are computed again keeps the experts that it had first, because with these the tokens after it were drawn: after a
 preemption or a move to another replica, and when a row goes on with other weights.
@@ -19,7 +19,6 @@ from torch import Tensor
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.kernels import Ops, RoutingRule, on_device
 from rlhf_spmd.kernels.devices import HostCopy
-from rlhf_spmd.kernels.pinned_memory import host_like
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.router_balance import mixture_numbers
 from rlhf_spmd.models.spec import ModelSpec
@@ -42,7 +41,6 @@ class ExpertPages:
         self.columns = [numbers[layer] for layer in decoder.layer_ids if layer in numbers]
         shape = num_pages, page_size, len(self.columns), self.none.shape[2]
         self.values = torch.zeros(shape, dtype=self.none.dtype, device=device)
-        self._on_host: tuple[Tensor, Tensor] | None = None  # offloaded: page numbers, contents
 
     @staticmethod
     def token_bytes(decoder: Decoder) -> int:
@@ -65,17 +63,13 @@ class ExpertPages:
         pages = on_device(torch.tensor(row.pages[begin : -(-last // size)]), self.values.device)
         return self.values.index_select(0, pages).flatten(0, 1)[first - begin * size : last - begin * size]
 
-    def offload(self, used: Tensor) -> None:
-        """Free the memory. The pages ``used``, int64 [n], wait in host memory."""
-        kept = self.values.index_select(0, used)
-        self._on_host, self._shape = (used, host_like(kept).copy_(kept)), self.values.shape
-        self.values = self.values.new_empty(0)
+    def offload(self) -> None:
+        """Free the memory. Between two calls the rows know all that it held."""
+        self._shape, self.values = self.values.shape, self.values.new_empty(0)
 
     def reload(self) -> None:
-        """Undo :meth:`offload`, if it was called."""
-        if self._on_host is not None:
-            (used, kept), self._on_host = self._on_host, None
-            self.values = self.values.new_zeros(self._shape).index_copy_(0, used, kept.to(used.device))
+        """Take memory again, after :meth:`offload`."""
+        self.values = self.values.new_zeros(self._shape)
 
 
 class StepRouters:

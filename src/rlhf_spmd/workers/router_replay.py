@@ -25,14 +25,12 @@ from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 
-def check_replay(spec: ModelSpec, generates: bool, where: str) -> None:
-    """Raises ValueError if a role cannot replay. ``generates``: and computes old log-probs. ``where`` names the setting."""
+def check_replay(spec: ModelSpec, is_actor: bool, where: str) -> None:
+    """Raises ValueError if a role cannot replay. ``is_actor``: it may train on rows that it generates. ``where`` names the setting."""
     if spec.experts is None:
         raise ValueError(f"{where}: models of {spec.family} have no experts; leave it out")
-    if not generates:
-        raise ValueError(
-            f"{where}: this role neither generates nor computes old log-probs, so it records no experts; leave it out"
-        )
+    if not is_actor:
+        raise ValueError(f"{where}: this role does not train on rows that it generates, so it records no experts; leave it out")
 
 
 class RouterRecord:
