@@ -27,6 +27,7 @@ from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, planes
 from rlhf_spmd.generation.model_runner import GenerationCall
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
+from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria
@@ -42,6 +43,7 @@ class Generator:
 
     - decoding: turns token ids into text, for stop strings
     - local_size: ranks of this host, which share its memory on CPUs
+    - records_experts: completions have the experts that their tokens took
     - stats: counts of the last call
     - kept: rows that :meth:`generate_until` has not ended yet
     - reserved_bytes: free memory that others will take before the first step ends
@@ -55,6 +57,7 @@ class Generator:
         eos_ids: Collection[int],
         decoding: Decoding | None = None,
         local_size: int = 1,
+        records_experts: bool = False,
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
         config.check_model("generation", decoder.spec)
@@ -65,7 +68,7 @@ class Generator:
         self.stats = GenerationStats()
         self.reserved = False  # by :meth:`reserve_pages`: pages and the prompts in them stay, even without rows
         self.reserved_bytes = 0
-        self.local_size = local_size
+        self.local_size, self.records_experts = local_size, records_experts
         self.kept: list[SequenceState] = []
         self._micro_batches: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
         self._graphs: list[Graphs] = []  # by micro-batch; they outlive the calls
@@ -285,7 +288,8 @@ class Generator:
             usual, *others = [(*shape, num_pages, config.page_size) for shape in shapes]
             rest = dtype, self._device, self._backend, self._value_dim
             of_global = KVCache(*others[0], *rest) if others else None
-            cache = KVCache(*usual, *rest, states, of_global)
+            experts = ExpertPages(self.decoder, *usual[-2:], self._device) if self.records_experts else None
+            cache = KVCache(*usual, *rest, states, of_global, experts)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
             micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots))
         return micro_batches
@@ -315,7 +319,9 @@ class Generator:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
             room -= num_rows * state
         rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
-        pages = int(room) // sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
+        page = sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
+        page += self.config.page_size * ExpertPages.token_bytes(self.decoder) if self.records_experts else 0
+        pages = int(room) // page
         least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
         return int(least[0]), int(least[1])
 

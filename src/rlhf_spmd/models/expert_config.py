@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from rlhf_spmd.kernels import RoutingRule
 
 CORRECTION, SCALAR = "correction", "scalar"  # the parameters of a layer that no optimizer changes
@@ -56,6 +58,11 @@ class Experts:
     @property
     def rule(self) -> RoutingRule:
         return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, self.groups, self.top_groups)
+
+    @property
+    def number_dtype(self) -> torch.dtype:
+        """The smallest that can number the experts."""
+        return torch.uint8 if self.count <= 256 else torch.int16
 
     @property
     def width(self) -> int:
