@@ -195,7 +195,7 @@ def test_unreadable_files(model: Path) -> None:
         ({"use_sliding_window": True}, "'use_sliding_window' is True"),
         ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1.0}}, "rope_type' is 'proportional'.*llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters.factor' is None"),
-        ({"quantization_config": {"bits": 4}}, "'quantization_config'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: 'quant_method' is 'none'"),
         ({"eos_token_id": "end"}, "'eos_token_id' is 'end'"),
     ],
 )
