@@ -46,7 +46,7 @@ from small_models import CONFIGS
         ("qwen3-5-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
         ("deepseek-v3", {"quantization_config": {"quant_method": "awq"}}, "config: 'quant_method' is 'awq', .* allowed: 'fp8'"),
         (
-            "qwen3",
+            "qwen3-tied",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}},
             r"'weight_block_size' is \[1, 32\]",
         ),
@@ -55,7 +55,8 @@ from small_models import CONFIGS
         ("deepseek-v3", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax', .* allowed: 'sigmoid'"),
         ("deepseek-v3", {"qk_rope_head_dim": 5}, "'qk_rope_head_dim' is 5; it must be even"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
-        ("deepseek-v2", {"topk_method": "group_limited_greedy"}, "'topk_method' is .*, .* allowed: 'greedy'"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "'topk_method' is .*, .* allowed: 'greedy', 'group_limited_greedy'"),
+        ("deepseek-v2", {"topk_group": 5}, "n_group=4 must divide n_routed_experts=8, and topk_group=5 of the groups"),
         ("deepseek-v2", {"norm_topk_prob": True}, "'norm_topk_prob' is True, .* allowed: False"),
         ("gemma3", {"model_type": "gemma4_text"}, "'gemma4_text' is not supported: .* two sizes, .* 'gemma3'"),
         ("llama", {"model_type": "llama4"}, "'llama4' is not supported: .* chunks, .* 'llama'"),
