@@ -1,6 +1,6 @@
 """DeepSeek-V2, V2.5 and V2-Lite: latent attention, experts by softmax scores that are not normalised, and shared experts.
 
-All but V2-Lite choose experts in groups, of which those with the highest score count.
+All but V2-Lite choose experts from groups, those that have the highest scores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
 
 A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it, and nothing
-outside the package. It may export ``IGNORED``, keys that other families refuse.
+outside the package. It may export ``IGNORED``, keys that it checks itself.
 """
 
 from __future__ import annotations
