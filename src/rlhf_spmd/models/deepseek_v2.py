@@ -26,6 +26,7 @@ def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     reject_unless(full, source, "mlp_bias", False)
     count, per_token = read_choice(full, source, "n_routed_experts", 64, 6)
     grouped = full.get("topk_method") == "group_limited_greedy"
+    groups, top_groups = read_groups(full, source, count, per_token) if grouped else (1, 1)
     width, dense = read_size(full, source, "moe_intermediate_size", 1407), read_count(full, source, "first_k_dense_replace")
     experts = Experts(
         count,
@@ -35,7 +36,8 @@ def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
         tuple(range(min(dense, read_size(full, source, "num_hidden_layers")))),
         "softmax",
         read_positive(full.get("routed_scaling_factor", 1.0), source, "routed_scaling_factor"),
-        *(read_groups(full, source, count, per_token) if grouped else ()),
+        groups,
+        top_groups,
         group_best=1,
         shared_size=read_count(full, source, "n_shared_experts") * width,
         wide_router=True,

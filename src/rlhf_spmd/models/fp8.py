@@ -49,12 +49,15 @@ class ScaledSlice:
 
     def __getitem__(self, places: Any) -> Tensor:
         """bf16 of the shape that the tensor has at ``places``: slices, or numbers in front of the last two dims."""
-        shape = self._codes.get_shape()
-        places = places if isinstance(places, tuple) else (places,)
-        values: Tensor = self._codes[places].float()
+        at: list[Any] = [*places] if isinstance(places, tuple) else [places]
+        shape, values = self._codes.get_shape(), self._codes[tuple(at)].float()
         if not self._scales.get_shape():
-            return values.mul_(self._scales[...].float()).bfloat16()
-        *outer, rows, columns = (*places, *(slice(None),) * (len(shape) - len(places)))
-        scales = self._scales[(*outer, slice(None), slice(None))].float()
+            return _product(values, self._scales[...])
+        *outer, rows, columns = at + [slice(None)] * (len(shape) - len(at))
+        scales = self._scales[(*outer, slice(None), slice(None))]
         row, column = (torch.arange(size)[part] // BLOCK for size, part in zip(shape[-2:], (rows, columns), strict=True))
-        return values.mul_(scales[..., row, :][..., column]).bfloat16()
+        return _product(values, scales[..., row, :][..., column])
+
+
+def _product(values: Tensor, scales: Tensor) -> Tensor:
+    return values.mul_(scales.float()).bfloat16()
