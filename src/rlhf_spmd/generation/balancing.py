@@ -104,7 +104,7 @@ def pack(home: int, row: SequenceState) -> list[Any]:
     noted = row.token_logprobs and [tensor.tolist() for tensor in row.token_logprobs]
     experts, numbers = row.experts, None
     if experts is not None and len(experts):
-        data = base64.b64encode(experts.contiguous().view(torch.uint8).numpy()).decode()
+        data = base64.b64encode(experts.contiguous().view(torch.uint8).numpy().tobytes()).decode()
         numbers = [data, str(experts.dtype).removeprefix("torch."), list(experts.shape)]
     return [home, request, row.step, row.token_ids, noted, row.stopped, row.ended, numbers]
 

@@ -6,6 +6,7 @@ the replica passes the same requests and gets the same completions.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -71,6 +72,7 @@ class Generator:
         self.local_size, self.records_experts = local_size, records_experts
         self.kept: list[SequenceState] = []
         self._micro_batches: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
+        self._warned = False  # of rows in flight that find no memory
         self._graphs: list[Graphs] = []  # by micro-batch; they outlive the calls
 
     def generate(
@@ -314,8 +316,9 @@ class Generator:
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
-        if state := slot_bytes(self.decoder):
+        memory = room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
+        wanted, state = num_rows, slot_bytes(self.decoder)
+        if state:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
             room -= num_rows * state
         rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
@@ -323,6 +326,13 @@ class Generator:
         page += self.config.page_size * ExpertPages.token_bytes(self.decoder) if self.records_experts else 0
         pages = int(room) // page
         least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
+        if least[0] < wanted and not self._warned and self.mesh.replica.rank == self.mesh.dp.rank == 0:
+            self._warned = True
+            print(
+                f"warning: generation has {int(least[0])} rows in flight, not {wanted}: half of the cache's {memory / 2**30:.2f} GiB "
+                f"is for states of linear attention, {state / 2**20:.2f} MiB a row; raise gpu_memory_utilization or generation.tp",
+                file=sys.stderr,
+            )
         return int(least[0]), int(least[1])
 
     @cached_property

@@ -178,9 +178,10 @@ class SequenceState:
         reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
         assert self.ended and noted is not None, f"row {self.request.row_id} has not ended"
         top = (noted.top_ids, noted.top_log_probs) if noted.top_ids.shape[1] else None
-        ids, episode = (self.request.row_id, self.token_ids), (self.mask, self.reward, self.num_turns)
-        experts = self.experts if experts is None else experts
-        return Completion(*ids, *noted[:2], reason, noted.versions, top, *episode, experts)
+        row_id, tokens, log_probs = self.request.row_id, self.token_ids, noted[:2]
+        made = Completion(row_id, tokens, *log_probs, reason, noted.versions, top, self.mask, self.reward, self.num_turns)
+        made.experts = self.experts if experts is None else experts
+        return made
 
 
 class SequenceWork(NamedTuple):

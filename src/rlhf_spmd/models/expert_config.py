@@ -26,7 +26,7 @@ class Experts:
     """The mixture that replaces the MLP in every layer but ``dense_layers``.
 
     - count, per_token, intermediate_size: experts, how many of them a token takes, and columns of each
-    - normalise, scoring, scale, groups, top_groups: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`
+    - normalise, scoring, scale, groups, top_groups, group_best: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`
     - corrected: the router has a correction of the scores by which it chooses; gradients do not change it
     - shared_size: columns of an MLP beside the experts, which every token takes. shared_gate: its output is multiplied by the sigmoid
       of one more product
@@ -46,6 +46,7 @@ class Experts:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_best: Literal[1, 2] = 2
     corrected: bool = False
     shared_size: int = 0
     shared_gate: bool = False
@@ -57,7 +58,8 @@ class Experts:
 
     @property
     def rule(self) -> RoutingRule:
-        return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, self.groups, self.top_groups)
+        grouped = self.groups, self.top_groups, self.group_best
+        return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, *grouped)
 
     @property
     def number_dtype(self) -> torch.dtype:
