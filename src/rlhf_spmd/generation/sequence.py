@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -180,8 +180,7 @@ class SequenceState:
         top = (noted.top_ids, noted.top_log_probs) if noted.top_ids.shape[1] else None
         row_id, tokens, log_probs = self.request.row_id, self.token_ids, noted[:2]
         made = Completion(row_id, tokens, *log_probs, reason, noted.versions, top, self.mask, self.reward, self.num_turns)
-        made.experts = self.experts if experts is None else experts
-        return made
+        return replace(made, experts=self.experts if experts is None else experts)
 
 
 class SequenceWork(NamedTuple):
