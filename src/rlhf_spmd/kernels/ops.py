@@ -202,9 +202,9 @@ class Ops:
         return total
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
-        """Attention for generation, without gradients: rows q over keys k and values v [B, H, L, D], returned in the shape of q.
+        """Attention for generation, without gradients: rows q over keys k and values v [H, B, L, D], returned in the shape of q.
         ``allowed`` (bool, broadcasts to the scores): which keys a row sees, with the rule's window applied."""
-        return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[1], q.shape[2]))
+        return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[0], q.shape[2], 0))
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Causal attention within each sequence: q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]."""
