@@ -1,4 +1,4 @@
-"""What torch computes of the rows of a mixture's experts, on any device: a loop over the experts, biases, a gate.
+"""What torch computes of the rows of a mixture's experts, on any device: a loop over the experts, biases, a gate, sums.
 
 Shape legend: N rows by expert, E experts.
 """
@@ -44,6 +44,21 @@ def add_bias_backward(_: object, grad: Tensor, bias: Tensor, experts: Tensor) ->
     """By a product, which adds in a fixed order, unlike additions by index on GPUs."""
     numbers = torch.arange(len(bias), device=bias.device)
     return grad, torch.mm((experts == numbers[:, None]).to(grad.dtype), grad), None
+
+
+def own_choices(weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
+    """As ``Ops.own_choices``."""
+    numbers = (chosen - first) % count
+    return weights.masked_fill(numbers >= own, 0.0), numbers
+
+
+def sum_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """As ``Ops.sum_experts``."""
+    parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
+    total, *others = parts.unbind(1)
+    for part in others:
+        total = total + part
+    return total
 
 
 def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -158,14 +158,25 @@ class Ops:
         chosen = choose(wide, correction, rule) if chosen is None else chosen
         return weigh(wide, chosen, rule).to(dtype), chosen
 
+    def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
+        """``weights`` and ``chosen`` [T, K] of ``count`` experts, of which this rank has ``own`` from the ``first`` on: with weight 0
+        of others, and numbers that begin with its own. Without gradients."""
+        return expert_rows.own_choices(weights, chosen, first, own, count)
+
+    def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorted experts of ``chosen`` [T, K], with ``order`` and ``places`` of the pairs for :meth:`expert_rows`: [T * K] each."""
+        experts, order = chosen.flatten().sort(stable=True)
+        return experts, order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
         """The sigmoid of x [T, in] times the transpose of ``weight`` [1, in] -> [T, 1]."""
         wide = torch.promote_types(x.dtype, torch.float32)  # a sum: no product with one column is exact on CPUs
         return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
 
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
-        """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's."""
-        return torch.bincount(experts, minlength=count).tolist()
+        """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's, or
+        ``count`` and above."""
+        return torch.bincount(experts, minlength=count)[:count].tolist()
 
     def waits_for_experts(self, weight: Tensor) -> bool:
         """True if :meth:`per_expert` with ``weight`` [E, blocks, out, in] makes the host wait for the device."""
@@ -194,12 +205,8 @@ class Ops:
 
     def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
         """Sums each token's rows, sorted as by :meth:`expert_rows`, times ``weights`` [T, per_token] -> [T, hidden], in the order of
-        the token's choices."""
-        parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
-        total, *others = parts.unbind(1)
-        for part in others:
-            total = total + part
-        return total
+        the token's choices. GPUs do not read rows of weight 0."""
+        return expert_rows.sum_choices(rows, weights, places)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Attention for generation, without gradients: rows q over keys k and values v [H, B, L, D], returned in the shape of q.

@@ -104,6 +104,14 @@ class Block(nn.Module):
             setattr(self, name, linear(name))
             if name == CORRECTION:
                 getattr(self, name).requires_grad_(False)
+        # of the whole experts that its tp group shares, the first that this rank has; None if it has slices of all
+        self.first_expert: int | None = None
+        if (
+            self.experts is not None
+            and ep.size == 1
+            and (own := len(self.down.weight) // spec.hidden_size) < self.experts.count
+        ):
+            self.first_expert = tp.rank * own
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         attention = (self.input_norm, getattr(self, "qkv", None), self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
@@ -208,11 +216,11 @@ class Block(nn.Module):
         weights = {name: getattr(self, name).weight for name in self.experts.matrices}
         # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
         weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
-        if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
+        if self.tp.rank and self.first_expert is None and "down_bias" in weights:  # the first rank's part of the sum has it
             weights["down_bias"] = weights["down_bias"] * 0
         choose = None if routers is None else bind(routers.route, self.ops, self.layer)
         form = self.experts, self.gelu, self.gate_up_blocks
-        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), *form, choose, self.ep)
+        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), *form, choose, self.ep, self.first_expert)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
