@@ -39,6 +39,7 @@ class Block(nn.Module):
     qkv: Linear
     gate_up: Linear
     down: Linear
+    first_expert: int | None = None  # of the whole experts that this rank has of its tp group's; None: it has a slice of each
 
     def __init__(
         self,
@@ -104,14 +105,6 @@ class Block(nn.Module):
             setattr(self, name, linear(name))
             if name == CORRECTION:
                 getattr(self, name).requires_grad_(False)
-        # of the whole experts that its tp group shares, the first that this rank has; None if it has slices of all
-        self.first_expert: int | None = None
-        if (
-            self.experts is not None
-            and ep.size == 1
-            and (own := len(self.down.weight) // spec.hidden_size) < self.experts.count
-        ):
-            self.first_expert = tp.rank * own
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         attention = (self.input_norm, getattr(self, "qkv", None), self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)

@@ -114,7 +114,10 @@ class Decoder(nn.Module):
             index = sum((spec.delta_of(other) is not None) == linear for other in list(self.layer_ids)[:number])
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
             parallel = self.slices > 1, lora, self.ep
-            self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel))
+            block = Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel)
+            if whole_experts and block.experts is not None:
+                block.first_expert = block.experts.count // tp.size * tp.rank
+            self.layers.append(block)
         self.keep_activations()
         norm = (self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
