@@ -245,7 +245,7 @@ class GenerationLayout(Grid):
     """(p_g, t_g, d_g, d * c) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per copy of the model.
 
     ``consecutive``: no regrouping. The ranks form the grid [p_g, replicas, t_g] like those of a training layout, and a training shard
-    may lie outside its rank's generation shard. :func:`generation_layout` chooses. ``whole_experts``: see :class:`Grid`.
+    may lie outside its rank's generation shard. :func:`generation_layout` chooses, and has a word on ``whole_experts``.
     """
 
     train: Layout
@@ -287,10 +287,14 @@ class GenerationLayout(Grid):
     def ranks(self) -> np.ndarray:
         """Pool indices by coordinate, [p_g, d_g * d * c, 1, t_g]."""
         ranks, shape = np.arange(self.train.size), (self.pp, self.dp, 1, self.tp)
-        if self.consecutive:
+        parts = self.train.tp * (
+            self.train.ep if self.whole_experts else 1
+        )  # neighbours with different parts of a training stage
+        apart = self.train.pp % self.pp or parts % self.tp if self.whole_experts else self.consecutive
+        if apart:
             return ranks.reshape(shape)
-        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp  # of training, per generation stage and slice
-        return ranks.reshape(self.pp, stages, self.train.copies, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
+        stages, slices = self.train.pp // self.pp, parts // self.tp  # of training, per generation stage and slice
+        return ranks.reshape(self.pp, stages, -1, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def micro_dp_group(self, index: int) -> list[int]:
         """Returns the ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
@@ -305,8 +309,9 @@ def generation_layout(
 ) -> GenerationLayout:
     """Returns the regrouping of ``train``, or a grid of its own if the layouts do not allow that or ``consecutive`` asks for it.
 
-    No regrouping makes slices of experts parts of ``whole_experts``; in a grid of their own, ranks that share experts in training are
-    neighbours as in generation. Raises ValueError for a generation layout that does not fit.
+    No regrouping makes slices of experts parts of ``whole_experts``. Ranks that have different experts or slices of them in training
+    are then regrouped as the ranks of tp are otherwise, so that each lacks the least of its experts. Raises ValueError for a
+    generation layout that does not fit.
     """
     fits = train.pp % max(pp, 1) == 0 and train.tp % max(tp, 1) == 0
     whole_stages = train.vpp == 1 or pp == 1  # with virtual stages the layers of a rank are not consecutive
