@@ -103,8 +103,8 @@ def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict
 
 
 def shard_for_generation(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``layout.zero=3`` for an actor whose generation's ``tp`` or ``pp`` does not divide training's, without whole experts: any fits
-    weights that are gathered so."""
+    """Return ``layout.zero=3`` for an actor whose generation's ``tp`` or ``pp`` does not divide training's: whole weights are then
+    gathered, so that any fits. Generation with whole experts needs none."""
     actor = "models.actor."
     pairs = [(found.get(f"{actor}layout.{axis}") or 1, found.get(f"{actor}generation.{axis}") or 1) for axis in ("tp", "pp")]
     fits = (
