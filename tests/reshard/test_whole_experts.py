@@ -8,19 +8,25 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 
 from engine_runs import GPT_OSS, LLAMA, QWEN3_MOE
+from ranks import run_ranks
 from reshard_cases import Simulated, generation_shards, generation_shards_at, layout_of, train_shards, train_shards_at
+from reshard_generation import Model, check_weights, generate_in_layout, local, size, whole_tensors
 from reshard_plans import check_plans
 from rlhf_spmd.models.expert_parallel import check_generation_ep
 from rlhf_spmd.models.sharding import check_layout, plan_params
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config
-from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import METHODS, choose_method, missing_elements
 
 
 def spec_of(config: dict[str, Any], **more: int) -> ModelSpec:
-    return spec_from_config({**config, "num_attention_heads": 8, "num_key_value_heads": 8, **more}, "config.json")
+    return spec_from_config(
+        {**config, "vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, **more}, "config.json"
+    )
 
 
 QWEN3 = spec_of(QWEN3_MOE, num_experts=8, moe_intermediate_size=12, head_dim=4)
@@ -86,6 +92,41 @@ def test_what_is_in_place_becomes_a_view() -> None:
             alike = {name for name, shard in held.items() if shard.whole_on_tp}
             assert own <= set(plan.locations) <= own | alike
             assert all(len({piece.target.parameter for piece in plan.locations[name]}) == 1 for name in own)
+
+
+def held_while_generating(world: World, layout: GenerationLayout) -> int:
+    """Returns the bytes of training parameters beside the generation parameters."""
+    model = Model(world, QWEN3, "zero_redundancy", layout)
+    before, training, hybrid = {key: local(p).clone() for key, p in model.parameters().items()}, model.held(), model.hybrid
+    for _ in range(2):
+        hybrid.to_generation()
+        check_weights(model.generation, whole_tensors(QWEN3)[1]())
+        generation = size(model.generation.parameters())
+        beside = sum(p.nbytes for key, p in before.items() if key not in hybrid.plan.locations)
+        assert model.held() == generation + beside and hybrid.transition is not None
+        assert hybrid.transition.bytes_received == 4 * hybrid.plan.transfer.received(hybrid.index)
+        assert hybrid.transition.peak_bytes <= generation + training + hybrid.bucket_bytes
+        hybrid.to_training()
+        assert model.held() == training
+        assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())
+    return beside
+
+
+def test_memory_while_generating() -> None:
+    """Equal experts are held once, beside all else; slices of experts stay beside whole ones, and nothing else does."""
+    one = plan_params(QWEN3, "lm", 0, 1, 0, 1)
+    for train, kept in ((Layout(dp=4, ep=4), False), (Layout(tp=4), True)):
+        layout = layout_of("zero_redundancy", train, 1, 4, whole_experts=True)
+        split = {name for name, shard in one.items() if not shard.whole_on_tp and shard.by_expert == kept}
+        lasting = sum(4 * torch.Size(one[name].shape).numel() for name in split) // (4 if kept else 1)
+        assert run_ranks(4, held_while_generating, layout) == [lasting] * 4
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_forward_with_whole_experts(number: int) -> None:
+    for train, tp in ((Layout(tp=2, dp=2, ep=2), 4), (Layout(tp=4), 2)):
+        layout = layout_of("zero_redundancy", train, 1, tp, whole_experts=True)
+        assert max(run_ranks(4, generate_in_layout, SPECS[number], "zero_redundancy", layout, True)) < 1e-12
 
 
 @pytest.mark.parametrize(
