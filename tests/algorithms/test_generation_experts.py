@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import tasks
+from generate_runs import arguments, read_output, run_program_on_rank, write_rows
 from overrides import layout, micro_batches
 from ranks import run_ranks
 from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.training.prepare import prepare
 
 STEPS = 2
 GRPO = {"name": "grpo", "ppo_mini_batch_size": 4, "ppo_epochs": 2, "use_kl_loss": False}
@@ -140,3 +142,40 @@ def test_the_same_run_in_fp64(directory: Path, name: str) -> None:
     print(f"{name}: metrics {difference:.1e} ({where}), weights {weights:.1e} ({tensor})")
     assert difference < 1e-10, where
     assert weights < 1e-9, tensor
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_is_not_trained(directory: Path, tmp_path: Path, name: str) -> None:
+    """``generate``, greedily: one rank's tokens, and its log-probs."""
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [3 + i % 5, 4, 5][: 1 + i % 3]} for i in range(7)])
+    more = ["sampling.temperature=0", "sampling.max_response_length=12", "model.dtype=float32"]
+    written = []
+    for ranks in (1, 2, 4):
+        out = tmp_path / f"{ranks}.jsonl"
+        layout = [f"layout.tp={ranks}", f"generation.ep={ranks}"]
+        run_ranks(ranks, run_program_on_rank, arguments(directory / name, rows, out, *more, *layout))
+        written.append(read_output(out))
+    for other in written[1:]:
+        for a, b in zip(written[0], other, strict=True):
+            assert b["log_probs"] == pytest.approx(a["log_probs"], abs=2e-5) and b["response_ids"] == a["response_ids"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ("tp=1",),
+            r"^models\.actor\.generation\.ep=2: the tp ranks share the experts, and \S+\.generation\.tp is 1; allowed: 1$",
+        ),
+        (("tp=2", "overlap=true"), r"^models\.actor\.generation\.overlap=true: .* and generation\.ep=2; leave it out$"),
+        (
+            ("tp=2", "reuse_rollout_log_probs=true"),
+            r"generation\.ep=2 adds the results of experts in another order than training",
+        ),
+    ],
+)
+def test_what_cannot_be(directory: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:
+    own = f"models.actor.path={directory / 'qwen3_moe'}", *layout("actor", tp=2), f"{GENERATION}.ep=2"
+    given = tasks.settings(tmp_path / "run", STEPS, *own, *(f"{GENERATION}.{one}" for one in more))
+    with pytest.raises(ValueError, match=message):
+        prepare(tasks.other_task(GRPO, "actor"), given, 2)
