@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Model:
             axis = "dp_shard" if train.dp_replicate > 1 else "dp"
             for module in [*self.decoder.layers, self.decoder]:
                 fully_shard(module, mesh=mesh.device_mesh[axis], reshard_after_forward=train.zero == 3)
-        options = {"blocks": layout.blocks, "whole_experts": layout.whole_experts}
+        options: dict[str, Any] = {"blocks": layout.blocks, "whole_experts": layout.whole_experts}
         self.generation = Decoder(spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", **options)
         self.hybrid = HybridWeights(
             train_shards_at(spec, train),

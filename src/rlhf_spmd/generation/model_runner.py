@@ -221,7 +221,7 @@ class ModelRunner:
             places = [first + i for first, draft in drafts for i in range(len(draft))]
             tokens = [token for _, draft in drafts for token in draft]
             self.tokens.index_copy_(0, *(on_device(np.array(each, dtype=np.int64), self.device) for each in (places, tokens)))
-        attention = self.cache.backend.for_step(work, self.cache, self.num_heads)
+        attention = self.cache.for_step(work, self.num_heads)
         if self.decoder.is_first:
             lines = np.repeat([item.row.index * self.width for item in work], [item.num_tokens for item in work])
             inputs = self.tokens.index_select(0, on_device(lines, self.device) + attention.positions)
@@ -325,7 +325,8 @@ class ModelRunner:
         """What a captured step has fixed outside the arena: addresses, shapes and rules."""
         rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
-        return self.cache.pages.data_ptr(), self.cache.pages.shape, weights, rules
+        caches = (cache.pages for cache in (self.cache, self.cache.of_global) if cache is not None)
+        return *((pages.data_ptr(), pages.shape) for pages in caches), weights, rules
 
     def _decode_once(
         self, state: Tensor, page_table: Tensor, settings: SamplingTensors, groups: SamplingGroups, history: Tensor
@@ -333,7 +334,7 @@ class ModelRunner:
         """Draw the next token of each row and add 1 to the lengths in ``state``. The host reads no tensor here."""
         _, lengths, _, _, _, limits, _, tokens_from = state
         inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
-        attention = self.cache.backend.decoding(lengths - 1, page_table, self.cache, self.num_heads)
+        attention = self.cache.decoding(lengths - 1, page_table, self.num_heads)
         self._draw(self.decoder(inputs, attention), state, settings, groups, history)
         lengths += lengths + 1 < limits
 

@@ -108,8 +108,8 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     gather.connect(worker.device)
     mesh.tp.meet(worker.device)
     connect_channels(mesh, worker.device)
-    dtype, blocks, options = worker.engine.dtype, layout.blocks, {"whole_experts": layout.whole_experts}
-    ops = worker.engine.ops
+    dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
+    options: dict[str, Any] = {"whole_experts": layout.whole_experts}
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops, **options)
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
