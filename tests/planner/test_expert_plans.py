@@ -125,7 +125,7 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
     request, file = plan.read_run(PRESET, given), plan.read_plan(str(out))
     found, size = file.calls[name], len(file.calls[name].rank_range.ranks)
     for call in (found, replace(found, pp=1, tp=1, dp=size), replace(found, pp=1, tp=8, dp=size // 8)):
-        roles = placed_roles(request.described, replace(file, calls=file.calls | {name: call}), lambda: request.graph, 0)
+        roles = placed_roles(request.described, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
         grid = roles["actor"].generation
         assert grid is not None and grid.tp == call.tp and grid.whole_experts == (call.tp > 1)
         assert roles["actor"].config.generation.ep == call.tp
