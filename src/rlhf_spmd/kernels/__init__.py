@@ -38,6 +38,7 @@ GPUs:
 - ``flash_attention``: attention of training, over packed sequences
 - ``triton_qkv``: q, k and v from the qkv product: norm, rotation, cache
 - ``triton_paged_attention``: attention of generation, over the pages of the KV cache
+- ``triton_latent``: queries and keys of latent attention, to the cache
 - ``triton_layers``: norms and the gated activation
 - ``triton_route``, ``grouped_gemm``, ``triton_experts``: routing, products and row sums of a mixture of experts
 - ``triton_lm_head``: log-probs and entropies from logits, and their gradients
