@@ -83,7 +83,7 @@ def attention(form: str, dtype: str, group: int, page: int, dim: int, window: in
     compiled = compile_kernel(getattr(triton_paged_attention, f"attend_{form}"), dtype, shape.options, **sizes)
     walks = (2 + (window > 0)) if form == "chunks" else 1
     products = walks * 2 * shape.rows * shape.keys * shape.elements // (32 * shape.warps)
-    kind = ", sinks" if sinks else ", windows" if window else ""
+    kind = ", sinks" if sinks else ", windows" if window else ", wide" if dim > 256 else ""
     return describe(f"attend_{form}{kind}", compiled, products)
 
 
@@ -92,7 +92,8 @@ if __name__ == "__main__":
     for form in ("chunks", "singles"):
         print(json.dumps(attention(form, dtype, group=2, page=64, dim=128, window=0)))
         print(json.dumps(attention(form, dtype, group=6, page=16, dim=80, window=700)))
-        if dtype == "bf16":  # gpt-oss
+        if dtype == "bf16":  # Gemma 4, gpt-oss
+            print(json.dumps(attention(form, dtype, group=8, page=64, dim=512, window=0)))
             print(json.dumps(attention(form, dtype, group=8, page=64, dim=64, window=128, sinks=True)))
     located = compile_kernel(triton_paged_attention.locate_rows, dtype, {"num_warps": 1}, PAGE=16, BLOCK_H=8)
     print(json.dumps(describe("locate_rows", located)))

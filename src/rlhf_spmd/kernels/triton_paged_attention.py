@@ -42,7 +42,7 @@ class TileShape(NamedTuple):
         elements = max(triton.next_power_of_2(head_dim), 16)
         keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
         # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
-        return cls(rows, keys, elements, 8 if rows >= 32 else 4, 5 if page_size % keys else 3)
+        return cls(rows, keys, elements, 8 if rows >= 32 or elements > 256 else 4, 5 if page_size % keys else 3)
 
     @classmethod
     def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
@@ -53,7 +53,7 @@ class TileShape(NamedTuple):
         cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
     ) -> TileShape:
         """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers."""
-        most = min(CHUNK_ROWS, 32 if itemsize > 2 else 64 if head_dim > 128 else 128)
+        most = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
         return cls.of(head_dim, itemsize, page_size, max(chunk_rows or most, tile_rows(group_size)))
 
     @classmethod
