@@ -52,6 +52,18 @@ def own_choices(weights: Tensor, chosen: Tensor, first: int, own: int, count: in
     return weights.masked_fill(numbers >= own, 0.0), numbers
 
 
+def sort_choices(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``Ops.sort_choices``."""
+    experts, order = chosen.flatten().sort(stable=True)
+    return experts, order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def gather(x: Tensor, order: Tensor, per_token: int) -> Tensor:
+    """As ``Ops.expert_rows``."""
+    copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
+    return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
+
+
 def sum_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     """As ``Ops.sum_experts``."""
     parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
@@ -59,6 +71,12 @@ def sum_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     for part in others:
         total = total + part
     return total
+
+
+def sigmoid_gate(x: Tensor, weight: Tensor) -> Tensor:
+    """As ``Ops.sigmoid_gate``."""
+    wide = torch.promote_types(x.dtype, torch.float32)  # a sum: no product with one column is exact on CPUs
+    return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
 
 
 def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
