@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
-from rlhf_spmd.generation.kv_cache import KVCache, fill_lines
+from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
 from rlhf_spmd.generation.sampler import (
@@ -229,8 +229,11 @@ class ModelRunner:
             num_tokens = sum(item.num_tokens for item in work)
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
             inputs = self.channels.receive_hidden(inputs)
-        states = self.cache.states
-        hidden = self.decoder(inputs, attention, mixing=None if states is None else states.of_step(work))
+        states, experts = self.cache.states, self.cache.experts
+        routers = None if experts is None else experts.of_step(slot_mapping(work, self.cache).slots)
+        hidden = self.decoder(inputs, attention, routers=routers, mixing=None if states is None else states.of_step(work))
+        if routers is not None:
+            routers.write()
         if not self.decoder.is_last:
             self.channels.hidden.send(hidden)
         return hidden
@@ -326,7 +329,8 @@ class ModelRunner:
         rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
         caches = (cache.pages for cache in (self.cache, self.cache.of_global) if cache is not None)
-        return *((pages.data_ptr(), pages.shape) for pages in caches), weights, rules
+        experts = None if self.cache.experts is None else self.cache.experts.values.data_ptr()
+        return *((pages.data_ptr(), pages.shape) for pages in caches), experts, weights, rules
 
     def _decode_once(
         self, state: Tensor, page_table: Tensor, settings: SamplingTensors, groups: SamplingGroups, history: Tensor
@@ -335,7 +339,12 @@ class ModelRunner:
         _, lengths, _, _, _, limits, _, tokens_from = state
         inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
         attention = self.cache.decoding(lengths - 1, page_table, self.num_heads)
-        self._draw(self.decoder(inputs, attention), state, settings, groups, history)
+        experts = self.cache.experts
+        routers = None if experts is None else experts.of_step(self.cache.slots_of(lengths - 1, page_table))
+        hidden = self.decoder(inputs, attention, routers=routers)
+        if routers is not None:
+            routers.write()
+        self._draw(hidden, state, settings, groups, history)
         lengths += lengths + 1 < limits
 
     def _can_capture(self, config: GenerationConfig) -> bool:
