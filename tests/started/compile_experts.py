@@ -39,8 +39,26 @@ if __name__ == "__main__":
     ]
     softmax = {"K": 8, "SCORING": 0, "NORMALISE": True, "BLOCK_K": 8}  # Qwen3-30B-A3B; then DeepSeek-V3
     sigmoid = {"K": 8, "SCORING": 1, "NORMALISE": True, "BLOCK_K": 8}
-    alone = {"CORRECTED": False, "GIVEN": False, "GROUPS": 1, "TOP_GROUPS": 1, "SIZE": 128, "BLOCK_G": 1, "BLOCK_S": 128}
-    grouped = {"CORRECTED": True, "GIVEN": False, "GROUPS": 8, "TOP_GROUPS": 4, "SIZE": 32, "BLOCK_G": 8, "BLOCK_S": 32}
+    alone = {
+        "CORRECTED": False,
+        "GIVEN": False,
+        "GROUPS": 1,
+        "TOP_GROUPS": 1,
+        "BEST": 2,
+        "SIZE": 128,
+        "BLOCK_G": 1,
+        "BLOCK_S": 128,
+    }
+    grouped = {
+        "CORRECTED": True,
+        "GIVEN": False,
+        "GROUPS": 8,
+        "TOP_GROUPS": 4,
+        "BEST": 2,
+        "SIZE": 32,
+        "BLOCK_G": 8,
+        "BLOCK_S": 32,
+    }
     routers: list[tuple[Any, dict[str, Any]]] = [
         (triton_route._route, softmax | alone),
         (triton_route._route, sigmoid | grouped),
