@@ -42,6 +42,7 @@ from rlhf_spmd.config.verl_meanings import (
     shard_for_generation,
     split_bounds,
     teacher_of,
+    whole_experts_of,
 )
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.config.written import Plain, resolve
@@ -273,8 +274,8 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for section, role in (("actor_rollout_ref.actor.optim", "actor"), ("critic.optim", "critic")):
         optimizer, without = optimizer_of(verl, section, role)
         found, left = {**found, **optimizer}, {**left, **without}
-    replay, without = replay_of(verl)
-    found, left = {**found, **replay}, {**left, **without}
+    for more, without in (replay_of(verl), whole_experts_of(verl, found)):
+        found, left = {**found, **more}, {**left, **without}
     roles = list(made["algorithm"].roles)
     if found.get("models.actor.lora.rank"):
         roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference

@@ -111,7 +111,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     if launch.rank == 0:
         for file in (RESULTS_FILE, ROWS_FILE):
             check_out(Path(config.out) / file, *(given.path for given in sets.values()))
-    config, spec, layout, checkpoint = read_weights(config, launch)
+    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
     spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))

@@ -79,7 +79,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))
-    config, spec, layout, checkpoint = read_weights(config, launch)
+    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
     check_cache(spec, layout, config.generation, config.model, launch)
     rows = config.data.read()
     has_text = not all(has_ids(row, config.data) for row in rows)

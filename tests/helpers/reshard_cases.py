@@ -63,8 +63,8 @@ def targets(train: Layout) -> Iterator[tuple[int, int]]:
                 yield pp, tp
 
 
-def layout_of(method: str, train: Layout, pp: int, tp: int) -> GenerationLayout:
-    return generation_layout(train, pp, tp, METHODS[method].consecutive)
+def layout_of(method: str, train: Layout, pp: int, tp: int, whole_experts: bool = False) -> GenerationLayout:
+    return generation_layout(train, pp, tp, METHODS[method].consecutive, whole_experts)
 
 
 def train_shards(spec: ModelSpec, layout: Layout, index: int, head: str = "lm") -> Shards:
@@ -82,7 +82,10 @@ def train_shards_at(spec: ModelSpec, layout: Layout, head: str = "lm", without: 
 def generation_shards_at(
     spec: ModelSpec, layout: GenerationLayout, head: str = "lm", without: str = "?"
 ) -> Callable[[int, int], Shards]:
-    return lambda pp, tp: leave_out(without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks))
+    whole = layout.whole_experts
+    return lambda pp, tp: leave_out(
+        without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks, whole_experts=whole)
+    )
 
 
 def leave_out(without: str, shards: Shards) -> Shards:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,15 +43,14 @@ class Model:
         group = world.group(sorted(method.gather_ranks(layout, world.rank)), "gather", channel="gather")
         assert group is not None
         group.connect()
-        self.decoder = Decoder(spec, "lm", mesh.pp_rank, train.pp, mesh.tp, dtype, "cpu")
+        self.decoder = Decoder(spec, "lm", mesh.pp_rank, train.pp, mesh.tp, dtype, "cpu", ep=mesh.ep)
         init_random(self.decoder, 3)
         if train.zero:
             axis = "dp_shard" if train.dp_replicate > 1 else "dp"
             for module in [*self.decoder.layers, self.decoder]:
                 fully_shard(module, mesh=mesh.device_mesh[axis], reshard_after_forward=train.zero == 3)
-        self.generation = Decoder(
-            spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", blocks=layout.blocks
-        )
+        options: dict[str, Any] = {"blocks": layout.blocks, "whole_experts": layout.whole_experts}
+        self.generation = Decoder(spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", **options)
         self.hybrid = HybridWeights(
             train_shards_at(spec, train),
             self.parameters,
@@ -75,6 +76,31 @@ def local(parameter: Tensor) -> Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
+def size(tensors: Iterator[Tensor] | list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def whole_tensors(spec: ModelSpec) -> tuple[Decoder, Callable[[], dict[str, Tensor]]]:
+    """The same model on one rank, and its Hugging Face tensors."""
+    reference = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu")
+    init_random(reference, 3)
+
+    def whole() -> dict[str, Tensor]:
+        tensors = {box.name: torch.empty(box.shape) for s in reference.shards.values() for box in s.boxes}
+        for name, parameter in reference.named_parameters():
+            for box in reference.shards[name].boxes:
+                tensors[box.name][box.global_slices] = parameter.data[box.local_slices]
+        return tensors
+
+    return reference, whole
+
+
+def check_weights(decoder: Decoder, whole: dict[str, Tensor]) -> None:
+    for name, parameter in decoder.named_parameters():
+        for box in decoder.shards[name].boxes:
+            assert torch.equal(parameter.data[box.local_slices], whole[box.name][box.global_slices]), name
+
+
 def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, wait: bool) -> float:
     """Hidden states of a generation module against the single-rank forward, in fp64; distance relative to the largest."""
     model = Model(world, spec, name, layout, bucket_bytes=10_000, dtype=torch.float64)
@@ -94,6 +120,6 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
             distance = 0.0
         hybrid.to_training()
         held = 8 * sum(map(math.prod, hybrid.gathered.values()))
-        held += 0 if hybrid.plan.locations else model.held()
+        held += 0 if len(hybrid.plan.locations) == len(model.parameters()) else model.held()
         assert hybrid.transition.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
     return distance

@@ -18,7 +18,7 @@ from launches import counted_launches
 from places import ROOT
 from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.models.expert_config import CORRECTION, Experts
+from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, Experts
 from rlhf_spmd.models.experts import MixtureWeights, apply_experts, mix_experts
 from rlhf_spmd.models.router_balance import RouterBalance
 from rlhf_spmd.models.spec import spec_from_config
@@ -171,6 +171,8 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_sum_rows",
         "_sum_rows_backward",
         "_clear_idle",
+        "_own_choices",
+        "_places",
         "_clamped_gate",
         "_clamped_gate",
         *["_route"] * 3,
@@ -196,3 +198,57 @@ def test_experts_that_nobody_chose(dtype: torch.dtype, clamp: tuple[float, float
         out.sum().backward()
         assert out.shape == (0, HIDDEN) and rows.grad is not None
         assert all(weight.grad is not None and not weight.grad.any() for weight in weights.values())
+
+
+@pytest.mark.parametrize("clamp", [None, (1.7, 7.0)])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_whole_experts_of_several_ranks_add_up(tokens: int, clamp: tuple[float, float] | None) -> None:
+    """Seven ranks compute one expert each, some without any row; their sum is that of one rank in float64, and none reads what it
+    did not compute."""
+    experts = Experts(COUNT, 3, WIDTH, True, biased=clamp is not None, clamp=clamp)
+    x, *parts = (part.double() for part in draw(tokens, 1, per_token=3))
+    whole = dict(zip(("router", "gate_up", "down"), parts, strict=True))
+    if clamp:
+        sizes = {"gate_up_bias": COUNT * 2 * WIDTH, "down_bias": COUNT * HIDDEN}
+        whole |= {name: torch.linspace(-1, 1, size).bfloat16().double() for name, size in sizes.items()}
+        whole["router_bias"] = torch.zeros(COUNT, dtype=torch.float64)
+    want = mix_experts(Ops(), x, MixtureWeights(**whole), experts, False, 1)
+    for ops, dtype in ((Ops(), torch.float64), (GpuOps(), torch.bfloat16), (GpuOps(), torch.float32)):
+        total = torch.zeros_like(want)
+        for first in range(COUNT):
+            own = {name: tensor.tensor_split(COUNT)[first] if name in BY_EXPERT else tensor for name, tensor in whole.items()}
+            held = MixtureWeights(**{name: tensor.to(DEVICE, dtype) for name, tensor in own.items()})
+            with torch.no_grad():
+                total += mix_experts(ops, x.to(DEVICE, dtype), held, experts, False, 1, first=first).to(total)
+        assert (total - want).norm() <= {8: 1e-12, 4: 1e-6, 2: 2e-2}[dtype.itemsize] * want.norm(), (ops, dtype)
+
+
+def test_rows_of_other_ranks_are_not_read() -> None:
+    weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]], device=DEVICE)
+    rows = torch.tensor([[2.0], [torch.nan], [torch.inf], [torch.nan]], device=DEVICE)
+    assert triton_experts.sum_rows(rows, torch.arange(4, device=DEVICE), 2, weights).tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_launches_of_whole_experts(name: str) -> None:
+    """As many at most as of slices, and no wait: what a rank computes has one shape, wherever tokens go."""
+    hidden, experts = LAYERS[name]
+    tp = 4
+    shapes = shapes_of(experts, hidden)
+    for key in BY_EXPERT:
+        if key in shapes:
+            shapes[key] = (shapes[key][0] // tp, *shapes[key][1:])
+    options = {"dtype": torch.bfloat16, "device": "meta"}
+    weights = {key: torch.empty(shape, **options) for key, shape in shapes.items()}
+    with counted_launches(run=False) as work, torch.no_grad():
+        mix_experts(
+            GpuOps(),
+            torch.empty(256, hidden, **options),
+            MixtureWeights(**weights),
+            experts,
+            False,
+            1,
+            first=experts.count // tp,
+        )
+    print(f"{name}: {len(work.names)} launches")
+    assert not work.waits and len(work.names) <= 20, work.names

@@ -158,3 +158,17 @@ def test_a_plan_that_cannot_share_them_is_refused(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         plan.main(["--config", PRESET, "models.actor.layout.ep=5", f"plan.out={tmp_path / 'plan.yaml'}"])
     assert "models.actor.layout.ep=5: must divide " in capsys.readouterr().err
+
+
+def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Whatever tp it chooses for generation, its ranks share the experts, at home as on ranks apart."""
+    out, name = tmp_path / "plan.yaml", "actor.generate_sequences"
+    given = ["cluster.gpu=h100", f"plan.out={out}", "models.actor.generation.tp=4", "models.actor.generation.ep=4"]
+    made(capsys, *given)
+    request, file = plan.read_run(PRESET, given), plan.read_plan(str(out))
+    found, size = file.calls[name], len(file.calls[name].rank_range.ranks)
+    for call in (found, replace(found, pp=1, tp=1, dp=size), replace(found, pp=1, tp=8, dp=size // 8)):
+        roles = placed_roles(request.described, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
+        grid = roles["actor"].generation
+        assert grid is not None and grid.tp == call.tp and grid.whole_experts == (call.tp > 1)
+        assert roles["actor"].config.generation.ep == call.tp

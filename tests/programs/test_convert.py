@@ -414,6 +414,17 @@ def test_megatrons_experts_are_shared(tmp_path: Path) -> None:
         assert ("expert_tensor_parallel_size: left out, layout.tp splits each expert" in said) == (whole != more)
 
 
+@pytest.mark.parametrize(("experts", "tp", "ours"), [(8, 4, 4), (1, 4, 1), (8, 1, 1)])
+def test_experts_that_generation_shares(tmp_path: Path, experts: int, tp: int, ours: int) -> None:
+    """verl's number counts replicas, too. Any tp fits then, so weights need no ZeRO-3 beside Megatron."""
+    rollout, more = "actor_rollout_ref.rollout.", ("model_engine=megatron", "actor_rollout_ref.rollout.data_parallel_size=2")
+    given = f"{rollout}expert_parallel_size={experts}", f"{rollout}tensor_model_parallel_size={tp}", *more
+    config, _, said = convert(tmp_path, "grpo", *given)
+    assert (config.models["actor"].generation.ep, config.models["actor"].generation.tp) == (ours, tp)
+    assert ("expert_parallel_size: left out, generation shares experts among the ranks" in said) == (tp == 1)
+    assert config.models["actor"].layout.zero == (3 if (experts, tp) == (1, 4) else 0)
+
+
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3", "R4"])
 def test_experts_of_the_pass_before(tmp_path: Path, mode: str) -> None:
     """And the coefficient of Megatron's balance loss, whose scale is another."""

@@ -130,6 +130,12 @@ def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path
         ([{"prompt_ids": [1]}], ["generation.tp=2"], ConfigError, r"generation\.tp=2: here layout\.tp says it"),
         (
             [{"prompt_ids": [1]}],
+            ["generation.ep=2"],
+            ValueError,
+            r"generation\.ep=2: the tp ranks share the experts, and layout\.tp is 1; allowed: 1$",
+        ),
+        (
+            [{"prompt_ids": [1]}],
             ["generation.reshard_method=bogus"],
             ConfigError,
             "generation.reshard_method=bogus: nothing is trained here",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from ranks import run_ranks
 from reshard_cases import SPECS, fits, generation_shards_at, layout_of, train_shards_at
-from reshard_generation import Model, generate_in_layout, local
+from reshard_generation import Model, check_weights, generate_in_layout, local, size, whole_tensors
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
@@ -21,31 +19,6 @@ from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import METHODS, HybridWeights
 from rlhf_spmd.reshard import hybrid as hybrid_module
-
-
-def size(tensors: Iterator[Tensor] | list[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def whole_tensors(spec: ModelSpec) -> tuple[Decoder, Callable[[], dict[str, Tensor]]]:
-    """The same model on one rank, and its Hugging Face tensors."""
-    reference = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu")
-    init_random(reference, 3)
-
-    def whole() -> dict[str, Tensor]:
-        tensors = {box.name: torch.empty(box.shape) for s in reference.shards.values() for box in s.boxes}
-        for name, parameter in reference.named_parameters():
-            for box in reference.shards[name].boxes:
-                tensors[box.name][box.global_slices] = parameter.data[box.local_slices]
-        return tensors
-
-    return reference, whole
-
-
-def check_weights(decoder: Decoder, whole: dict[str, Tensor]) -> None:
-    for name, parameter in decoder.named_parameters():
-        for box in decoder.shards[name].boxes:
-            assert torch.equal(parameter.data[box.local_slices], whole[box.name][box.global_slices]), name
 
 
 def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, buffers: str, bucket_bytes: int) -> dict:

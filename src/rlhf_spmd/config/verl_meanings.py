@@ -78,6 +78,19 @@ def ranks_of_experts(verl: Mapping[str, Any], found: Mapping[str, Any]) -> dict[
     return made
 
 
+def whole_experts_of(verl: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ``models.actor.generation.ep`` where a rank that generates has whole experts; and why that cannot be had.
+
+    verl shares them among tp * data_parallel_size ranks; here the ranks of tp do, and each replica has all.
+    """
+    key, tp = "actor_rollout_ref.rollout.expert_parallel_size", found.get("models.actor.generation.tp", 1)
+    if verl.get(key) in (None, 1):
+        return {}, {}
+    if tp == 1:
+        return {}, {key: "generation shares experts among the ranks of generation.tp, and that is 1"}
+    return {"models.actor.generation.ep": tp}, {}
+
+
 def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return ``models.<role>.optim.name`` where ``<section>.optimizer`` asks for another than AdamW; and why it cannot be had."""
     asked = str(verl.get(f"{section}.optimizer", "AdamW"))
@@ -89,10 +102,14 @@ def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict
 
 def shard_for_generation(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``layout.zero=3`` for an actor whose generation's ``tp`` or ``pp`` does not divide training's: whole weights are then
-    gathered, so that any fits."""
+    gathered, so that any fits. Generation with whole experts needs none."""
     actor = "models.actor."
     pairs = [(found.get(f"{actor}layout.{axis}") or 1, found.get(f"{actor}generation.{axis}") or 1) for axis in ("tp", "pp")]
-    fits = f"{actor}layout.zero" in found or all(training % generation == 0 for training, generation in pairs)
+    fits = (
+        f"{actor}layout.zero" in found
+        or f"{actor}generation.ep" in found
+        or all(training % generation == 0 for training, generation in pairs)
+    )
     return {} if fits else {f"{actor}layout.zero": 3}
 
 

@@ -39,7 +39,9 @@ class GenerationConfig:
 
     - pp: pipeline stages while generating; divides `layout.pp`, or with `layout.zero: 3` any number where `pp * tp` divides the
       ranks
-    - tp: tensor-parallel ranks while generating; divides `layout.tp`, or with `layout.zero: 3` as for `pp`
+    - tp: tensor-parallel ranks while generating; divides `layout.tp`, or with `layout.zero: 3` or `ep` as for `pp`
+    - ep: 1: the ranks of `tp` have a slice of each expert; the same number as `tp`: each has that part of the experts, whole. See
+      [parallelism.md](parallelism.md#experts-in-parallel)
     - reshard_method: how training weights become generation weights: `zero_redundancy`, or, to measure against, `full_gather` and
       `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
@@ -82,6 +84,7 @@ class GenerationConfig:
 
     pp: PositiveInt = 1
     tp: PositiveInt = 1
+    ep: PositiveInt = 1
     reshard_method: Literal["zero_redundancy", "full_gather", "naive_groups"] = "zero_redundancy"
     buffers: Keeping = "free"
     overlap: bool = False

@@ -51,7 +51,7 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
     if layout.cp != 1:
         raise ValueError(f"layout.cp={layout.cp}: generation does not split sequences; allowed is 1")
     if layout.ep != 1:
-        raise ValueError(f"layout.ep={layout.ep}: generation splits each expert over tp; allowed is 1")
+        raise ValueError(f"layout.ep={layout.ep}: generation shares experts over layout.tp by generation.ep; allowed is 1")
     if layout.vpp != 1:
         raise ValueError(f"layout.vpp={layout.vpp}: generation does not interleave stages; allowed is 1")
     if layout.sequence_parallel:
@@ -81,7 +81,8 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     """
     config, layout = ready.config, ready.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
-    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device)
+    whole = layout.whole_experts
+    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, whole_experts=whole)
     if (directory := base_directory(config.model.path, ready.checkpoint)) is not None:
         load_pretrained(decoder, directory)
     held = RoleState(decoder.shards, dict(decoder.named_parameters()))

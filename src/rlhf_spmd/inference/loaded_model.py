@@ -17,7 +17,7 @@ from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.constraints import Range, Seconds
 from rlhf_spmd.config.load import resolved_key
 from rlhf_spmd.models.context_parallel import check_cp
-from rlhf_spmd.models.expert_parallel import check_ep
+from rlhf_spmd.models.expert_parallel import check_ep, check_generation_ep
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec, read_spec
@@ -104,7 +104,7 @@ def find_weights(path: str) -> tuple[str, Path | None]:
     return model, checkpoint
 
 
-def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Layout, Path | None]:
+def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tuple[Config, ModelSpec, Layout, Path | None]:
     """Returns the configuration with the model's full path, the architecture, the layout, and the checkpoint or None.
 
     The checkpoint has the weights if they are not in the model's directory. Local: no communication. Raises ValueError, one line.
@@ -117,7 +117,8 @@ def read_weights(config: Config, launch: Launch) -> tuple[Config, ModelSpec, Lay
     config = replace(config, model=replace(config.model, path=local_directory(directory, "model.path")))
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp)
+    layout = replace(layout, whole_experts=check_generation_ep(spec, generation_ep, layout.tp, "generation", "layout.tp"))
+    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp, layout.whole_experts)
     check_cp(spec, layout.tp, layout.cp, "layout")
     check_ep(spec, layout.ep, "layout")
     if checkpoint is None:

@@ -58,7 +58,7 @@ class EngineConfig(LoadedConfig):
 
 def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
     """Read what ``config`` names, before the ranks meet. Local: no communication. Raises ValueError or DataError, one line."""
-    config, spec, layout, checkpoint = read_weights(config, launch)
+    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
     check_cache(spec, layout, config.generation, config.model, launch)
     if (config.max_model_len or 0) > spec.max_position_embeddings:
         raise ValueError(

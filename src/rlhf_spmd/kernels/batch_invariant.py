@@ -63,11 +63,11 @@ class BatchInvariantOps(Ops):
         out.copy_(product.mul_(scale).add_(out))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
-        """Rows q [B, H, R, D] over keys k and values v [B, H, L, D] -> [B, H, R, D]. ``allowed`` [B or 1, 1, R, L].
+        """Rows q [H, B, R, D] over keys k and values v [H, B, L, D] -> [H, B, R, D]. ``allowed`` [1, B or 1, R, L].
 
         Keys and values that no row sees must still be finite; a row that sees no key gives NaN. L is padded here to a multiple of
         KEY_BLOCK, R to a few rows: callers that gather pages of such a length pay no copy. With grouped-query attention the G
-        query heads of a KV head are rows: q [B, H, S * G, D]. bf16 is computed in fp32.
+        query heads of a KV head are rows: q [H, B, S * G, D]. bf16 is computed in fp32.
         """
         rows, missing, wide = q.shape[2], -k.shape[2] % KEY_BLOCK, torch.promote_types(q.dtype, torch.float32)
         if missing:
@@ -75,7 +75,7 @@ class BatchInvariantOps(Ops):
         enough = self._attention_rows(q)
         if rows < enough:
             q, allowed = pad_rows(q, enough, 2), F.pad(allowed, (0, 0, 0, enough - rows), value=True)
-        sinks = rule.sinks_of_rows(q.shape[1], q.shape[2])
+        sinks = rule.sinks_of_rows(q.shape[0], q.shape[2], 0)
         p = _probabilities(q.to(wide).contiguous(), k.to(wide).contiguous(), allowed, rule, sinks)
         return _weighted_values(p, v.to(wide).contiguous())[:, :, :rows].to(q.dtype)
 

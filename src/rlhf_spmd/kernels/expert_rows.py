@@ -1,4 +1,4 @@
-"""What torch computes of the rows of a mixture's experts, on any device: a loop over the experts, biases, a gate.
+"""What torch computes of the rows of a mixture's experts, on any device: a loop over the experts, biases, a gate, sums.
 
 Shape legend: N rows by expert, E experts.
 """
@@ -44,6 +44,39 @@ def add_bias_backward(_: object, grad: Tensor, bias: Tensor, experts: Tensor) ->
     """By a product, which adds in a fixed order, unlike additions by index on GPUs."""
     numbers = torch.arange(len(bias), device=bias.device)
     return grad, torch.mm((experts == numbers[:, None]).to(grad.dtype), grad), None
+
+
+def own_choices(weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
+    """As ``Ops.own_choices``."""
+    numbers = (chosen - first) % count
+    return weights.masked_fill(numbers >= own, 0.0), numbers
+
+
+def sort_choices(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``Ops.sort_choices``."""
+    experts, order = chosen.flatten().sort(stable=True)
+    return experts, order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def gather(x: Tensor, order: Tensor, per_token: int) -> Tensor:
+    """As ``Ops.expert_rows``."""
+    copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
+    return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
+
+
+def sum_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """As ``Ops.sum_experts``."""
+    parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
+    total, *others = parts.unbind(1)
+    for part in others:
+        total = total + part
+    return total
+
+
+def sigmoid_gate(x: Tensor, weight: Tensor) -> Tensor:
+    """As ``Ops.sigmoid_gate``."""
+    wide = torch.promote_types(x.dtype, torch.float32)  # a sum: no product with one column is exact on CPUs
+    return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
 
 
 def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -171,6 +171,13 @@ class GpuOps(Ops):
         weights, numbers = differentiable_several(forward, backward, logits)
         return weights, numbers.detach()
 
+    def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
+        return triton_experts.own_choices(weights, chosen, first, own, count)
+
+    def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        experts, order = chosen.flatten().sort(stable=True)
+        return experts, order, triton_experts.places_of(order)
+
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.sigmoid(self.linear(x, weight))
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels import expert_rows
+from rlhf_spmd.kernels import expert_rows, routing
 from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
-from rlhf_spmd.kernels.routing import RoutingRule, choose, sigmoid, weigh
+from rlhf_spmd.kernels.routing import RoutingRule
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
@@ -161,18 +161,25 @@ class Ops:
         """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``correction`` [E, 3], see
         :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. ``chosen``: the numbers, where they are given. Computed in fp32
         at least."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        chosen = choose(wide, correction, rule) if chosen is None else chosen
-        return weigh(wide, chosen, rule).to(dtype), chosen
+        return routing.route(logits, correction, rule, dtype, chosen)
+
+    def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
+        """``weights`` and ``chosen`` [T, K] of ``count`` experts, of which this rank has ``own`` from the ``first`` on: with weight 0
+        of others, and numbers that begin with its own. Without gradients."""
+        return expert_rows.own_choices(weights, chosen, first, own, count)
+
+    def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorted experts of ``chosen`` [T, K], with ``order`` and ``places`` of the pairs for :meth:`expert_rows`: [T * K] each."""
+        return expert_rows.sort_choices(chosen)
 
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
         """The sigmoid of x [T, in] times the transpose of ``weight`` [1, in] -> [T, 1]."""
-        wide = torch.promote_types(x.dtype, torch.float32)  # a sum: no product with one column is exact on CPUs
-        return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
+        return expert_rows.sigmoid_gate(x, weight)
 
     def expert_groups(self, experts: Tensor, count: int) -> Groups:
-        """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's."""
-        return torch.bincount(experts, minlength=count).tolist()
+        """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's, or
+        ``count`` and above."""
+        return torch.bincount(experts, minlength=count)[:count].tolist()
 
     def waits_for_experts(self, weight: Tensor) -> bool:
         """True if :meth:`per_expert` with ``weight`` [E, blocks, out, in] makes the host wait for the device."""
@@ -196,22 +203,17 @@ class Ops:
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         """x [T, hidden] -> one row per token and expert of it, sorted by expert [T * per_token, hidden]. Row i belongs to the (token,
         choice) pair ``order[i]``; pair j lies at ``places[j]``."""
-        copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
-        return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
+        return expert_rows.gather(x, order, per_token)
 
     def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
         """Sums each token's rows, sorted as by :meth:`expert_rows`, times ``weights`` [T, per_token] -> [T, hidden], in the order of
-        the token's choices."""
-        parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
-        total, *others = parts.unbind(1)
-        for part in others:
-            total = total + part
-        return total
+        the token's choices. GPUs do not read rows of weight 0."""
+        return expert_rows.sum_choices(rows, weights, places)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
-        """Attention for generation, without gradients: rows q over keys k and values v [B, H, L, D], returned in the shape of q.
+        """Attention for generation, without gradients: rows q over keys k and values v [H, B, L, D], returned in the shape of q.
         ``allowed`` (bool, broadcasts to the scores): which keys a row sees, with the rule's window applied."""
-        return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[1], q.shape[2]))
+        return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[0], q.shape[2], 0))
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Causal attention within each sequence: q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]."""

@@ -36,12 +36,13 @@ class AttentionRule:
     window: int | None = None
     sinks: Tensor | None = field(default=None, compare=False, repr=False)
 
-    def sinks_of_rows(self, kv_heads: int, rows: int) -> Tensor | None:
-        """The sinks of rows that have the G query heads of a KV head beside each other, [1, kv_heads, rows, 1]."""
+    def sinks_of_rows(self, kv_heads: int, rows: int, heads_dim: int = 1) -> Tensor | None:
+        """The sinks of rows that have the G query heads of a KV head beside each other, [1, kv_heads, rows, 1], or with ``heads_dim`` 0
+        [kv_heads, 1, rows, 1]."""
         if self.sinks is None:
             return None
         heads = self.sinks.view(kv_heads, -1)
-        return heads.repeat(1, -(-rows // heads.shape[1]))[None, :, :rows, None]
+        return heads.repeat(1, -(-rows // heads.shape[1]))[:, :rows, None].unsqueeze(1 - heads_dim)
 
 
 Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queries and keys

@@ -29,9 +29,12 @@ def _sum_rows(
     total = tl.full([BLOCK], 0.0, tl.float32)
     for choice in range(K):
         place = tl.load(places + token * K + choice)
-        part = tl.load(rows + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            part = part * tl.load(weights + token * K + choice).to(tl.float32)
+        if WEIGHTED:  # nothing was computed for experts of other ranks, whose weight is 0
+            weight = tl.load(weights + token * K + choice).to(tl.float32)
+            read = column < tl.where(weight != 0.0, hidden, 0)
+            part = tl.load(rows + place * hidden + column, mask=read, other=0.0).to(tl.float32) * weight
+        else:
+            part = tl.load(rows + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
         total += part
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
 
@@ -53,6 +56,27 @@ def _sum_rows_backward(
         along += of_token * tl.load(rows + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_rows + place * hidden + column, (of_token * weight).to(grad_rows.dtype.element_ty), mask=inside)
     tl.store(grad_weights + pair, tl.sum(along, 0).to(grad_weights.dtype.element_ty))
+
+
+@triton.jit
+def _own_choices(
+    weights: tl.tensor, chosen: tl.tensor, out: tl.tensor, numbers: tl.tensor, size: tl.tensor, first: tl.tensor, own: tl.tensor,
+    count: tl.tensor, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    number = tl.load(chosen + at, mask=inside, other=0) - first
+    number = tl.where(number < 0, number + count, number)
+    weight = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, tl.where(number < own, weight, 0.0).to(out.dtype.element_ty), mask=inside)
+    tl.store(numbers + at, number, mask=inside)
+
+
+@triton.jit
+def _places(order: tl.tensor, places: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    tl.store(places + tl.load(order + at, mask=inside, other=0), at.to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -109,10 +133,28 @@ def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: fl
     return out
 
 
+def own_choices(weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
+    """See ``Ops.own_choices``."""
+    weights, chosen, size = weights.contiguous(), chosen.contiguous(), chosen.numel()
+    out, numbers = torch.empty_like(weights), torch.empty_like(chosen)
+    if size:
+        grid = (triton.cdiv(size, BLOCK),)
+        _own_choices[grid](weights, chosen, out, numbers, size, first, own, count, BLOCK=BLOCK, **OPTIONS)
+    return out, numbers
+
+
+def places_of(order: Tensor) -> Tensor:
+    """Where each (token, choice) pair lies: the inverse of the permutation ``order`` int64 [N]."""
+    out = torch.empty_like(order)
+    if len(order):
+        _places[(triton.cdiv(len(order), BLOCK),)](order, out, len(order), BLOCK=BLOCK, **OPTIONS)
+    return out
+
+
 def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
     """Returns, per token, the sum of its K rows of ``rows`` [N, H] times ``weights`` [T, K]: [T, H].
 
-    ``places`` int64 [N]: where the rows lie. Adds in fp32, in the order of the token's choices.
+    ``places`` int64 [N]: where the rows lie. Adds in fp32, in the order of the token's choices. A row of weight 0 is not read.
     """
     assert rows.is_contiguous() and places.is_contiguous()
     tokens, hidden = len(places) // per_token, rows.shape[1]

@@ -39,6 +39,7 @@ class Block(nn.Module):
     qkv: Linear
     gate_up: Linear
     down: Linear
+    first_expert: int | None = None  # of the whole experts that this rank has of its tp group's; None: it has a slice of each
 
     def __init__(
         self,
@@ -215,11 +216,11 @@ class Block(nn.Module):
         weights = {name: getattr(self, name).weight for name in self.experts.matrices}
         # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
         weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
-        if self.tp.rank and "down_bias" in weights:  # the first rank's part of the sum has it
+        if self.tp.rank and self.first_expert is None and "down_bias" in weights:  # the first rank's part of the sum has it
             weights["down_bias"] = weights["down_bias"] * 0
         choose = None if routers is None else bind(routers.route, self.ops, self.layer)
         form = self.experts, self.gelu, self.gate_up_blocks
-        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), *form, choose, self.ep)
+        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), *form, choose, self.ep, self.first_expert)
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""

@@ -52,7 +52,8 @@ class Decoder(nn.Module):
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
     ``cp``: the group that shares the tokens of each sequence, see ``context_parallel``: hidden states are of this rank's tokens.
-    ``ep``: the group that shares the experts, see ``expert_parallel``; ``shards`` has those of this rank.
+    ``ep``: the group that shares the experts, see ``expert_parallel``; ``shards`` has those of this rank. ``whole_experts``: the ranks
+    of tp share them.
     ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
     """
 
@@ -71,12 +72,13 @@ class Decoder(nn.Module):
         lora: LoraConfig | None = None,
         cp: Group | None = None,
         ep: Group | None = None,
+        whole_experts: bool = False,
     ) -> None:
         super().__init__()
         device, self.cp, self.ep = torch.device(device), cp or solo(), ep or solo()
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
         self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
-        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora)
+        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora, whole_experts)
         self.shards = zero_shards(shards, 0, 1, (self.ep.rank, self.ep.size))
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
@@ -90,7 +92,8 @@ class Decoder(nn.Module):
         halves = set(filter(is_adapter, whole_on_tp))
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
-        whole = plan_params(spec, "none", 0, 1, tp.rank, tp.size, blocks)  # of all layers: stages must agree on the padding
+        every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, whole_experts
+        whole = plan_params(spec, *every_layer)  # stages must agree on the padding
         products = (
             name for name in whole if name.startswith("layers.") and name.split(".")[2] not in (CORRECTION, "shared_gate")
         )
@@ -111,7 +114,10 @@ class Decoder(nn.Module):
             index = sum(self.kind_of(other) == kind for other in list(self.layer_ids)[:number])
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
             parallel = self.slices > 1, lora, self.ep
-            self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel))
+            block = Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel)
+            if whole_experts and block.experts is not None:
+                block.first_expert = block.experts.count // tp.size * tp.rank
+            self.layers.append(block)
         self.keep_activations()
         norm = (self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
@@ -166,7 +172,8 @@ class Decoder(nn.Module):
             if block.experts is not None:
                 if self.ep.size > 1:
                     return True
-                count, blocks, hidden = block.experts.count, block.gate_up_blocks, self.spec.hidden_size
+                blocks, hidden = block.gate_up_blocks, self.spec.hidden_size
+                count = len(block.down.weight) // hidden
                 entry = block.gate_up.weight.view(blocks, count, -1, hidden).transpose(0, 1)
                 if any(map(self.ops.waits_for_experts, (entry, block.down.weight.view(count, 1, hidden, -1)))):
                     return True

@@ -7,6 +7,9 @@ must know how much it receives, so it waits for the device once per layer.
 
 An expert's product is of the same rows as on one rank, in another order; results are summed where the token is, in its own order. Each
 tp rank exchanges the rows for its slice of the experts with the ranks that have the same slice.
+
+In generation the ranks of tp may share whole experts (``generation.ep``). They have the same tokens, so no row travels: each computes
+what its own experts give (``experts.mix_experts``), and the sum over tp that every layer ends with adds that up.
 """
 
 from __future__ import annotations
@@ -33,6 +36,18 @@ def check_ep(spec: ModelSpec, ep: int, where: str) -> None:
     if (count := spec.experts.count) % ep:
         allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise ValueError(f"{where}.ep={ep}: must divide the model's {count} experts; allowed: {allowed}")
+
+
+def check_generation_ep(spec: ModelSpec, ep: int, tp: int, where: str, tp_key: str) -> bool:
+    """Returns True if each tp rank that generates has ``1 / ep`` of the experts, whole. ``tp_key``: the setting of ``tp``.
+
+    Raises ValueError for an ``ep`` that is neither 1 nor ``tp``, and if the experts cannot be shared so.
+    """
+    if ep not in (1, tp):
+        allowed = "1" if tp == 1 else f"1 and {tp}"
+        raise ValueError(f"{where}.ep={ep}: the tp ranks share the experts, and {tp_key} is {tp}; allowed: {allowed}")
+    check_ep(spec, ep, where)
+    return ep > 1
 
 
 def at_experts(

@@ -1,7 +1,7 @@
 """Mixture of experts: each token goes to the few experts that the router chooses for it, one matrix product per expert.
 
 A tensor-parallel rank holds a slice of every expert, so the result is a partial sum, as that of a dense MLP is. With experts in
-parallel (``expert_parallel``) it holds slices of some experts. A token's results
+parallel (``expert_parallel``) it holds slices of some experts, or in generation some whole ones. A token's results
 are added in the order of its own choices, so its bits do not depend on the batch. An MLP beside the experts, the shared expert, is
 added last. ``router_balance`` has the metrics and the loss of routers.
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.expert_config import Experts
 from rlhf_spmd.models.expert_parallel import at_experts
 from rlhf_spmd.parallel.collectives import Group, solo
@@ -53,12 +54,14 @@ def mix_experts(
     blocks: int,
     choose: Callable[..., Any] | None = None,
     ep: Group | None = None,
+    first: int | None = None,
 ) -> Tensor:
     """x [T, hidden] -> [T, hidden], this rank's part of the sum. ``choose``: in place of ``ops.route``. ``ep``: the ranks that share
-    the experts."""
+    the experts. ``first``: the rank has whole experts, from this one on, and computes their part alone."""
     factors, chosen = route(ops, x, weights, experts, choose or ops.route)
-    sorted_experts, order = chosen.flatten().sort(stable=True)  # (token, choice) pairs by expert
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    if first is not None:
+        factors, chosen = ops.own_choices(factors, chosen, first, len(weights.down) // x.shape[1], experts.count)
+    sorted_experts, order, places = ops.sort_choices(chosen)
     rows = ops.expert_rows(x, order, places, experts.per_token)
 
     def compute(rows: Tensor, numbers: Tensor) -> Tensor:
@@ -77,13 +80,17 @@ def apply_experts(
     ops: Ops, rows: Tensor, numbers: Tensor, weights: MixtureWeights, experts: Experts, gelu: bool, blocks: int
 ) -> Tensor:
     """``rows`` [N, hidden] sorted by expert, each times its expert's matrices -> [N, hidden]. ``numbers`` [N]: each row's expert, by
-    its place in the weights."""
+    its place in the weights. Rows with numbers above come last; nobody reads what is returned for them."""
     hidden = rows.shape[1]
     count = weights.down.shape[0] // hidden
     groups = ops.expert_groups(numbers, count)
+    if not isinstance(groups, Tensor) and (here := sum(groups)) < len(rows):
+        out = apply_experts(ops, rows[:here], numbers[:here], weights, experts, gelu, blocks)
+        return pad_rows(out, len(rows))
     entry = weights.gate_up.view(blocks, count, -1, hidden).transpose(0, 1)
     inner = ops.per_expert(rows, entry, groups)
     if weights.gate_up_bias is not None:
+        numbers = numbers.clamp(max=count - 1) if count < experts.count else numbers
         bias = weights.gate_up_bias.view(blocks, count, -1).transpose(0, 1).reshape(count, -1)
         inner = ops.add_expert_bias(inner, bias, numbers)
     inner = inner.view(len(rows) * blocks, inner.shape[1] // blocks)  # a rank may have no rows, so sizes are said

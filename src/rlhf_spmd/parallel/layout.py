@@ -69,6 +69,7 @@ class Grid(ABC):
     pp: int
     tp: int
     ep: int = 1  # how many neighbouring ranks of dp * cp share the experts
+    whole_experts: bool = False  # each tp rank has 1 / tp of the experts in place of a slice of each; never where ep is above 1
 
     @property
     @abstractmethod
@@ -156,6 +157,7 @@ class Layout(Grid):
     zero_size: int | None = None
     cp: int = 1
     ep: int = 1
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         assert self.copies % (self.zero_size or 1) == 0, f"zero_size={self.zero_size} does not divide dp * cp={self.copies}"
@@ -243,21 +245,22 @@ class GenerationLayout(Grid):
     """(p_g, t_g, d_g, d * c) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per copy of the model.
 
     ``consecutive``: no regrouping. The ranks form the grid [p_g, replicas, t_g] like those of a training layout, and a training shard
-    may lie outside its rank's generation shard. :func:`generation_layout` chooses.
+    may lie outside its rank's generation shard. :func:`generation_layout` chooses, and has a word on ``whole_experts``.
     """
 
     train: Layout
     pp: int
     tp: int
     consecutive: bool = False
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, part, whole in (("pp", self.pp, self.train.pp), ("tp", self.tp, self.train.tp)):
-            if part < 1 or (whole % part and self.train.zero < 3):
+            if part < 1 or (whole % part and self.train.zero < 3 and not self.whole_experts):
                 raise ValueError(
                     f"generation.{name}={part} must divide the training layout's {name}={whole}: "
                     "every training shard has to be a slice of its generation shard (with layout.zero=3 any "
-                    "whose pp * tp divides the number of ranks)"
+                    "whose pp * tp divides the number of ranks, as with generation.ep={self.tp})"
                 )
         if self.train.size % (self.pp * self.tp):
             raise ValueError(
@@ -284,10 +287,14 @@ class GenerationLayout(Grid):
     def ranks(self) -> np.ndarray:
         """Pool indices by coordinate, [p_g, d_g * d * c, 1, t_g]."""
         ranks, shape = np.arange(self.train.size), (self.pp, self.dp, 1, self.tp)
-        if self.consecutive:
+        parts = self.train.tp * (
+            self.train.ep if self.whole_experts else 1
+        )  # neighbours with different parts of a training stage
+        apart = self.train.pp % self.pp or parts % self.tp if self.whole_experts else self.consecutive
+        if apart:
             return ranks.reshape(shape)
-        stages, slices = self.train.pp // self.pp, self.train.tp // self.tp  # of training, per generation stage and slice
-        return ranks.reshape(self.pp, stages, self.train.copies, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
+        stages, slices = self.train.pp // self.pp, parts // self.tp  # of training, per generation stage and slice
+        return ranks.reshape(self.pp, stages, -1, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def micro_dp_group(self, index: int) -> list[int]:
         """Returns the ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
@@ -297,14 +304,18 @@ class GenerationLayout(Grid):
         return group
 
 
-def generation_layout(train: Layout, pp: int, tp: int, consecutive: bool = False) -> GenerationLayout:
+def generation_layout(
+    train: Layout, pp: int, tp: int, consecutive: bool = False, whole_experts: bool = False
+) -> GenerationLayout:
     """Returns the regrouping of ``train``, or a grid of its own if the layouts do not allow that or ``consecutive`` asks for it.
 
-    Raises ValueError for a generation layout that does not fit.
+    No regrouping makes slices of experts parts of ``whole_experts``. Ranks that have different experts or slices of them in training
+    are then regrouped as the ranks of tp are otherwise, so that each lacks the least of its experts. Raises ValueError for a
+    generation layout that does not fit.
     """
     fits = train.pp % max(pp, 1) == 0 and train.tp % max(tp, 1) == 0
     whole_stages = train.vpp == 1 or pp == 1  # with virtual stages the layers of a rank are not consecutive
-    return GenerationLayout(train, pp, tp, consecutive or not (fits and whole_stages))
+    return GenerationLayout(train, pp, tp, consecutive or whole_experts or not (fits and whole_stages), whole_experts)
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:

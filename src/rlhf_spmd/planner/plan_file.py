@@ -199,6 +199,11 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
             merged[key] = {**(own.get(key) or {}), **planned.get(key, {})}
         if "generation" in planned and "pp" not in planned["generation"]:
             merged["generation"] = _without(merged["generation"], "pp", "tp")
+        if (
+            "generation" in planned and merged["generation"].get("ep", 1) != 1
+        ):  # all ranks that share a model in generation share its experts
+            split = merged["generation"] if "pp" in planned["generation"] else merged["calls"]["generate_sequences"]["layout"]
+            merged["generation"] |= {"ep": split["tp"]}
         if not merged["offload"]:
             merged.pop("prefetch", None)
         if "generate_sequences" in merged["calls"]:  # whole weights are sent there

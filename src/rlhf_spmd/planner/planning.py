@@ -88,13 +88,21 @@ def layouts(call: ModelCall, size: int, slices: Sequence[int]) -> list[tuple[int
             if dp > least or (generates and least % dp):
                 continue
             try:
-                check_layout(call.spec, pp, tp, "")
+                _check_model(call, pp, tp, "")
                 check_cp(call.spec, tp, call.cp, "")
                 check_quantized(call.spec, call.lora, tp, "")
             except ValueError:
                 continue
             found.append((pp, tp, dp))
     return found
+
+
+def _check_model(call: ModelCall, pp: int, tp: int, where: str) -> None:
+    """Raises ValueError if the model cannot be cut so. With ``generation.ep`` above 1 a plan's generation keeps experts whole."""
+    whole = call.kind == "generate" and call.generation.ep > 1
+    check_layout(call.spec, pp, tp, where, whole_experts=whole)
+    if whole:
+        check_ep(call.spec, tp, where)
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,7 @@ class ProblemBuilder:
         if self.fixed is None:
             return layouts(call, size, slices)
         placed = self.fixed.calls[call.name]
-        check_layout(call.spec, placed.pp, placed.tp, f"the plan's calls.{call.name}")
+        _check_model(call, placed.pp, placed.tp, f"the plan's calls.{call.name}")
         check_cp(call.spec, placed.tp, placed.cp, f"the plan's calls.{call.name}")
         check_ep(call.spec, placed.ep, f"the plan's calls.{call.name}")
         return [(placed.pp, placed.tp, placed.dp)]

@@ -8,7 +8,8 @@ M: bytes of the model; g: ranks that share it in generation (pp * tp); n: ranks 
 
 To each peak one bucket is added. The last two methods are for comparison. They keep the training shard, M/n, beside the generation
 shard; the first replaces it by views, because generation ranks are regrouped so that it is part of the generation shard. If the layouts
-do not allow that (ZeRO-3 to any layout), a rank receives only what it lacks, and keeps its training shard too: peak M/g + M/n.
+do not allow that (ZeRO-3 to any layout, or to whole experts), a rank receives only what it lacks, and keeps its training shard too:
+peak M/g + M/n. Beside whole experts, training parameters that are parts of the generation shard become views at the end.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class TransitionPlan:
     - ``transfer``: what it sends, receives and copies; ranks are pool indices.
     - ``gathered``: the parameters that it fills: generation parameters, or whole tensors. ``buckets``: their names, bucket by bucket;
       empty: all at once, because each rank needs a part of its own.
-    - ``locations``: training parameter -> where its parts are in the generation shard, which then holds them. Empty: the training shard
-      stays beside the generation shard.
+    - ``locations``: training parameter -> where its parts are in the generation shard, which then holds them. Others stay beside the
+      generation shard.
     - ``from_whole``: the copies from whole tensors into generation parameters, if ``gathered`` are whole tensors.
     """
 
@@ -102,7 +103,8 @@ class Method:
         source = holdings(layout.train, train, ranks, ranks)
         if self.consecutive and not self.whole:
             transfer = plan_transfer(source, holdings(layout, wanted, ranks, ranks), host_of, index)
-            return TransitionPlan(transfer, mine)
+            held = held_by(layout.train, train, index) if layout.whole_experts else {}
+            return TransitionPlan(transfer, mine, locations=_located(transfer, held))
         gathered = mine
         if self.whole:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
@@ -114,13 +116,21 @@ class Method:
         if self.whole:
             from_whole = plan_transfer([Holding((index,), gathered)], [Holding((index,), mine)], host_of, index).copies()
             return TransitionPlan(transfer, gathered, together, from_whole=list(from_whole))
-        locations: dict[str, list[SliceCopy]] = {name: [] for name in held_by(layout.train, train, index)}
-        for piece in transfer.copies():
-            locations[piece.source.parameter].append(piece)
-        for name, shard in held_by(layout.train, train, index).items():
-            if sum(piece.source.numel for piece in locations[name]) != sum(box.numel for box in shard.boxes):
+        held = held_by(layout.train, train, index)
+        locations = _located(transfer, held)
+        for name in held:
+            if name not in locations:
                 raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
         return TransitionPlan(transfer, gathered, together, locations)
+
+
+def _located(transfer: Plan, held: Shards) -> dict[str, list[SliceCopy]]:
+    """Returns, for those of a rank's training parameters that are all in its generation shard, where their parts are there."""
+    pieces: dict[str, list[SliceCopy]] = {name: [] for name in held}
+    for piece in transfer.copies() if held else ():
+        pieces[piece.source.parameter].append(piece)
+    sizes = {name: sum(box.numel for box in shard.boxes) for name, shard in held.items()}
+    return {name: parts for name, parts in pieces.items() if sum(piece.source.numel for piece in parts) == sizes[name]}
 
 
 METHODS: dict[str, Method] = {

@@ -294,6 +294,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = "latent attention has other products in generation than in training"
     elif generation.tp != plan.shape.layout.tp:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
+    elif generation.whole_experts:
+        against = f"models.{role}.generation.ep={settings.ep} adds the results of experts in another order than training"
     elif capabilities(device).batch_invariant and settings.attention not in ("auto", plan.config.attention):
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"
     elif not choose_ops(dtype, device, plan.config.attention, batch_invariant_gpu=True).is_batch_invariant(

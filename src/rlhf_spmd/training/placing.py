@@ -10,7 +10,7 @@ from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Graph, GroupShape, ResourcePool
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.context_parallel import check_cp
-from rlhf_spmd.models.expert_parallel import check_ep
+from rlhf_spmd.models.expert_parallel import check_ep, check_generation_ep
 from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, generation_layout, resolve_layout
@@ -117,16 +117,17 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
     """The generation layout on the role's own ranks. Raises ValueError if it does not fit the training layout."""
     config, layout, spec = plan.config.generation, plan.shape.layout, plan.spec
     assert spec is not None
+    whole = check_generation_ep(spec, config.ep, config.tp, f"{where}.generation", f"{where}.generation.tp")
     try:
-        generation = generation_layout(layout, config.pp, config.tp, METHODS[config.reshard_method].consecutive)
+        generation = generation_layout(layout, config.pp, config.tp, METHODS[config.reshard_method].consecutive, whole)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
-    check_layout(spec, generation.pp, generation.tp, f"{where}.generation")
+    check_layout(spec, generation.pp, generation.tp, f"{where}.generation", whole_experts=whole)
     if config.overlap and generation.consecutive:
         raise ValueError(
             f"{where}.generation.overlap=true: weights come layer by layer only if reshard_method=zero_redundancy regroups ranks in "
-            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by reshard_method={config.reshard_method}; leave "
-            "it out"
+            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by reshard_method={config.reshard_method}"
+            f"{f' and generation.ep={config.ep}' * whole}; leave it out"
         )
     if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
         raise ValueError(
@@ -153,7 +154,11 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
         raise ValueError(f"{where}: {why} methods that may run elsewhere are {', '.join(free)}")
     pool = pools.get(f"{role}.calls.{method}", plan.pool)
     layout = resolve_layout(config.layout, len(pool.ranks), f"{where}.layout on pool '{pool.name}'")
-    check_layout(plan.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp)
+    if kinds[method] == "generate":
+        own = f"models.{role}.generation"
+        whole = check_generation_ep(plan.spec, generation.ep, layout.tp, own, "tp of generation")
+        layout = replace(layout, whole_experts=whole)
+    check_layout(plan.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp, layout.whole_experts)
     check_cp(plan.spec, layout.tp, layout.cp, f"{where}.layout")
     check_ep(plan.spec, layout.ep, f"{where}.layout")
     if kinds[method] != "generate":
@@ -167,4 +172,5 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
                 f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights for "
                 f"calls.{method} on other ranks are sent whole; leave it out"
             )
-    return CallPlan(pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)))
+    grid = GenerationLayout(layout, layout.pp, layout.tp, whole_experts=layout.whole_experts)  # that of the weights that come
+    return CallPlan(pool, GroupShape(layout, grid))

@@ -109,7 +109,8 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     mesh.tp.meet(worker.device)
     connect_channels(mesh, worker.device)
     dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
-    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops)
+    options: dict[str, Any] = {"whole_experts": layout.whole_experts}
+    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops, **options)
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
@@ -121,7 +122,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         shards,
         lambda: {name: tensor for name, tensor in {**held, **absent, **merged}.items() if name in mine},
         decoder,
-        lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, layout.blocks),
+        lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, blocks, **options),
         gather,
         method,
         layout,
