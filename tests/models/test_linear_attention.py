@@ -435,7 +435,6 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),
         (f"{generation}.speculative_tokens=2", r"models\.actor\.generation\.speculative_tokens=2: .* leave it out"),
-        (f"{generation}.steps_per_sync=4", r"models\.actor\.generation\.steps_per_sync=4: .* leave it out"),
         ("models.actor.layout.cp=2", r"models\.actor\.layout\.cp=2: linear attention .* allowed: 1"),
         ("models.actor.layout.tp=8", r"tp=8 does not divide"),
     ):

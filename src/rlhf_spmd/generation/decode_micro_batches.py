@@ -80,9 +80,9 @@ class DecodeMicroBatch:
 
     runner: ModelRunner
 
-    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int) -> None:
-        self.scheduler, self.cache, self.prefix_table = Scheduler(config), cache, PrefixTable(config.page_size)
-        self.graphs, self.slots = graphs, slots
+    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int, recurrent: bool) -> None:
+        self.scheduler, self.cache = Scheduler(config, recurrent), cache
+        self.prefix_table, self.graphs, self.slots = PrefixTable(config.page_size), graphs, slots
         self.rows: dict[int, SequenceState] = {}
         self.in_flight: deque[StepInFlight] = deque()
 
@@ -223,6 +223,9 @@ class DecodeMicroBatches:
         for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
             if share:
                 micro_batch.enter(share, call, channels)
+                if environments is not None and micro_batch.scheduler.recurrent:
+                    # states cannot go back to the end of a turn, so nothing is drawn behind it
+                    micro_batch.runner.max_repeats = min(micro_batch.runner.max_repeats, 1)
                 busy.append(micro_batch)
         if environments is None:
             self._take_turns(busy, call, stats, interrupts, None, finished_groups)

@@ -280,12 +280,13 @@ class Generator:
             if capabilities(self._device).graphs:
                 most = round_up(most, 1 << max(most.bit_length() - 4, 0))
             num_pages = share if config.num_pages else max(min(most, share), 1)
-            slots = num_seqs if self.reserved or self.decoder.spec.delta is None else min(num_seqs, len(members))
+            recurrent = self.decoder.spec.delta is not None
+            slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
             states = RecurrentStates(self.decoder, slots, self._device) if self.decoder.num_linear else None
             sizes = *shape, num_pages, config.page_size
             cache = KVCache(*sizes, dtype, self._device, self._backend, self._shared, states)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
-            micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots))
+            micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots, recurrent))
         return micro_batches
 
     @property

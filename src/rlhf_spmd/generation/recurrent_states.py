@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens, on_device
+from rlhf_spmd.kernels import DeltaShape, DeltaStates, StateRows, mix_tokens, on_device
 from rlhf_spmd.kernels.packing import Packing
 from rlhf_spmd.kernels.pinned_memory import host_like
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.linear_attention import TokenMixing
 
 
 class RecurrentStates:
@@ -36,8 +38,24 @@ class RecurrentStates:
         self.memory = torch.zeros(layers, num_slots, *memory, dtype=wide, device=device)
         self._on_host: list[Tensor] | None = None
 
-    def of_step(self, work: Sequence[SequenceWork]) -> StepMixing:
+    def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> TokenMixing:
+        """Of the tokens of ``work``, which are packed in this order, at ``positions`` [T]."""
+        if all(item.num_tokens == 1 for item in work):
+            slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
+            return DecodeMixing(self, slots, positions)
         return StepMixing(self, work)
+
+    def mix(self, layer: int, slots: Tensor, begins: Tensor, ends: Tensor, *args: Any) -> Tensor:
+        """:func:`~rlhf_spmd.kernels.mix_tokens` of rows with these ``slots`` [B]. ``begins`` [B]: those that begin with zeros; ``ends``
+        [B]: their tokens. ``args``: from x to valid."""
+        inputs = self.inputs[layer].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
+        memory = self.memory[layer].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
+        out, seen, memory = mix_tokens(*args, DeltaStates(inputs, memory))
+        last = ends[:, None] + torch.arange(inputs.shape[1], device=ends.device)  # the last inputs of each row
+        kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
+        self.inputs[layer].index_copy_(0, slots, kept)
+        self.memory[layer].index_copy_(0, slots, memory)
+        return out
 
     def offload(self) -> None:
         """Free the memory; the states wait in host memory."""
@@ -84,16 +102,25 @@ class StepMixing:
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]. Updates the rows' states."""
-        states, outs = self._states, []
-        for part, (slots, begins, ends) in zip(self._packing.alike(1, math.inf), self._groups, strict=True):
-            inputs = states.inputs[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
-            memory = states.memory[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
+        outs = []
+        for part, group in zip(self._packing.alike(1, math.inf), self._groups, strict=True):
             valid = None if part.full else part.valid[:, :, None]
-            rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
-            out, seen, memory = mix_tokens(rows, decays, rates, weight, shape, valid, DeltaStates(inputs, memory))
-            last = ends[:, None] + torch.arange(shape.kernel - 1, device=ends.device)  # the last inputs of each row
-            kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
-            states.inputs[layer_index].index_copy_(0, slots, kept)
-            states.memory[layer_index].index_copy_(0, slots, memory)
-            outs.append(part.picked(out))
+            rows = (part.gather(each) for each in (x, decay, rate))
+            outs.append(part.picked(self._states.mix(layer_index, *group, *rows, weight, shape, valid)))
         return torch.cat(outs).index_select(0, self._packing.places(1, math.inf))
+
+
+class DecodeMixing:
+    """One token of each row, at ``slots`` and ``positions`` [B], which the host does not read (:class:`StateRows`)."""
+
+    def __init__(self, states: RecurrentStates, slots: Tensor, positions: Tensor) -> None:
+        self._states, self._slots, self._positions = states, slots, positions
+
+    def states_of(self, layer_index: int) -> StateRows:
+        return StateRows(self._states.inputs[layer_index], self._states.memory[layer_index], self._slots, self._positions)
+
+    def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
+        """As :meth:`StepMixing.mix`, where each slot is of a row."""
+        begins, rows = self._positions == 0, (each[:, None] for each in (x, decay, rate))
+        ends = torch.ones_like(self._slots)
+        return self._states.mix(layer_index, self._slots, begins, ends, *rows, weight, shape, None)[:, 0]

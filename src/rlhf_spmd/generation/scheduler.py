@@ -66,7 +66,8 @@ class GenerationStats:
 class Scheduler:
     """Schedules the rows of one micro-batch. ``config`` has this micro-batch's share of pages and rows.
 
-    Counts are added to ``stats``, which belong to the call in progress. A row that has not ended is in exactly one of
+    ``recurrent``: the model has layers with linear attention, see ``recurrent_states``. Counts are added to ``stats``, which belong to
+    the call in progress. A row that has not ended is in exactly one of
 
     - waiting: rows without pages, in the order of admission
     - running: rows that may have pages, the oldest admission first
@@ -76,9 +77,9 @@ class Scheduler:
     stand for them. A row with placeholders up to its limit stays in ``running``, without work, until :meth:`end` is called.
     """
 
-    def __init__(self, config: GenerationConfig) -> None:
+    def __init__(self, config: GenerationConfig, recurrent: bool = False) -> None:
         assert config.num_pages is not None, "pages are counted by the generator"
-        self.config, self.stats = config, GenerationStats()
+        self.config, self.recurrent, self.stats = config, recurrent, GenerationStats()
         self.pages = PageAllocator(config.num_pages)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
@@ -123,7 +124,9 @@ class Scheduler:
         rows = [item.row for item in step.work if item.decodes]
         if not rows:
             return
-        tokens = min(most, max(row.limit - row.length for row in rows))
+        left = [row.limit - row.length for row in rows]
+        # a row at its limit computes its last token again, which would change its state
+        tokens = min(most, min(left) if self.recurrent else max(left))
 
         def missing(row: SequenceState) -> int:
             return max(self._pages_for(min(row.length + tokens, row.limit) - 1) - len(row.pages), 0)

@@ -15,7 +15,7 @@ Shape legend: B sequences, S tokens of each, C channels, H key heads, G value he
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,36 @@ class DeltaStates(NamedTuple):
 
     inputs: Tensor
     memory: Tensor
+
+
+class MixerWeights(NamedTuple):
+    """Parameters of a layer beside its matrices: ``conv`` [C, 1, kernel], ``decay`` and ``decay_bias`` [H * G], ``norm`` [D] and its
+    ``eps``."""
+
+    conv: Tensor
+    decay: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class StateRows(NamedTuple):
+    """The states of one token of each row in a layer: ``inputs`` [N, kernel - 1, C] and ``memory`` [N, H, G, K, D] of all slots;
+    ``slots`` int64 [B], -1: a copy of the first row, which gets what that one gets; ``positions`` int64 [B], 0: the row begins with
+    zeros."""
+
+    inputs: Tensor
+    memory: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+@runtime_checkable
+class MixesToken(Protocol):
+    """Ops with a kernel for one token of each row."""
+
+    def mix_token(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+        """The first product's rows [B, columns] -> what the last matrix takes [B, H * G, D]. Updates the states."""
 
 
 def mix_tokens(

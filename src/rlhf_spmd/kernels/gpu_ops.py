@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import (
     grouped_gemm,
+    triton_delta,
     triton_draw,
     triton_experts,
     triton_filter,
@@ -23,6 +24,7 @@ from rlhf_spmd.kernels import (
     triton_qkv,
     triton_route,
 )
+from rlhf_spmd.kernels.delta_rule import DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.flash_attention import PackedFlash
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
@@ -100,6 +102,9 @@ class GpuOps(Ops):
 
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
         return (triton_layers.gate_backward(grad, gate_up, gelu),)
+
+    def mix_token(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+        return triton_delta.mix_token(product, weights, shape, states)
 
     # -- packed sequences
 

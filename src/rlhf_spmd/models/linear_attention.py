@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import DeltaShape, Ops, mix_tokens
+from rlhf_spmd.kernels import DeltaShape, MixerWeights, MixesToken, Ops, StateRows, mix_tokens
 from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.layers import Linear, RMSNorm
@@ -30,6 +30,14 @@ class TokenMixing(Protocol):
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]; see :func:`~rlhf_spmd.kernels.mix_tokens`.
         ``layer_index`` counts the stage's layers with linear attention."""
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A TokenMixing of one token of each row, whose states one operation can read and write, see ``MixesToken``."""
+
+    def states_of(self, layer_index: int) -> StateRows:
+        """Those of the layer."""
 
 
 class PackedMixing:
@@ -82,6 +90,9 @@ class LinearMixer(nn.Module):
     def forward(self, product: Tensor, mixing: TokenMixing) -> Tensor:
         """The first product's rows [T, columns of this rank] -> [T, value heads, D]."""
         shape, rows = self.shape, len(product)
+        if isinstance(mixing, KeepsStates) and isinstance(self.ops, MixesToken):
+            parts = self.conv.weight, self.decay.weight, self.decay_bias.weight, self.norm.weight
+            return self.ops.mix_token(product, MixerWeights(*parts, self.norm.eps), shape, mixing.states_of(self.index))
         widths = shape.channels, shape.values * shape.value_dim, shape.values, shape.values
         parts = product.view(rows, shape.blocks, -1).split([width // shape.blocks for width in widths], 2)
         x, gate, rate, decay = (part.reshape(rows, -1) for part in parts)
