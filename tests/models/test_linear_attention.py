@@ -52,6 +52,7 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.train import prepare
+from rlhf_spmd.training.banner import _linear_attention
 from rlhf_spmd.training.checks import exact_rollouts
 from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of
@@ -431,6 +432,7 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
 
     found = job()
     assert not exact_rollouts(found.config, found.plans)
+    assert _linear_attention(found, torch.device("cpu")) == ", linear attention torch"
     generation = "models.actor.generation"
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),

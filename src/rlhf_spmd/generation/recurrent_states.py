@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, StateRows, mix_tokens, on_device
+from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.kernels.packing import Packing
 from rlhf_spmd.kernels.pinned_memory import host_like
 from rlhf_spmd.models.block import Block
@@ -36,6 +37,7 @@ class RecurrentStates:
         wide = torch.promote_types(decoder.dtype, torch.float32)
         self.inputs = torch.zeros(layers, num_slots, *inputs, dtype=decoder.dtype, device=device)
         self.memory = torch.zeros(layers, num_slots, *memory, dtype=wide, device=device)
+        self.kernels = decoder.ops.packed_delta
         self._on_host: list[Tensor] | None = None
 
     def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> TokenMixing:
@@ -43,6 +45,8 @@ class RecurrentStates:
         if all(item.num_tokens == 1 for item in work):
             slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
             return DecodeMixing(self, slots, positions)
+        if self.kernels is not None:
+            return PackedStepMixing(self, work, self.kernels)
         return StepMixing(self, work)
 
     def mix(self, layer: int, slots: Tensor, begins: Tensor, ends: Tensor, *args: Any) -> Tensor:
@@ -108,6 +112,35 @@ class StepMixing:
             rows = (part.gather(each) for each in (x, decay, rate))
             outs.append(part.picked(self._states.mix(layer_index, *group, *rows, weight, shape, valid)))
         return torch.cat(outs).index_select(0, self._packing.places(1, math.inf))
+
+
+class PackedStepMixing:
+    """As :class:`StepMixing`, by kernels that take all sequences as they are packed."""
+
+    def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork], kernels: PackedDelta) -> None:
+        self._states, self._kernels, device = states, kernels, states.memory.device
+        lengths, kept = np.array([item.num_tokens for item in work]), states.inputs.shape[2]
+        self._packing = Packing(lengths.tolist(), device)
+        # of the inputs that a row had before, of all rows, and then the new ones, the last of each row
+        last = (lengths - kept)[:, None] + np.arange(kept)
+        before, new = (np.arange(len(work)) * kept + kept)[:, None], (lengths.cumsum() - lengths + len(work) * kept)[:, None]
+        self._last = on_device(np.where(last < 0, before + last, new + last).reshape(-1), device)
+        self._slots = on_device(np.array([item.row.slot for item in work]), device)
+        self._begins = on_device(np.array([item.start == 0 for item in work]), device)
+
+    def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
+        """As :meth:`StepMixing.mix`."""
+        inputs, memory = self._states.inputs[layer_index], self._states.memory[layer_index]
+        before = DeltaStates(
+            inputs.index_select(0, self._slots).masked_fill_(self._begins[:, None, None], 0),
+            memory.index_select(0, self._slots).masked_fill_(self._begins[:, None, None, None, None], 0),
+        )
+        out, after = self._kernels.mix(x, decay, rate, weight, shape, self._packing, before)
+        assert after is not None
+        last = torch.cat([before.inputs.flatten(0, 1), x]).index_select(0, self._last)
+        inputs.index_copy_(0, self._slots, last.view_as(before.inputs))
+        memory.index_copy_(0, self._slots, after)
+        return out
 
 
 class DecodeMixing:

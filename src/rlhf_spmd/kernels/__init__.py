@@ -36,6 +36,7 @@ GPUs:
 - ``gpu_ops``: class ``GpuOps``, torch's matrix products and Triton kernels
 - ``batch_invariant_gpu``: class ``BatchInvariantGpuOps``, as slow as batch invariance makes it
 - ``flash_attention``: attention of training, over packed sequences
+- ``flash_linear_attention``: linear attention of training and prefill by the package of this name
 - ``triton_qkv``: q, k and v from the qkv product: norm, rotation, cache
 - ``triton_paged_attention``: attention of generation, over the pages of the KV cache
 - ``triton_layers``: norms and the gated activation

@@ -112,13 +112,18 @@ def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
 
 def _heads(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
     """[B, S, C] -> q and k [B, S, H, K], of length one and 1 / sqrt(K), and v [B, S, H, G, D]."""
+    q, k, v = split_channels(x, shape)
+    q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
+    return q * shape.key_dim**-0.5, k, v
+
+
+def split_channels(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, C] -> q and k [B, S, H, K], and v [B, S, H, G, D]."""
     batch, length = x.shape[:2]
     widths = [shape.keys * shape.key_dim, shape.keys * shape.key_dim, shape.values * shape.value_dim]
     parts = x.view(batch, length, shape.blocks, -1).split([width // shape.blocks for width in widths], 3)
     q, k = (part.reshape(batch, length, shape.keys, shape.key_dim) for part in parts[:2])
-    q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
-    v = parts[2].reshape(batch, length, shape.keys, -1, shape.value_dim)
-    return q * shape.key_dim**-0.5, k, v
+    return q, k, parts[2].reshape(batch, length, shape.keys, -1, shape.value_dim)
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from rlhf_spmd.kernels import (
 )
 from rlhf_spmd.kernels.delta_rule import DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.flash_attention import PackedFlash
+from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
@@ -37,14 +38,14 @@ class GpuOps(Ops):
     """Ops in float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs.
 
     ``packed``: the flash attention over packed sequences, whose name becomes the attention's. None: torch's attention over
-    padded sequences.
+    padded sequences. ``packed_delta``: as in Ops.
     """
 
     chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
     head_columns = 128  # products of odd widths run at less than half of the rate (H100, torch 2.11)
 
-    def __init__(self, packed: PackedFlash | None = None) -> None:
-        self._packed = packed
+    def __init__(self, packed: PackedFlash | None = None, packed_delta: PackedDelta | None = None) -> None:
+        self._packed, self.packed_delta = packed, packed_delta
         self.name = self.name if packed is None else packed.name
 
     def min_rows(self, numel: int, inner: int) -> int:

@@ -236,7 +236,7 @@ class Decoder(nn.Module):
         dtype, frequencies = x.dtype, self._frequencies.items()
         tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
         if mixing is None and self.num_linear:
-            mixing = PackedMixing(attention)
+            mixing = PackedMixing(attention, self.ops.packed_delta)
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
             context = attention if self.spec.delta_of(layer) is None else mixing
             rope = tables[self.spec.local_rope(layer)]

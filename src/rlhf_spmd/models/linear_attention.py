@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import DeltaShape, MixerWeights, MixesToken, Ops, StateRows, mix_tokens
+from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.layers import Linear, RMSNorm
@@ -43,14 +44,17 @@ class KeepsStates(Protocol):
 class PackedMixing:
     """All sequences of a packed batch from their first tokens on (training and scoring)."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, kernels: PackedDelta | None = None) -> None:
         assert isinstance(attention, PackedAttention), f"{type(attention).__name__} does not say which tokens follow each other"
-        self._attention = attention
+        self._attention, self._kernels = attention, kernels
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         packing, copies = self._attention.packing, self._attention.copies
         if copies is not None:  # a token has the same output in each sequence that begins with it
             x, decay, rate = (copies.spread(each) for each in (x, decay, rate))
+        if self._kernels is not None and len(x):
+            mixed, _ = self._kernels.mix(x, decay, rate, weight, shape, packing)
+            return mixed if copies is None else copies.first(mixed)
         outs = []
         for part in packing.alike(1, math.inf):
             valid = None if part.full else part.valid[:, :, None]
