@@ -59,6 +59,29 @@ def test_several_tokens_per_look_change_nothing(models: dict[str, str], name: st
     assert (generator.stats.preemptions > 0) == ("num_pages" in changes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [({}, 0.9), ({"max_num_seqs": 3}, 0.99), ({"max_num_batched_tokens": 33}, 0.9), ({"num_pages": 22}, 0.9)],
+    ids=str,
+)
+def test_shared_prompts_change_nothing(
+    models: dict[str, str], changes: dict[str, Any], least: float, dtype: torch.dtype
+) -> None:
+    """Five rows of a prompt compute all but its last token once, also where they start one by one: ``least`` of what could be found
+    is found."""
+    requests, path = ragged_requests(samples=5), models["qwen3-next"]
+    (wanted, alone_), (found, shared) = (
+        generate(path, requests, dtype, **changes, enable_prefix_caching=sharing) for sharing in (False, True)
+    )
+    assert tokens_of(found) == tokens_of(wanted)
+    difference = max(float((a.log_probs - b.log_probs).abs().max()) for a, b in zip(found, wanted, strict=True))
+    assert difference < (1e-10 if dtype == torch.float64 else NARROW)
+    most = sum(len(request.prompt_ids) - 1 for request in requests) * 4 / 5
+    assert alone_.stats.hit_tokens == 0 and shared.stats.hit_tokens >= least * most
+    assert shared.stats.prefill_tokens < alone_.stats.prefill_tokens
+
+
 @pytest.mark.parametrize("changes", [{}, {"num_pages": 9, "max_num_seqs": 5}], ids=str)
 def test_captured_steps_of_gpu_kernels(
     models: dict[str, str], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -64,7 +64,7 @@ class GenerationConfig:
     - gpu_memory_utilization: as in vLLM, the share of a GPU's memory that weights, cache and the work of a step may fill; tensors
       that training leaves there count too. On CPUs the cache may take this share of the rank's part of the host's free memory.
       null: 0.9, on CPUs 0.5
-    - enable_prefix_caching: rows of equal prompts share pages
+    - enable_prefix_caching: rows of equal prompts share pages; with linear attention whole prompts, and their states
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. See

@@ -30,6 +30,7 @@ from rlhf_spmd.generation.model_runner import NOT_FINITE, GenerationCall, Launch
 from rlhf_spmd.generation.multi_turn import Environments, MultiTurnRollouts
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
+from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler
 from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
 
@@ -81,7 +82,8 @@ class DecodeMicroBatch:
     runner: ModelRunner
 
     def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int, recurrent: bool) -> None:
-        self.scheduler, self.cache = Scheduler(config, recurrent), cache
+        spare = range(slots, slots + SPARE_SLOTS) if recurrent and config.enable_prefix_caching else ()
+        self.scheduler, self.cache = Scheduler(config, recurrent, spare), cache
         self.prefix_table, self.graphs, self.slots = PrefixTable(config.page_size), graphs, slots
         self.rows: dict[int, SequenceState] = {}
         self.in_flight: deque[StepInFlight] = deque()

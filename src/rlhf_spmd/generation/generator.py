@@ -26,6 +26,7 @@ from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, Limi
 from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, planes
 from rlhf_spmd.generation.model_runner import GenerationCall
 from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
@@ -58,8 +59,6 @@ class Generator:
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
         config.check_model("generation", decoder.spec)
-        if decoder.spec.delta is not None:  # pages of a shared prompt have no states
-            config = replace(config, enable_prefix_caching=False)
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
@@ -282,7 +281,8 @@ class Generator:
             num_pages = share if config.num_pages else max(min(most, share), 1)
             recurrent = self.decoder.spec.delta is not None
             slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
-            states = RecurrentStates(self.decoder, slots, self._device) if self.decoder.num_linear else None
+            num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
+            states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None
             sizes = *shape, num_pages, config.page_size
             cache = KVCache(*sizes, dtype, self._device, self._backend, self._shared, states)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
@@ -310,7 +310,8 @@ class Generator:
         room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
         if state := slot_bytes(self.decoder):
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
-            room -= num_rows * state
+            spare = SPARE_SLOTS * self.config.enable_prefix_caching * (self.config.micro_batches or self.mesh.layout.pp)
+            room -= (num_rows + spare) * state
         sizes = *self._cache_shape, self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._shared)
         pages = int(room) // KVCache.page_bytes(*sizes)
         least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")

@@ -142,6 +142,8 @@ class ModelRunner:
         repeats = step.repeats
         if step.copies:
             self.cache.copy_pages(step.copies)
+        if step.state_copies and self.cache.states is not None:
+            self.cache.states.copy(step.state_copies)
         decoding = [item.row for item in step.work if item.decodes] if repeats else []
         others = [item for item in step.work if not (repeats and item.decodes)]
         lines, ends = _draws(step.work, repeats)

@@ -1,8 +1,8 @@
 """What layers with linear attention know of the rows in flight: a state of fixed size per row and layer, beside the pages.
 
 A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot
-held, so slots need no clearing. A row that is preempted computes all of its tokens again. Pages of shared prompts have no states: such
-models share none.
+held, so slots need no clearing. A row that is preempted computes all of its tokens again, or begins with the state of its prompt
+(``prompt_states``).
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ class RecurrentStates:
         self.inputs[layer].index_copy_(0, slots, kept)
         self.memory[layer].index_copy_(0, slots, memory)
         return out
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy slots (source, destination); each source is read before any destination is written."""
+        source, destination = on_device(np.array(copies, dtype=np.int64), self.memory.device).unbind(1)
+        for layer in (*self.inputs, *self.memory):
+            layer.index_copy_(0, destination, layer.index_select(0, source))
 
     def offload(self) -> None:
         """Free the memory; the states wait in host memory."""
