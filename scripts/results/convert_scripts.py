@@ -4,7 +4,8 @@
     python scripts/results/convert_scripts.py CHECKOUT/examples --json examples.json
 
 A script converts if ``convert`` writes a configuration. It loads if ``train`` accepts that. It is laid out if ``plan`` then finds its
-calls and places them as configured on the script's GPUs, whatever memory they need; each model has the sizes of a large Llama.
+calls and places them as configured on the script's GPUs, whatever memory they need; each model has the sizes of a large Llama, or of
+a large Qwen3-MoE where the script asks for what only experts have.
 Models and data are not read. What stops the others is named by its key, and so are keys that nothing is known about.
 """
 
@@ -28,9 +29,22 @@ from rlhf_spmd import convert, plan
 from rlhf_spmd.train import read_config
 
 # divisible by what layouts divide by
-SIZES = (
-    "hidden_size: 16384, intermediate_size: 32768, num_hidden_layers: 384, num_attention_heads: 128, num_key_value_heads: 128"
-)
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 151936,
+    "hidden_size": 16384,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 384,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 4096,
+}
 UNKNOWN = "not known: look it up"
 KEY = re.compile(r"\b[a-z_]\w*(?:\.\w+)+")
 
@@ -79,11 +93,12 @@ def try_script(path: Path, name: str) -> Converted:
 def lay_out(made: Path, nodes: int, gpus: int) -> None:
     """Place the calls of the configuration ``made`` as it says. Raises ValueError, one line."""
     config, _ = read_config(str(made), [])
-    roles = {*config.models, *(("reward",) if config.reward.model is not None else ())}
+    roles = set(config.models)
     roles |= {"reference"} & set(config.algorithm.roles)
-    sizes = [
-        text for role in roles for text in (f"models.{role}.path=null", f"models.{role}.spec={{{SIZES}, vocab_size: 151936}}")
-    ]
+    asks = any(model.layout.ep > 1 or model.router_replay != "disabled" for model in config.models.values())
+    (made.parent / "config.json").write_text(json.dumps(LLAMA | (EXPERTS if asks else {})), encoding="utf-8")
+    sizes = [f"models.{role}.path={made.parent}" for role in roles if role != "reward"]
+    sizes += [f"reward.model={made.parent}"] if config.reward.model is not None else []
     cluster = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}", "cluster.gpu=h100"]
     request = plan.read_run(str(made), [*sizes, *cluster, "plan.fixed=config", f"plan.out={made.parent / 'plan.yaml'}"])
     try:

@@ -37,6 +37,7 @@ from rlhf_spmd.config.verl_meanings import (
     GATHERED,
     optimizer_of,
     our_name,
+    ranks_of_experts,
     replay_of,
     shard_for_generation,
     split_bounds,
@@ -295,6 +296,7 @@ def tree_of(found: dict[str, Any]) -> DictConfig:
 
 def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], config: type) -> None:
     """Change, in place, the settings that verl and this project express differently."""
+    found.update(ranks_of_experts(given, found))
     if given.get(ACTOR + "use_dynamic_bsz") and found.pop("algorithm.ppo_micro_batch_size_per_gpu", None):
         left[ACTOR + "ppo_micro_batch_size_per_gpu"] = "verl does not read it either, with use_dynamic_bsz"
     elif "algorithm.ppo_micro_batch_size_per_gpu" in found:

@@ -400,16 +400,18 @@ def test_megatrons_weights_are_sharded_where_generation_needs_it(tmp_path: Path,
 
 
 def test_megatrons_experts_are_shared(tmp_path: Path) -> None:
+    """Its ep counts ranks of tp too where each expert is whole on one; a rank holds as much of them here."""
     actor, more = "actor_rollout_ref.actor.megatron.", "model_engine=megatron"
+    reference = actor.replace("actor.meg", "ref.meg")
     given = (
         f"{actor}tensor_model_parallel_size=2",
-        f"{actor}expert_model_parallel_size=4",
-        f"{actor}expert_tensor_parallel_size=1",
+        f"{actor}expert_model_parallel_size=8",
+        f"{reference}expert_model_parallel_size=2",
     )
-    given += (f"{actor.replace('actor.meg', 'ref.meg')}expert_model_parallel_size=2", more)
-    config, _, said = convert(tmp_path, "grpo", *given, kl=True)
-    assert (config.models["actor"].layout.ep, config.models["reference"].layout.ep) == (4, 2)
-    assert "expert_tensor_parallel_size: left out, layout.tp splits each expert" in said
+    for whole, ep in ((f"{actor}expert_tensor_parallel_size=1", 4), (f"{actor}expert_tensor_parallel_size=2", 8), (more, 8)):
+        config, _, said = convert(tmp_path, "grpo", *given, whole, more, kl=True)
+        assert (config.models["actor"].layout.ep, config.models["reference"].layout.ep) == (ep, 2)
+        assert ("expert_tensor_parallel_size: left out, layout.tp splits each expert" in said) == (whole != more)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])

@@ -20,6 +20,7 @@ SCRIPTS = {  # name: text, estimator, further settings
     "estimator.sh": (RL, "no_such", ""),
     "loads_not.sh": (RL, "grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=no_such"),
     "fits_not.sh": (RL, "grpo", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"),
+    "experts.sh": (RL, "grpo", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8"),
     "other.sh": ("python3 -m verl.trainer.main_generation data.path=/d\n", "", ""),
 }
 
@@ -34,7 +35,7 @@ def test_a_directory_of_scripts(tmp_path: Path) -> None:
         [*command, "--json", str(tmp_path / "out.json")], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["rl", "6", "4", "3", "2", "1"] in lines and ["sft", "2", "2", "2", "2", "2"] in lines
+    assert ["rl", "7", "5", "4", "3", "2"] in lines and ["sft", "2", "2", "2", "2", "2"] in lines
     found = {one["script"]: one for one in json.loads((tmp_path / "out.json").read_text())}
     stopped = {name: one["stopped_by"] for name, one in found.items() if one["stopped_by"]}
     assert stopped == {

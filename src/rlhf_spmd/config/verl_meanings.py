@@ -63,6 +63,23 @@ def replay_of(verl: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     return {}, {}
 
 
+def ranks_of_experts(verl: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``layout.ep`` of roles whose experts Megatron cuts into fewer columns than other matrices: its ep counts ranks of tp too.
+
+    Here tp always cuts an expert, so ep is as much smaller. A rank holds as many numbers of experts.
+    """
+    made = {}
+    for key, etp in verl.items():
+        section = re.fullmatch(
+            r"(actor_rollout_ref\.actor\.|actor_rollout_ref\.ref\.|critic\.|engine\.).*\b(expert_tensor_parallel_size|etp)", key
+        )
+        if section is not None and etp:
+            role = {"actor_rollout_ref.ref.": "reference", "critic.": "critic"}.get(section[1], "actor")
+            ep, tp = (found.get(f"models.{role}.layout.{axis}") or 1 for axis in ("ep", "tp"))
+            made[f"models.{role}.layout.ep"] = max(1, ep * etp // tp)
+    return made
+
+
 def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return ``models.<role>.optim.name`` where ``<section>.optimizer`` asks for another than AdamW; and why it cannot be had."""
     asked = str(verl.get(f"{section}.optimizer", "AdamW"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from yaml import safe_load
 
-from rlhf_spmd.config.verl_meanings import optimizer_of, our_name
+from rlhf_spmd.config.verl_meanings import optimizer_of, our_name, ranks_of_experts
 
 
 @cache
@@ -34,7 +34,7 @@ def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     ours = {key: our_name(names["keys"], key) for key in verl}
     found |= {name: verl[key] for key, name in ours.items() if name is not None and _is_set(key, verl[key])}
     optimizer, without = optimizer_of(verl, "optim", "actor")
-    found |= optimizer
+    found |= optimizer | ranks_of_experts(verl, found)
     if verl.get("optim.min_lr"):
         found["models.actor.optim.min_lr_ratio"] = verl["optim.min_lr"] / verl["optim.lr"]
     left = {
