@@ -279,7 +279,9 @@ def run_ahead(rng: random.Random, most: int, recurrent: bool = False) -> Schedul
         cache.begun |= {row.index: 0 for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if step.work:
-            repeats, drawn = scheduler.look_ahead(step, rng.randint(1, 4)) if rng.random() < 0.7 else 0, []
+            if rng.random() < 0.7:
+                scheduler.look_ahead(step, rng.randint(1, 4))
+            repeats, drawn = step.repeats, []
             for i, item in enumerate(step.work):
                 row, length = item.row, item.row.length
                 number = min(repeats, row.limit - length) if repeats and item.decodes else 1

@@ -121,7 +121,7 @@ def test_outputs_states_and_gradients(shape: DeltaShape, package: None) -> None:
     given = [each.requires_grad_() for each in inputs(sum(lengths), shape)]
     x, decay, rate, weight = given
     parts = list(zip(*(each.split(lengths) for each in (x, decay, rate)), strict=True))
-    wanted = [mix_tokens(*(each[None] for each in part), weight, shape, None, None) for part in parts if len(part[0])]
+    wanted = [mix_tokens(a[None], b[None], c[None], weight, shape, None, None) for a, b, c in parts if len(a)]
     out, none = kernels.mix(x, decay, rate, weight, shape, Packing(lengths, CPU))
     expected = torch.cat([one[0][0] for one in wanted])
     assert none is None and out.shape == expected.shape and (out - expected).abs().max() < 1e-12
@@ -134,8 +134,9 @@ def test_outputs_states_and_gradients(shape: DeltaShape, package: None) -> None:
         more, after = kernels.mix(x[:9], decay[:9], rate[:9], weight, shape, Packing([1, 6, 2], CPU), states)
         assert after is not None and after.shape == states.memory.shape
         for i, (start, end) in enumerate(((0, 1), (1, 7), (7, 9))):
-            some = (each[None, start:end] for each in (x, decay, rate))
-            alone_out, _, memory = mix_tokens(*some, weight, shape, None, DeltaStates(*(each[i : i + 1] for each in states)))
+            a, b, c = (each[None, start:end] for each in (x, decay, rate))
+            before = DeltaStates(states.inputs[i : i + 1], states.memory[i : i + 1])
+            alone_out, _, memory = mix_tokens(a, b, c, weight, shape, None, before)
             assert (more[start:end] - alone_out[0]).abs().max() < 1e-12 and (after[i] - memory[0]).abs().max() < 1e-12
 
 

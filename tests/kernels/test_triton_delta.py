@@ -86,6 +86,10 @@ def drawn(shape: DeltaShape, dtype: torch.dtype, rows: int, length: int) -> tupl
     return tokens, [*convs, draw(shape.values), draw(shape.values), 1 + draw(shape.value_dim) / 4]
 
 
+def on_device(conv: Tensor, decay: Tensor, bias: Tensor, norm: Tensor) -> MixerWeights:
+    return MixerWeights(conv.to(DEVICE), decay.to(DEVICE), bias.to(DEVICE), norm.to(DEVICE), EPS)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_token_equals_float64(shape: DeltaShape, dtype: torch.dtype) -> None:
@@ -94,7 +98,7 @@ def test_a_token_equals_float64(shape: DeltaShape, dtype: torch.dtype) -> None:
     tokens, weights = drawn(shape, dtype, rows, length)
     convs, (log_rate, bias, norm) = weights[:3], weights[3:]
     blocked = [conv.chunk(shape.blocks)[i].reshape(-1, 1, shape.kernel) for i in range(shape.blocks) for conv in convs]
-    given = MixerWeights(*(w.to(DEVICE) for w in (torch.cat(blocked), log_rate, bias, norm)), EPS)
+    given = on_device(torch.cat(blocked), log_rate, bias, norm)
     heads = shape.keys, shape.values // shape.keys
     inputs = torch.full((5, shape.kernel - 1, shape.channels), torch.nan, dtype=dtype, device=DEVICE)
     memory = torch.full((5, *heads, shape.key_dim, shape.value_dim), torch.nan, device=DEVICE)
@@ -127,7 +131,7 @@ def test_small_steps_are_not_lost() -> None:
     row = torch.zeros(1, shape.channels + 6, device=DEVICE)
     row[0, -2:] = torch.tensor([-80.0, -15.0])  # nothing is written
     parts = torch.zeros(shape.channels, 1, 2), torch.tensor([6.0]), torch.zeros(1), torch.ones(4)
-    given, memory = MixerWeights(*(x.to(DEVICE) for x in parts), EPS), torch.ones(1, 1, 1, 4, 4, device=DEVICE)
+    given, memory = on_device(*parts), torch.ones(1, 1, 1, 4, 4, device=DEVICE)
     inputs, zero = torch.zeros(1, 1, shape.channels, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     GpuOps().mix_token(row, given, shape, StateRows(inputs, memory, zero, zero + 5))
     exact = -math.expm1(-math.exp(6) * math.log1p(math.exp(-15)))
@@ -139,7 +143,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     shape, ops = SHAPES[1], GpuOps()
     tokens, weights = drawn(shape, dtype, 5, 1)
     conv = torch.cat([conv.reshape(-1, 1, shape.kernel) for conv in weights[:3]])
-    given = MixerWeights(*(w.to(DEVICE) for w in (conv, *weights[3:])), EPS)
+    given = on_device(conv, *weights[3:])
     product = torch.stack([in_blocks(row[0], 1) for row in tokens]).to(DEVICE)
     inputs = product[:, None, : shape.channels].repeat(1, shape.kernel - 1, 1)
     memory = torch.randn(5, 3, 1, 5, 7, generator=torch.Generator().manual_seed(1)).to(DEVICE)

@@ -54,7 +54,7 @@ class RecurrentStates:
         [B]: their tokens. ``args``: from x to valid."""
         inputs = self.inputs[layer].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
         memory = self.memory[layer].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
-        out, seen, memory = mix_tokens(*args, DeltaStates(inputs, memory))
+        out, seen, memory = mix_tokens(*args, states=DeltaStates(inputs, memory))
         last = ends[:, None] + torch.arange(inputs.shape[1], device=ends.device)  # the last inputs of each row
         kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
         self.inputs[layer].index_copy_(0, slots, kept)
