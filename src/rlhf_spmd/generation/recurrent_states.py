@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,12 +48,22 @@ class RecurrentStates:
             return PackedStepMixing(self, work, self.kernels)
         return StepMixing(self, work)
 
-    def mix(self, layer: int, slots: Tensor, begins: Tensor, ends: Tensor, *args: Any) -> Tensor:
+    def mix(
+        self,
+        layer: int,
+        slots: Tensor,
+        begins: Tensor,
+        ends: Tensor,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        weight: Tensor,
+        shape: DeltaShape,
+        valid: Tensor | None,
+    ) -> Tensor:
         """:func:`~rlhf_spmd.kernels.mix_tokens` of rows with these ``slots`` [B]. ``begins`` [B]: those that begin with zeros; ``ends``
-        [B]: their tokens. ``args``: from x to valid."""
+        [B]: how many tokens they have; ``tokens``: x, decay and rate."""
         inputs = self.inputs[layer].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
         memory = self.memory[layer].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
-        out, seen, memory = mix_tokens(*args, states=DeltaStates(inputs, memory))
+        out, seen, memory = mix_tokens(*tokens, weight, shape, valid, DeltaStates(inputs, memory))
         last = ends[:, None] + torch.arange(inputs.shape[1], device=ends.device)  # the last inputs of each row
         kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
         self.inputs[layer].index_copy_(0, slots, kept)
@@ -115,8 +124,8 @@ class StepMixing:
         outs = []
         for part, group in zip(self._packing.alike(1, math.inf), self._groups, strict=True):
             valid = None if part.full else part.valid[:, :, None]
-            rows = (part.gather(each) for each in (x, decay, rate))
-            outs.append(part.picked(self._states.mix(layer_index, *group, *rows, weight, shape, valid)))
+            rows = part.gather(x), part.gather(decay), part.gather(rate)
+            outs.append(part.picked(self._states.mix(layer_index, *group, rows, weight, shape, valid)))
         return torch.cat(outs).index_select(0, self._packing.places(1, math.inf))
 
 
@@ -160,6 +169,5 @@ class DecodeMixing:
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """As :meth:`StepMixing.mix`, where each slot is of a row."""
-        begins, rows = self._positions == 0, (each[:, None] for each in (x, decay, rate))
-        ends = torch.ones_like(self._slots)
-        return self._states.mix(layer_index, self._slots, begins, ends, *rows, weight, shape, None)[:, 0]
+        rows, begins, ends = (x[:, None], decay[:, None], rate[:, None]), self._positions == 0, torch.ones_like(self._slots)
+        return self._states.mix(layer_index, self._slots, begins, ends, rows, weight, shape, None)[:, 0]
