@@ -249,7 +249,7 @@ NEW_TOKENS = 5
 MIN_GAP = 5e-3  # between the two largest logits, which differ from transformers' by some 1e-5: no draw lies on the edge
 LENGTHS = (66, 61, 58, 70)  # longer than every window, and across the end of a page of 64
 PAGES = (1, 7, 64)
-MOST_UNLIKE = ("llama-tied-bias", "phi3", "gemma3", "qwen3-moe")
+MOST_UNLIKE = ("llama-tied-bias", "phi3", "gemma4", "qwen3-moe")
 
 
 @dataclass(frozen=True)

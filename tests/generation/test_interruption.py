@@ -23,6 +23,7 @@ from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
+from small_models import CONFIGS
 
 S = SamplingConfig(temperature=0.9)
 PENALISED = replace(S, repetition_penalty=1.2, logprobs=2)
@@ -266,8 +267,13 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
     assert generator._micro_batches is None and live_bytes() < before + 100_000
 
 
-def test_rows_go_on_from_what_older_weights_computed(path: str, other: str) -> None:
+@pytest.mark.parametrize("name", [None, "gemma4"])  # whose layers have pages of two shapes
+def test_rows_go_on_from_what_older_weights_computed(path: str, other: str, name: str | None, tmp_path: Path) -> None:
     """Under other weights: only the last token of a row is new to them, and rows of a prompt that begin later share nothing."""
+    if name is not None:
+        path, other = str(tmp_path / "path"), str(tmp_path / "other")
+        for seed, made in enumerate((path, other)):
+            write_random_model(Path(made), {**CONFIGS[name], "initializer_range": 0.2}, seed)
     first, second = build(path).decoder, build(other).decoder
     row = Request(0, 0, [5, 6, 7, 8, 9] * 5, 12)
     late = [replace(row, row_id=1), replace(row, row_id=2)]

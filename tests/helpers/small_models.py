@@ -120,6 +120,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 500.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gemma4": {
+        **_SIZES,
+        "model_type": "gemma4_text",
+        "architectures": ["Gemma4ForCausalLM"],
+        "head_dim": 12,
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 32,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 50000.0},
+        },
+        "pad_token_id": 0,
+    },
     "phi4-mini": {
         **_SIZES,
         "model_type": "phi3",

@@ -308,7 +308,13 @@ def test_argmax_takes_the_first_of_equal_ones(found: kernels.CppOps) -> None:
     assert torch.equal(found.argmax(logits), logits.argmax(-1)) and int(found.argmax(logits)[6]) == 99
 
 
-ONE_BY_ONE = ("llama-tied-bias", "seed-oss", "ministral3", "qwen3-5")  # their operations, as those of layers with experts
+ONE_BY_ONE = (
+    "llama-tied-bias",
+    "seed-oss",
+    "ministral3",
+    "qwen3-5",
+    "gemma4",
+)  # their operations, as those of layers with experts
 LAYERS = [name for name, config in CONFIGS.items() if name not in ONE_BY_ONE and "num_experts_per_tok" not in config]
 
 

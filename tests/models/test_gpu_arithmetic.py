@@ -75,6 +75,7 @@ DENSE = [
     "qwen3-tied",
     "gemma2",
     "gemma3",
+    "gemma4",
     "phi4-mini",
     "olmo2",
     "exaone4",

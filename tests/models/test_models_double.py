@@ -21,7 +21,7 @@ from small_models import CONFIGS, LENGTHS, make_batch, make_model
 MOST = 1e-9
 LINEAR = ["qwen3-5"]  # and two among EXPERTS
 EXPERTS = [name for name, config in CONFIGS.items() if "num_experts_per_tok" in config]
-DENSE = ["phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3"]
+DENSE = ["gemma4", "phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3"]
 
 
 @pytest.mark.parametrize("name", EXPERTS + DENSE + LINEAR)
@@ -55,7 +55,8 @@ def test_log_probs_and_gradients_equal_transformers(tmp_path: Path, name: str) -
 def test_the_planner_counts_what_transformers_has(tmp_path: Path, name: str) -> None:
     path = make_model(tmp_path, CONFIGS[name])
     model, spec = double_model(path), read_spec(path)
-    assert shape_of(spec, "lm").params == pytest.approx(sum(p.numel() for p in model.parameters()))
+    scalars = sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("layer_scalar"))
+    assert shape_of(spec, "lm").params == pytest.approx(sum(p.numel() for p in model.parameters()) + scalars)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size  # which is looked up
     assert forward_flops(spec, 10, 0) == 10 * 2 * (matrices - embedding)

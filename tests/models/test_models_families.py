@@ -49,7 +49,7 @@ from saved_models import checkpoint_of, logits, model_tensors
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 LINEAR = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
-DENSE = ("phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3")
+DENSE = ("gemma4", "phi4-mini", "seed-oss", "olmo2", "olmo3", "exaone4", "smollm3", "granite", "glm4", "ministral3")
 LATENT = ("deepseek-v3", "deepseek-v2")
 EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", *LATENT)
 FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", *EXPERTS, *DENSE)
@@ -120,6 +120,8 @@ def test_generation(models: dict[str, Path], name: str) -> None:
     ("name", "layout"),
     [
         ("gemma2", Layout(pp=2)),
+        ("gemma4", Layout(pp=2)),
+        ("gemma4", Layout(tp=2)),
         ("qwen3-moe", Layout(tp=2)),
         ("phi3", Layout(tp=2)),
         ("olmo2", Layout(tp=2)),
@@ -159,6 +161,9 @@ def test_generation_in_layouts(models: dict[str, Path], name: str, layout: Layou
         ("deepseek-v2", "lm", Layout(pp=2, dp=2, zero=1), "none"),
         ("gemma2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "none"),
         ("gemma3", "lm", Layout(dp=2, zero=3), "full"),
+        ("gemma4", "lm", Layout(pp=2, tp=2, sequence_parallel=True), "selective"),
+        ("gemma4", "lm", Layout(tp=2, dp=2, zero=3), "none"),
+        ("gemma4", "value", Layout(tp=2, dp=2, cp=2), "none"),
         ("phi3", "lm", Layout(tp=4), "none"),
         ("phi4-mini", "lm", Layout(pp=2, tp=2), "none"),
         ("seed-oss", "lm", Layout(dp=2, zero=2), "none"),
@@ -232,7 +237,9 @@ def test_export_is_what_transformers_writes(tmp_path: Path, name: str) -> None:
     assert torch.equal(logits(loaded.eval()), logits(model))
 
 
-@pytest.mark.parametrize(("kind", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral"), ("mistral3", "ministral3")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gemma3", "gemma3"), ("gemma4", "gemma4"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
+)
 def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: str) -> None:
     """transformers writes a model with a vision tower; two ranks read its language model, and the export is one for text."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -242,12 +249,12 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path, kind: str, name: st
     eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     ids = dict.fromkeys(("image_token_index", "boi_token_index", "eoi_token_index"), text["vocab_size"] - 1)
     seeing = {"vision_config": {**eyes, "patch_size": 14}, "mm_tokens_per_image": 4, **ids}
-    config = AutoConfig.for_model(kind, text_config=text, tie_word_embeddings=kind == "gemma3", **seeing)
+    config = AutoConfig.for_model(kind, text_config=text, tie_word_embeddings=kind.startswith("gemma"), **seeing)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path / "source")
     stored = load_file(tmp_path / "source" / "model.safetensors")
-    assert any(name.startswith("vision_tower.") for name in stored)
-    named = {name.removeprefix("language_model."): x for name, x in stored.items() if name.startswith("language_model.")}
+    assert any("vision_tower." in name for name in stored)
+    named = {name.replace("language_model.", ""): x for name, x in stored.items() if "language_model." in name}
     path = checkpoint_of(named, tmp_path / "source", tmp_path / "run", "lm")
     out = export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)

@@ -27,6 +27,7 @@ def make_spec(family: str, **changes: Any) -> ModelSpec:
         "num_hidden_layers": 5,
         "num_attention_heads": 16,
         "num_key_value_heads": 16 if "kv_lora_rank" in CONFIGS[family] else 4,
+        "num_global_key_value_heads": 4,
         "linear_num_key_heads": 8,
         "linear_num_value_heads": 16,
         "partial_rotary_factor": 1,  # factors of rotary embeddings would fit one head_dim alone

@@ -33,8 +33,8 @@ from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.packing import round_up
-from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.sharding import cache_shape
 from rlhf_spmd.parallel.mesh import Mesh
 
 
@@ -262,7 +262,7 @@ class Generator:
         Together they have the pages that the rows which can run at once may need, as far as memory allows.
         Collective over the replica: every rank of it must call, in program order.
         """
-        config, dtype, shape = self.config, self.decoder.dtype, self._cache_shape
+        config, dtype, shapes = self.config, self.decoder.dtype, self._cache_shapes
         at_once = config.max_num_seqs if self.reserved else min(len(rows), config.max_num_seqs)
         flying, total = (at_once, config.num_pages) if config.num_pages else self._affordable(at_once)
         if flying < at_once:
@@ -283,18 +283,21 @@ class Generator:
             slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
             num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
             states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None
-            sizes = *shape, num_pages, config.page_size
-            cache = KVCache(*sizes, dtype, self._device, self._backend, self._shared, states)
+            usual, *others = [(*shape, num_pages, config.page_size) for shape in shapes]
+            rest = dtype, self._device, self._backend, self._shared
+            of_global = KVCache(*others[0], *rest) if others else None
+            cache = KVCache(*usual, *rest, states, of_global)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
             micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots, recurrent))
         return micro_batches
 
     @property
-    def _cache_shape(self) -> tuple[int, int, int]:
-        """Layers with attention (at least one, so that there are pages), KV heads and head size on this rank."""
-        block = self.decoder.layers[0]
-        assert isinstance(block, Block)
-        return max(len(self.decoder.layers) - self.decoder.num_linear, 1), *block.cache_shape
+    def _cache_shapes(self) -> list[tuple[int, int, int]]:
+        """Layers with attention (at least one, so that there are pages), KV heads and head size on this rank, by kind of heads."""
+        decoder, tp = self.decoder, self.decoder.tp
+        kinds = list(map(decoder.kind_of, decoder.layer_ids))
+        shapes = [cache_shape(spec, tp.rank, tp.size) for spec in decoder.spec.kinds_of_heads()]
+        return [(max(kinds.count(kind), 1), *shape) for kind, shape in zip(("usual", "global"), shapes, strict=False)]
 
     @property
     def _shared(self) -> bool:
@@ -312,8 +315,8 @@ class Generator:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
             spare = SPARE_SLOTS * self.config.enable_prefix_caching * (self.config.micro_batches or self.mesh.layout.pp)
             room -= (num_rows + spare) * state
-        sizes = *self._cache_shape, self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._shared)
-        pages = int(room) // KVCache.page_bytes(*sizes)
+        rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._shared)
+        pages = int(room) // sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
         least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
         return int(least[0]), int(least[1])
 

@@ -28,7 +28,7 @@ from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import CppOps, Ops, capabilities, on_device
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
 from rlhf_spmd.kernels.pinned_memory import host_empty
-from rlhf_spmd.models.attention import Attention
+from rlhf_spmd.models.attention import Attention, ByHeads
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 
@@ -65,6 +65,8 @@ class KVCache:
 
     A page has page_size * D elements, or for the C++ kernels those that ``kernels/attention.cpp`` says. Pages are zeros at
     first: attention reads and masks unused slots, which must be finite.
+
+    ``of_global``: the pages of layers with ``ModelSpec.global_heads``, which have the same numbers.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class KVCache:
         backend: Backend,
         shared: bool = False,
         states: RecurrentStates | None = None,
+        of_global: KVCache | None = None,
     ) -> None:
+        self.of_global = of_global
         self.states = states  # of the rows in flight, for models with linear attention
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
@@ -108,6 +112,17 @@ class KVCache:
     ) -> int:
         return num_layers * num_planes * kv_heads * CppOps.page_elements(page_size, head_dim) * dtype.itemsize
 
+    def for_step(self, work: Sequence[SequenceWork], num_heads: int) -> Attention:
+        """As :attr:`Backend.for_step`, of all layers."""
+        return self._by_heads(lambda cache: self.backend.for_step(work, cache, num_heads))
+
+    def decoding(self, positions: Tensor, page_table: Tensor, num_heads: int) -> Attention:
+        """As :attr:`Backend.decoding`, of all layers."""
+        return self._by_heads(lambda cache: self.backend.decoding(positions, page_table, cache, num_heads))
+
+    def _by_heads(self, build: Callable[[KVCache], Attention]) -> Attention:
+        return build(self) if self.of_global is None else ByHeads(build(self), build(self.of_global))
+
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) pages in all layers. No page is both source and destination."""
         pairs = on_device(np.array(copies, dtype=np.int64), self.pages.device)
@@ -115,11 +130,15 @@ class KVCache:
         for some in pairs.split(max(limit * self.num_pages // self.pages.nbytes, 1)):
             source, destination = some.unbind(1)
             self.pages[:, :, :, destination] = self.pages[:, :, :, source]
+        if self.of_global is not None:
+            self.of_global.copy_pages(copies)
 
     def offload(self, used: Sequence[int]) -> None:
         """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
         if self.states is not None:
             self.states.offload()
+        if self.of_global is not None:
+            self.of_global.offload(used)
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
         host = host_empty(shape, self.pages.dtype, self.pages.device)
@@ -134,6 +153,8 @@ class KVCache:
             return
         if self.states is not None:
             self.states.reload()
+        if self.of_global is not None:
+            self.of_global.reload()
         (index, host), self._on_host = self._on_host, None
         self.pages = self._zeros(self.pages.dtype, self.pages.device)
         for layer, pages in zip(host, self.pages, strict=True):
@@ -234,9 +255,8 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
 
     The logits count twice where steps are captured as graphs.
     """
-    block = decoder.layers[0]
-    assert isinstance(block, Block)
-    spec, size = decoder.spec, decoder.dtype.itemsize
+    spec, size, blocks = decoder.spec, decoder.dtype.itemsize, [block for block in decoder.layers if isinstance(block, Block)]
+    block = max(blocks, key=lambda block: (block.num_heads + block.num_kv_heads) * block.head_dim)
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
     columns = spec.intermediate_size / decoder.tp.size
     row = 4 * spec.hidden_size + queries + 2 * keys + max(3 * columns, 3 * queries + 3 * keys)

@@ -223,7 +223,7 @@ class ModelRunner:
             places = [first + i for first, draft in drafts for i in range(len(draft))]
             tokens = [token for _, draft in drafts for token in draft]
             self.tokens.index_copy_(0, *(on_device(np.array(each, dtype=np.int64), self.device) for each in (places, tokens)))
-        attention = self.cache.backend.for_step(work, self.cache, self.num_heads)
+        attention = self.cache.for_step(work, self.num_heads)
         if self.decoder.is_first:
             lines = np.repeat([item.row.index * self.width for item in work], [item.num_tokens for item in work])
             inputs = self.tokens.index_select(0, on_device(lines, self.device) + attention.positions)
@@ -329,9 +329,9 @@ class ModelRunner:
         """What a captured step has fixed outside the arena: addresses, shapes and rules."""
         rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
-        cache, states = self.cache, self.cache.states
+        caches, states = (cache.pages for cache in (self.cache, self.cache.of_global) if cache is not None), self.cache.states
         of_states = () if states is None else (states.inputs.data_ptr(), states.memory.data_ptr())
-        return cache.pages.data_ptr(), cache.pages.shape, of_states, weights, rules
+        return *((pages.data_ptr(), pages.shape) for pages in caches), of_states, weights, rules
 
     def _decode_once(
         self,
@@ -349,7 +349,7 @@ class ModelRunner:
         _, lengths, _, _, _, limits, _, tokens_from = state
         positions, states = lengths - 1, self.cache.states
         inputs = self.tokens.index_select(0, tokens_from + positions)
-        attention = self.cache.backend.decoding(positions, page_table, self.cache, self.num_heads)
+        attention = self.cache.decoding(positions, page_table, self.num_heads)
         mixing = None if states is None else DecodeMixing(states, slots, positions)
         self._draw(self.decoder(inputs, attention, mixing=mixing), state, settings, groups, history)
         lengths += lengths + 1 < limits

@@ -6,6 +6,7 @@ distributes and gathers its rows by the same functions.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from rlhf_spmd.generation.pipeline_channels import connect_channels
 from rlhf_spmd.inference.loaded_model import LoadedModel, ModelConfig, base_directory, load_from_checkpoint
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.sharding import kv_heads_of
+from rlhf_spmd.models.sharding import cache_shape
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.device_setup import choose_device
@@ -61,8 +62,8 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
     """Raises ValueError if the device lacks memory for ``num_pages`` (at least one), or if there is no device."""
     device, pages = choose_device(launch), generation.num_pages or 1
-    heads, layers = len(kv_heads_of(spec, 0, layout.tp)), -(-spec.num_hidden_layers // layout.pp)
-    numbers = 2 * heads * spec.head_dim if spec.latent is None else spec.latent.entry
+    layers, planes = -(-spec.num_hidden_layers // layout.pp), 2 if spec.latent is None else 1
+    numbers = min(planes * math.prod(cache_shape(kind, 0, layout.tp)) for kind in spec.kinds_of_heads())
     token = layers * numbers * model.torch_dtype(device).itemsize
     needed = pages * generation.page_size * token  # some backends' pages are larger
     there = total_bytes(device, launch.local_size)

@@ -40,6 +40,17 @@ class HasCache(Protocol):
     cache: Any
 
 
+class ByHeads:
+    """An attention of generation for models with ``ModelSpec.global_heads``: layers with these have pages, and so a context, of their
+    own."""
+
+    def __init__(self, usual: Attention, of_global: Attention) -> None:
+        self.usual, self.of_global, self.positions = usual, of_global, usual.positions
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        return self.usual.attend(layer_index, q, k, v, rule)
+
+
 class PackedAttention:
     """Causal attention within each of several packed sequences (training and scoring).
 

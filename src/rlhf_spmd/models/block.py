@@ -15,10 +15,10 @@ from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.activations import run_part
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
-from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
+from rlhf_spmd.models.expert_config import CORRECTION, SCALAR, WHOLE
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.latent_attention import LatentAttention
-from rlhf_spmd.models.layers import Linear, RMSNorm, split_gates, whole_norms
+from rlhf_spmd.models.layers import Linear, RMSNorm, norm_values, split_gates, whole_norms
 from rlhf_spmd.models.linear_attention import LinearMixer, TokenMixing
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.rope import Rope
@@ -33,7 +33,7 @@ from rlhf_spmd.parallel.collectives import Group
 class Block(nn.Module):
     """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
 
-    ``index`` counts the stage's layers of its kind, with attention or with linear attention; ``layer`` all of the model.
+    ``index`` counts the stage's layers of its kind, see :meth:`Decoder.kind_of`; ``layer`` all of the model.
     """
 
     qkv: Linear
@@ -56,6 +56,7 @@ class Block(nn.Module):
         ep: Group,
     ) -> None:
         super().__init__()
+        spec = spec.of_layer(layer)
 
         def linear(name: str) -> Linear:
             matrix, adapter = shards[f"{name}.weight"], None
@@ -80,8 +81,6 @@ class Block(nn.Module):
         self.num_heads = spec.num_attention_heads // tp.size
         self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
         self.num_kv_heads = len(kv_heads_of(spec, tp.rank, tp.size))
-        # heads of the cache, and elements of each
-        self.cache_shape = (self.num_kv_heads, self.head_dim) if spec.latent is None else (1, spec.latent.entry)
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one, spec.interleaved_rope)
         self.residual_scale, self.whole_qk_norm = spec.residual_scale, spec.whole_qk_norm
@@ -105,6 +104,8 @@ class Block(nn.Module):
             if name == CORRECTION:
                 getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
+        self.value_norm, self.keys_as_values = spec.value_norm, spec.keys_as_values
+        self.scalar = linear(SCALAR).requires_grad_(False) if spec.names.scalar else None
         attention = (self.input_norm, getattr(self, "qkv", None), self.q_norm, self.k_norm, self.out, self.attention_norm)
         parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         sizes = *heads, shards["down.weight"].shape[-1]
@@ -113,7 +114,7 @@ class Block(nn.Module):
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
         alone = alone and self.sinks is None and spec.query_growth is None and self.latent is None and spec.delta is None
-        alone = alone and not any(one.base for one in self.adapters)
+        alone = alone and self.scalar is None and not any(one.base for one in self.adapters)
         self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
 
     def forward(
@@ -134,7 +135,8 @@ class Block(nn.Module):
             partial = self.run_part(self._activate, gate_up)
         else:
             x, partial = self.run_part(self._mix_experts, x, mixed, routers)
-        return x + self._leave(partial, self.down, self.mlp_norm, "mlp")
+        x = x + self._leave(partial, self.down, self.mlp_norm, "mlp")
+        return x if self.scalar is None else x * self.scalar.weight
 
     def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
         """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
@@ -177,6 +179,8 @@ class Block(nn.Module):
         """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
         assert not isinstance(attention, TokenMixing)
         norms: tuple[Tensor | None, ...] = None, None
+        if self.value_norm:
+            qkv = norm_values(self.ops, qkv, self.head_shape, self.keys_as_values)
         if self.q_norm is not None and self.k_norm is not None:
             if self.whole_qk_norm:
                 qkv = whole_norms(self.ops, qkv, self.q_norm, self.k_norm, self.head_shape, self.kv_copies, self.tp)

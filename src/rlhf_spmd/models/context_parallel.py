@@ -35,13 +35,14 @@ def check_cp(spec: ModelSpec, tp: int, cp: int, where: str) -> None:
             f"{where}.cp={cp}: linear attention ({spec.family}) passes its state from token to token, and ranks cannot share a row's "
             "tokens; allowed: 1"
         )
-    heads, kv = spec.num_attention_heads // tp, max(spec.num_key_value_heads // tp, 1)
-    if heads % cp or (kv % cp and cp % kv):
-        allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-        raise ValueError(
-            f"{where}.cp={cp}: its ranks share the heads of the attention, and with tp={tp} a rank has {heads} query heads and {kv} KV "
-            f"heads; allowed: {', '.join(map(str, allowed))}"
-        )
+    heads = spec.num_attention_heads // tp
+    for kv in (max(kind.num_key_value_heads // tp, 1) for kind in spec.kinds_of_heads()):
+        if heads % cp or (kv % cp and cp % kv):
+            allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+            raise ValueError(
+                f"{where}.cp={cp}: its ranks share the heads of the attention, and with tp={tp} a rank has {heads} query heads and "
+                f"{kv} KV heads; allowed: {', '.join(map(str, allowed))}"
+            )
 
 
 def rows_of(num_tokens: int, cp: Group) -> int:

@@ -20,7 +20,7 @@ from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
-from rlhf_spmd.models.attention import Attention
+from rlhf_spmd.models.attention import Attention, ByHeads
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm
@@ -107,8 +107,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for number, layer in enumerate(self.layer_ids):
             prefix = f"layers.{number}."
-            linear = spec.delta_of(layer) is not None
-            index = sum((spec.delta_of(other) is not None) == linear for other in list(self.layer_ids)[:number])
+            kind = self.kind_of(layer)
+            index = sum(self.kind_of(other) == kind for other in list(self.layer_ids)[:number])
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
             parallel = self.slices > 1, lora, self.ep
             self.layers.append(Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel))
@@ -200,6 +200,10 @@ class Decoder(nn.Module):
         assert self.head_kind in ("value", "both"), f"this decoder has no value head, but {self.head_kind!r}"
         return self.head_weight if self.value is None else self.value.weight
 
+    def kind_of(self, layer: int) -> str:
+        """What the layer of this index in the model has: "linear" attention, "global" heads or the "usual" ones."""
+        return "linear" if self.spec.delta_of(layer) else "global" if self.spec.has_global_heads(layer) else "usual"
+
     @property
     def num_linear(self) -> int:
         """Layers of this stage with linear attention."""
@@ -237,8 +241,10 @@ class Decoder(nn.Module):
         tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
         if mixing is None and self.num_linear:
             mixing = PackedMixing(attention, self.ops.packed_delta)
+        contexts = (attention.usual, attention.of_global) if isinstance(attention, ByHeads) else (attention, attention)
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
-            context = attention if self.spec.delta_of(layer) is None else mixing
+            kind = self.kind_of(layer)
+            context = mixing if kind == "linear" else contexts[kind == "global"]
             rope = tables[self.spec.local_rope(layer)]
             with self._saving(block, rope.cos, rope.sin):
                 x = self._run_layer(block, x, rope, context, num_tokens, routers)

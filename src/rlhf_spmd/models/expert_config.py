@@ -7,7 +7,7 @@ from typing import Literal
 
 from rlhf_spmd.kernels import RoutingRule
 
-CORRECTION = "correction"  # the parameter of a layer that no optimizer changes
+CORRECTION, SCALAR = "correction", "scalar"  # the parameters of a layer that no optimizer changes
 # every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
 WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
 
@@ -16,7 +16,7 @@ BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias")  # those whose rows
 
 def is_fixed(name: str) -> bool:
     """Returns True for a parameter of the decoder that no optimizer changes."""
-    return name.endswith(f".{CORRECTION}.weight")
+    return name.endswith((f".{CORRECTION}.weight", f".{SCALAR}.weight"))
 
 
 @dataclass(frozen=True)

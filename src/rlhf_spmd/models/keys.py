@@ -51,6 +51,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
     "longrope": (),
+    "proportional": (PART,),
 }
 
 
@@ -84,6 +85,8 @@ def read_rope(config: Mapping[str, Any], source: str, partly: bool = False) -> t
     if kind not in _KEYS:
         raise ValueError(f"{source}: '{key}.rope_type' is {kind!r}, which is not supported; allowed: {', '.join(_KEYS)}")
     numbers: dict[str, Any] = {name: read_positive(scaling.get(name), source, f"{key}.{name}") for name in _KEYS[kind]}
+    if kind == "proportional":
+        numbers["factor"] = read_positive(scaling.get("factor", 1.0), source, f"{key}.factor")
     if kind in ("yarn", "longrope"):
         numbers = _stretched(kind, scaling, config, source, key)
     return theta, {"rope_type": kind, **numbers} if kind != "default" else None

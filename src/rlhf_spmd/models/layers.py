@@ -61,6 +61,17 @@ def split_gates(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
     return rest.reshape(rows, -1).contiguous(), gates.reshape(rows, shape.queries, shape.dim)
 
 
+def norm_values(ops: Ops, qkv: Tensor, shape: HeadShape, shared: bool) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) * D] -> the same, values normed by head, without weights. ``shared``: it is [T, (Hq + Hkv) * D], and what
+    the keys come from serves as values."""
+    rows, blocks = len(qkv), qkv.view(len(qkv), shape.blocks, -1)
+    width, ends = shape.keys * shape.dim // shape.blocks, (shape.queries + shape.keys) * shape.dim // shape.blocks
+    values = blocks[:, :, ends - width : ends] if shared else blocks[:, :, ends:]
+    ones = torch.ones(shape.dim, dtype=qkv.dtype, device=qkv.device)
+    normed = ops.rms_norm(values.reshape(-1, shape.dim), ones, shape.eps, False)
+    return torch.cat([blocks[:, :, :ends], normed.view(rows, shape.blocks, width)], 2).view(rows, -1)
+
+
 def whole_norms(ops: Ops, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: HeadShape, kv_copies: int, tp: Group) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] of this rank -> the same, its queries normed over the heads of all ranks, and its keys. ``kv_copies``:
     ranks that hold the same KV head. Collective over tp: every rank of it must call, in program order."""

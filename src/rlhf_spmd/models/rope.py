@@ -19,7 +19,7 @@ def rope_frequencies(spec: ModelSpec, local: bool | None = False) -> Tensor:
         return torch.empty(0)
     theta, scaling = (spec.local_rope_theta, None) if local else (spec.rope_theta, spec.rope_scaling)
     assert theta is not None, "no layer of this model has a rotary theta of its own"
-    dim = spec.rotated_dims
+    dim = spec.rotated_dims if local or spec.global_heads is None else spec.global_heads[1]
     kind = "default" if scaling is None else scaling["rope_type"]
     if scaling is not None and kind == "dynamic":  # 1 up to the context, but for rounding
         factor, context = scaling["factor"], spec.max_position_embeddings
@@ -28,6 +28,10 @@ def rope_frequencies(spec: ModelSpec, local: bool | None = False) -> Tensor:
     frequency = 1.0 / power
     if scaling is None or kind == "dynamic":
         return frequency
+    if kind == "proportional":  # the other pairs of the whole head do not turn
+        return torch.where(
+            torch.arange(dim // 2) < int(scaling["partial_rotary_factor"] * dim // 2), frequency / scaling["factor"], 0
+        )
     if kind == "longrope":
         return 1.0 / (torch.tensor(scaling["short_factor"], dtype=torch.float32) * power)
     factor = float(scaling["factor"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhf_spmd.models.delta_config import DeltaRule
-from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, Experts
+from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, SCALAR, Experts
 from rlhf_spmd.models.latent import NAMES as LATENT_NAMES
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
@@ -37,6 +37,11 @@ def kv_heads_of(spec: ModelSpec, tp_rank: int, tp: int) -> range:
     return range(head, head + 1)
 
 
+def cache_shape(spec: ModelSpec, tp_rank: int, tp: int) -> tuple[int, int]:
+    """Heads that a rank caches in a layer of ``spec.kinds_of_heads()``, and elements of each."""
+    return (len(kv_heads_of(spec, tp_rank, tp)), spec.head_dim) if spec.latent is None else (1, spec.latent.entry)
+
+
 def check_layout(spec: ModelSpec, pp: int, tp: int, where: str, vpp: int = 1) -> None:
     """Raises ValueError if the model cannot be cut into pp * vpp stages of tp slices. ``where`` names the setting, as in
     ``models.actor.layout``."""
@@ -55,12 +60,12 @@ def check_layout(spec: ModelSpec, pp: int, tp: int, where: str, vpp: int = 1) ->
     for key, size in sizes.items():
         if size % tp:
             raise ValueError(f"{where}: tp={tp} does not divide {key}={size}; choose a tp that does")
-    kv = spec.num_key_value_heads
-    if kv % tp and tp % kv:
-        raise ValueError(
-            f"{where}: tp={tp} and num_key_value_heads={kv}: one must divide the other (a rank holds whole KV heads, or "
-            "several ranks hold copies of one); choose another tp"
-        )
+    for kv in (kind.num_key_value_heads for kind in spec.kinds_of_heads()):
+        if kv % tp and tp % kv:
+            raise ValueError(
+                f"{where}: tp={tp} and num_key_value_heads={kv}: one must divide the other (a rank holds whole KV heads, or "
+                "several ranks hold copies of one); choose another tp"
+            )
     if spec.vocab_size < tp:
         raise ValueError(f"{where}: tp={tp} slices of a vocabulary of vocab_size={spec.vocab_size}; choose a smaller tp")
 
@@ -135,13 +140,14 @@ def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
 
 
 def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:
+    spec = spec.of_layer(layer)
     names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
     heads = spec.num_attention_heads // tp
     kv = kv_heads_of(spec, tp_rank, tp)
     q_rows = (tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
     kv_rows = (kv.start * dim, len(kv) * dim, spec.num_key_value_heads * dim)
     qkv_blocks, gate_up_blocks = fused_blocks(spec, tp, blocks)
-    parts = [(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)]
+    parts = [(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)][: 3 - spec.keys_as_values]
     qkv = _gated_rows(parts, dim, qkv_blocks) if spec.attention_gate else _interleave(parts, qkv_blocks)
 
     def at(name: str, expert: int = 0) -> str:
@@ -194,6 +200,8 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int)
         plan |= _plan_shared(spec, experts, layer, tp_rank, tp, gate_up_blocks)
     if names.mlp_norm:
         plan["mlp_norm.weight"] = _replicated(at(names.mlp_norm), hidden)
+    if names.scalar:
+        plan[f"{SCALAR}.weight"] = _replicated(at(names.scalar), 1)
     return plan
 
 

@@ -25,7 +25,6 @@ from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
 _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
 # families that the decoder cannot be, why, and the nearest that it can
 UNFIT = {
-    "gemma4": ("its layers have heads of two sizes, and share keys and values", "gemma3"),
     "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
 }
 
@@ -63,6 +62,7 @@ class Names:
     shared_up: str = "model.layers.{layer}.mlp.shared_expert.up_proj"
     shared_down: str = "model.layers.{layer}.mlp.shared_expert.down_proj"
     shared_weight: str = "model.layers.{layer}.mlp.shared_expert_gate.weight"
+    scalar: str | None = None  # what a layer's output is multiplied by; no optimizer changes it
     linear: str = "model.layers.{layer}.linear_attn."  # what the names of linear attention begin with
 
 
@@ -74,6 +74,9 @@ class ModelSpec:
     - partial_rotary_factor: the part of a head, its first dims, that is rotated. interleaved_rope: pairs are neighbours, not a
       dim of the first half and one of the second. unrotated: layers without rotary embeddings.
     - query_growth: (beta, n): rotated queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
+    - global_heads: KV heads and head size of layers without a window, where they are others.
+    - keys_as_values: those layers have no matrix of values: what the keys come from serves as both. value_norm: values have a norm per
+      head, without weights.
     - latent: queries, keys and values come from short vectors; head_dim is then that of queries and keys.
     - attention_bias: on q, k and v, or on what makes the short vectors; attention_out_bias: on the matrix behind the attention.
     - qk_norm: q and k have a norm, per head, or with whole_qk_norm over all heads.
@@ -102,6 +105,9 @@ class ModelSpec:
     interleaved_rope: bool = False
     unrotated: tuple[int, ...] = ()
     query_growth: tuple[float, int] | None = None
+    global_heads: tuple[int, int] | None = None
+    keys_as_values: bool = False
+    value_norm: bool = False
     latent: Latent | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
@@ -131,13 +137,31 @@ class ModelSpec:
         """Dims of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rope_dim
 
+    def of_layer(self, layer: int) -> ModelSpec:
+        """The same with the heads that one layer has, by its index in the model."""
+        if self.global_heads is None:
+            return self
+        if self.windows[layer] is not None:
+            return replace(self, keys_as_values=False)
+        return replace(self, num_key_value_heads=self.global_heads[0], head_dim=self.global_heads[1])
+
+    def has_global_heads(self, layer: int) -> bool:
+        return self.global_heads is not None and self.windows[layer] is None
+
+    def kinds_of_heads(self) -> list[ModelSpec]:
+        """:meth:`of_layer` for one layer of each kind."""
+        found = {self.has_global_heads(layer): layer for layer in range(self.num_hidden_layers)}
+        return [self.of_layer(found[kind]) for kind in sorted(found)]
+
     @property
     def attention_numel(self) -> int:
         """Elements of the matrices of a layer's attention, where it is not linear."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         if self.latent is not None:
             return self.latent.matrix_numel(hidden, heads)
-        return hidden * self.head_dim * ((2 + self.attention_gate) * heads + 2 * self.num_key_value_heads)
+        return (
+            hidden * self.head_dim * ((2 + self.attention_gate) * heads + (2 - self.keys_as_values) * self.num_key_value_heads)
+        )
 
     def attention_rule(self, layer: int) -> AttentionRule:
         """The rule of a layer by its global index."""

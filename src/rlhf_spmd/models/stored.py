@@ -21,7 +21,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 COMPARED_ROWS = 4096  # of two matrices at a time
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+_VISION = re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\.")
 
 
 class StoredModel:

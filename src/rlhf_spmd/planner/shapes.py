@@ -108,7 +108,9 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         held[part] = held.get(part, 0) + int(np.prod(shard.shape))
         divided += int(np.prod(shard.shape)) * shard.by_expert
     share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
-    queries, keys = (int(share * heads * spec.head_dim) for heads in (spec.num_attention_heads, spec.num_key_value_heads))
+    attending = [spec.of_layer(layer) for layer in range(spec.num_hidden_layers) if spec.delta_of(layer) is None]
+    queries = sum(one.num_attention_heads * one.head_dim for one in attending) // spec.num_hidden_layers
+    keys = sum(one.num_key_value_heads * one.head_dim for one in attending) // spec.num_hidden_layers
     gates, delta = queries * spec.attention_gate, spec.delta
     linear = 0.0 if delta is None else delta.columns * (1 - share)
     out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
@@ -119,14 +121,15 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         routers += 0 if experts is None else experts.routers
         rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
-    active = share * spec.attention_numel + spec.hidden_size * (linear + out + 3 * columns + routers)
+    matrices = sum(one.attention_numel for one in attending) / spec.num_hidden_layers
+    active = matrices + spec.hidden_size * (linear + out + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
     return ModelShape(
         spec.num_hidden_layers,
         spec.hidden_size,
         queries,
         keys,
-        spec.num_key_value_heads,
+        min(one.num_key_value_heads for one in spec.kinds_of_heads()),
         int(columns),
         spec.vocab_size,
         active,
