@@ -11,4 +11,4 @@ mypy
 # Ranks of tests are CPU ranks, also where there are GPUs. Two files at a time: a test with one rank leaves a core idle. The longest
 # files come first (tests/conftest.py), which pytest would put behind those of more tests.
 CUDA_VISIBLE_DEVICES= python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
-if [ -e /dev/nvidiactl ]; then python -m pytest tests/workers/test_gpu.py tests/generation/test_triton.py; fi
+if [ -e /dev/nvidiactl ]; then python -m pytest tests/workers/test_gpu.py tests/generation/test_triton.py tests/generation/test_triton_latent.py; fi

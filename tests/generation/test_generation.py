@@ -124,7 +124,7 @@ def test_ranks_of_a_host_share_its_memory(models: dict[str, str], monkeypatch: p
     generator.local_size = 4
     assert 0.9 * whole < 4 * generator._affordable(1)[1] < 1.1 * whole
     monkeypatch.setattr(devices, "container_bytes", lambda root: 1 << 30)
-    page = KVCache.page_bytes(*generator._cache_shape, SMALL.page_size, torch.float32)
+    page = KVCache.page_bytes(*generator._cache_shapes[0], SMALL.page_size, torch.float32)
     assert generator._affordable(1)[1] == (1 << 30) // 16 // page
     usual = build_generator(models["llama"], SMALL)
     assert usual._affordable(1)[1] == (1 << 29) // page
@@ -144,7 +144,7 @@ def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monke
     generator.reserved_bytes = 50 << 20
     step = step_bytes(generator.config, generator.decoder)
     assert 4 * SMALL.max_num_batched_tokens * generator.decoder.spec.hidden_size < step < 100 << 20
-    page = KVCache.page_bytes(*generator._cache_shape, SMALL.page_size, torch.float32)
+    page = KVCache.page_bytes(*generator._cache_shapes[0], SMALL.page_size, torch.float32)
     assert generator._affordable(1)[1] == int((512 - 100 - 50) * (1 << 20) - step) // page
 
 

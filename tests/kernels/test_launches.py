@@ -20,6 +20,7 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.rope import Rope, rope_tables
+from rlhf_spmd.models.sharding import cache_shape
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
@@ -84,6 +85,24 @@ def test_a_decode_step_of_linear_attention() -> None:
     with torch.no_grad(), counted_launches() as launches:
         layer_of(decoder)(x, rope, DecodeMixing(states, rows, rows), 8)
     assert len(launches.names) == 9 and "_mix_token" in launches.names, launches.names
+
+
+@pytest.mark.parametrize(("name", "most"), [("deepseek-v2", 13), ("deepseek-v3", 15)])
+def test_a_decode_step_of_a_layer_with_latent_attention(name: str, most: int) -> None:
+    """Norm, two products (three and a norm where queries have a short vector), the product that fits queries to the cache's keys, one
+    launch for keys and rotation, attention, the values' product, out; then five as above."""
+    decoder, (x, _) = decoder_of(name, first_k_dense_replace=1, attention_bias=False)  # as published
+    block, frequency = layer_of(decoder), torch.rand(decoder.spec.rotated_dims // 2, device=DEVICE)
+    rope = rope_tables(decoder.spec, frequency, torch.arange(8, device=DEVICE), x.dtype)
+    latent, backend = decoder.spec.latent, build_backend("triton", x.dtype, DEVICE)
+    assert latent is not None and block.experts is None
+    cache = KVCache(1, *cache_shape(decoder.spec, 0, 1), 320, 16, x.dtype, DEVICE, backend, latent.kv_rank)
+    table = torch.arange(320, dtype=torch.int32, device=DEVICE).view(8, 40)
+    context = TritonAttention.decoding(torch.arange(8, device=DEVICE), table, cache, block.num_heads)
+    with torch.no_grad(), counted_launches() as launches:
+        block(x, rope, context, 8)
+    assert context.sharing > 1 and len(launches.names) <= most, launches.names
+    assert not launches.waits
 
 
 def train(decoder: Decoder, inputs: tuple[Tensor, Rope], rows: int = 8) -> tuple[Launches, Launches]:

@@ -129,8 +129,19 @@ def test_on_two_ranks(name: str, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with the CPU's numbers")
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-5"])
-def test_generation_that_writes_pages_from_the_heads_draws_the_same_tokens(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen3-5", {}),
+        ("deepseek-v3", {}),
+        ("deepseek-v2", {"page_size": 5, "max_num_batched_tokens": 24, "speculative_tokens": 2}),
+    ],
+    ids=str,
+)
+def test_generation_that_writes_pages_from_the_heads_draws_the_same_tokens(
+    tmp_path: Path, name: str, changes: dict[str, int]
+) -> None:
     config = MODELS[name] if name in MODELS else {**CONFIGS[name], "vocab_size": 301}
     write_random_model(tmp_path / name, {**config, "num_hidden_layers": 2}, seed=7)
     path, mesh = str(tmp_path / name), alone()[1]
@@ -140,7 +151,7 @@ def test_generation_that_writes_pages_from_the_heads_draws_the_same_tokens(tmp_p
         if attention == "triton":
             trained, decoder = decoder, Decoder(decoder.spec, "lm", 0, 1, mesh.tp, torch.float32, "cpu", ops=GpuOps())
             decoder.load_state_dict(trained.state_dict())
-        generator = Generator(decoder, mesh, replace(SMALL, attention=attention), read_eos_ids(path))
+        generator = Generator(decoder, mesh, replace(SMALL, attention=attention, **changes), read_eos_ids(path))
         results.append(generator.generate(requests, SamplingConfig(temperature=0.9), 3, 5))
     assert tokens_of(results[0]) == tokens_of(results[1])
     for ours, torchs in zip(*results[::-1], strict=True):

@@ -15,7 +15,7 @@ from engine_runs import OPTIM, assert_same, single, together, train
 from generators import SMALL, build_generator, generate_on_rank, ragged_requests, tokens_of
 from overrides import FP64, layout
 from ranks import run_ranks
-from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.generation import SamplingConfig, backends
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.models.latent import Latent, latent_scale
@@ -106,8 +106,8 @@ def test_a_token_takes_the_bytes_of_its_entry(models: dict[str, str]) -> None:
     for name, planes in (("torch", 1), ("cpp", 2)):
         backend = build_backend(name, torch.float32, CPU)
         generator = build_generator(models["deepseek-v3"], replace(SMALL, attention=name))
-        assert generator._cache_shape == (layers, 1, entry)
-        cache = KVCache(*generator._cache_shape, pages, size, torch.float32, CPU, backend, shared=True)
+        assert generator._cache_shapes == [(layers, 1, entry)]
+        cache = KVCache(layers, 1, entry, pages, size, torch.float32, CPU, backend, value_dim=16)
         numbers = planes * layers * pages * backend.ops.page_elements(size, entry)
         assert cache.pages.nbytes == 4 * numbers
         if name == "torch":
@@ -140,14 +140,18 @@ def test_the_scale_of_scores() -> None:
     assert latent_scale(latent, {**yarn, "mscale_all_dim": 1.0}, "test") == pytest.approx(plain * 1.3689**2, rel=1e-4)
 
 
-@pytest.mark.parametrize("wanted", ["triton", "flash_attn"])
-def test_kernels_of_gpus_are_refused(wanted: str) -> None:
-    spec = spec_from_config(CONFIGS["deepseek-v3"], "test")
+def test_flash_attention_is_refused() -> None:
+    spec, gpu = spec_from_config(CONFIGS["deepseek-v3"], "test"), torch.device("cuda")
     with pytest.raises(
-        ValueError, match=rf"generation.attention={wanted}: .* entry of latent attention; set it to auto or torch"
+        ValueError, match=r"generation.attention=flash_attn: it has no latent attention; set it to auto or triton"
     ):
-        choose_backend(wanted, "auto", torch.bfloat16, torch.device("cuda"), "generation.attention", spec)
-    assert choose_backend("auto", "auto", torch.bfloat16, torch.device("cuda"), "generation.attention", spec) == "torch"
+        choose_backend("flash_attn", "auto", torch.bfloat16, gpu, "generation.attention", spec)
+
+
+def test_auto_is_triton_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "unavailable", lambda *arguments: None)
+    spec, gpu = spec_from_config(CONFIGS["deepseek-v3"], "test"), torch.device("cuda")
+    assert choose_backend("auto", "auto", torch.bfloat16, gpu, "generation.attention", spec) == "triton"
 
 
 @pytest.fixture(scope="module")

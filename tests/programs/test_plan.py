@@ -386,11 +386,19 @@ def test_settings_of_gpus_are_planned_where_there_are_none(capsys: pytest.Captur
         assert call["graphs"] is (captured and call["pp"] * call["tp"] == 1), more
 
 
-@pytest.mark.parametrize(("gpu", "more", "captured"), [("h200", "", True), ("a100", "", False), ("h200", "float32", False)])
+@pytest.mark.parametrize(
+    ("name", "gpu", "more", "captured"),
+    [
+        ("qwen3_30b_a3b_16gpu", "h200", "", True),
+        ("qwen3_30b_a3b_16gpu", "a100", "", False),
+        ("qwen3_30b_a3b_16gpu", "h200", "float32", False),
+        ("deepseek_v2_lite_16gpu", "h200", "", True),
+    ],
+)
 def test_graphs_of_experts_are_planned_where_one_launch_computes_them(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, gpu: str, more: str, captured: bool
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, gpu: str, more: str, captured: bool
 ) -> None:
-    preset = str(CONFIGS / "presets" / "grpo_qwen3_30b_a3b_16gpu.yaml")
+    preset = str(CONFIGS / "presets" / f"grpo_{name}.yaml")
     arguments = ["cluster.nodes=2", f"cluster.gpu={gpu}", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
     arguments += ["models.actor.generation.tp=1", *([f"models.actor.dtype={more}"] if more else [])]
     with contextlib.suppress(SystemExit):  # not all of them fit

@@ -13,6 +13,7 @@ from compile_triton import compile_kernel, describe
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from rlhf_spmd.kernels import triton_paged_attention
 from rlhf_spmd.kernels import triton_products as products
 from rlhf_spmd.kernels.triton_paged_attention import SPLIT_KEYS, TileShape
 
@@ -41,6 +42,7 @@ def attention(form: str, dtype: str, group: int, dim: int, window: int) -> dict[
         "GROUP": group,
         "PAGE": 64,
         "DIM": dim,
+        "TAIL": 0,
         "WINDOW": window,
         "CAPPED": window > 0,
         "SINKS": False,
@@ -48,7 +50,7 @@ def attention(form: str, dtype: str, group: int, dim: int, window: int) -> dict[
     }
     sizes |= {"LOGS": True} if form == "chunks" else {"TILED": False, "PARTS": True}
     sizes |= {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "BLOCK_D": shape.elements}
-    made = compile_kernel(f"attend_{form}", dtype, shape.options, **sizes)
+    made = compile_kernel(getattr(triton_paged_attention, f"attend_{form}"), dtype, shape.options, **sizes)
     layouts = sorted(set(re.findall(r"nvidia_mma<\{[^}]*\}>", made.asm["ttgir"])))
     shown = {"form": form, "dtype": dtype, "heads": (group, dim, window), "rows": shape.rows, "layouts": layouts}
     return {**describe("attention", made), **shown}

@@ -28,6 +28,7 @@ TYPES = {
     "arrived": "*i32",
     "scale": "fp32",
     "cap": "fp32",
+    "eps": "fp32",
     "head_elements": "i64",
 }
 UNALIGNED = (
@@ -38,14 +39,15 @@ UNALIGNED = (
     "tokens",
     "scale",
     "cap",
+    "eps",
+    "written",
 )  # others are multiples of 16, which Triton uses
 INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma.sync": "mma.sync", "cp.async": r"cp.async.c[ag]\.", "fma": "fma.rn"}
 
 
-def compile_kernel(name: str, dtype: str, options: dict[str, Any], **sizes: Any) -> Any:
-    kernel = getattr(triton_paged_attention, name)
+def compile_kernel(kernel: Any, dtype: str, options: dict[str, Any], **sizes: Any) -> Any:
     names = kernel.arg_names
-    pointers = dict.fromkeys(("q", "k", "v", "pages", "out"), f"*{dtype}")
+    pointers = dict.fromkeys(("q", "k", "v", "pages", "out", "made", "weight", "cos", "sin"), f"*{dtype}")
     types = {name: "constexpr" if name in sizes else (pointers | TYPES).get(name, "i32") for name in names}
     constants = {(names.index(name),): value for name, value in sizes.items()}
     aligned = [i for i, name in enumerate(names) if name not in sizes and name not in UNALIGNED]
@@ -70,6 +72,7 @@ def attention(form: str, dtype: str, group: int, page: int, dim: int, window: in
         "GROUP": group,
         "PAGE": page,
         "DIM": dim,
+        "TAIL": 0,
         "WINDOW": window,
         "CAPPED": window > 0 and not sinks,
         "SINKS": sinks,
@@ -77,10 +80,10 @@ def attention(form: str, dtype: str, group: int, page: int, dim: int, window: in
         **extra,
     }
     sizes |= {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "BLOCK_D": shape.elements}
-    compiled = compile_kernel(f"attend_{form}", dtype, shape.options, **sizes)
+    compiled = compile_kernel(getattr(triton_paged_attention, f"attend_{form}"), dtype, shape.options, **sizes)
     walks = (2 + (window > 0)) if form == "chunks" else 1
     products = walks * 2 * shape.rows * shape.keys * shape.elements // (32 * shape.warps)
-    kind = ", sinks" if sinks else ", windows" if window else ""
+    kind = ", sinks" if sinks else ", windows" if window else ", wide" if dim > 256 else ""
     return describe(f"attend_{form}{kind}", compiled, products)
 
 
@@ -89,7 +92,9 @@ if __name__ == "__main__":
     for form in ("chunks", "singles"):
         print(json.dumps(attention(form, dtype, group=2, page=64, dim=128, window=0)))
         print(json.dumps(attention(form, dtype, group=6, page=16, dim=80, window=700)))
-        if dtype == "bf16":  # gpt-oss
+        if dtype == "bf16":  # Gemma 4, gpt-oss
+            print(json.dumps(attention(form, dtype, group=8, page=64, dim=512, window=0)))
             print(json.dumps(attention(form, dtype, group=8, page=64, dim=64, window=128, sinks=True)))
-    print(json.dumps(describe("locate_rows", compile_kernel("locate_rows", dtype, {"num_warps": 1}, PAGE=16, BLOCK_H=8))))
-    print(json.dumps(describe("write", compile_kernel("write", dtype, {}, DIM=80, BLOCK_D=128))))
+    located = compile_kernel(triton_paged_attention.locate_rows, dtype, {"num_warps": 1}, PAGE=16, BLOCK_H=8)
+    print(json.dumps(describe("locate_rows", located)))
+    print(json.dumps(describe("write", compile_kernel(triton_paged_attention.write, dtype, {}, DIM=80, BLOCK_D=128))))

@@ -27,8 +27,6 @@ def choose_backend(
     """
     if spec is not None:
         check_model_attention(wanted, spec, where)
-    if spec is not None and spec.latent is not None and wanted == "auto" and not capabilities(device).batch_invariant:
-        return "torch"
     check_attention(wanted, device, where, dtype)
     if wanted == "auto":
         ours = not capabilities(device).batch_invariant and unavailable("triton", device, dtype) is None

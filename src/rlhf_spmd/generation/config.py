@@ -276,7 +276,6 @@ class SamplingConfig:
 
 def check_model_attention(wanted: str, spec: ModelSpec, where: str) -> None:
     """Raises ValueError if the backend ``wanted`` cannot compute the attention of ``spec``."""
-    if spec.latent is not None and wanted in EXTRAS:
-        raise ValueError(f"{where}={wanted}: its tiles hold no entry of latent attention; set it to auto or torch")
-    if spec.names.sinks and wanted == "flash_attn":
-        raise ValueError(f"{where}=flash_attn: it has no sinks, which the model's attention has; set it to auto or triton")
+    if wanted == "flash_attn" and (spec.latent is not None or spec.names.sinks):
+        lacks = "latent attention" if spec.latent is not None else "sinks, which the model's attention has"
+        raise ValueError(f"{where}=flash_attn: it has no {lacks}; set it to auto or triton")

@@ -284,7 +284,7 @@ class Generator:
             num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
             states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None
             usual, *others = [(*shape, num_pages, config.page_size) for shape in shapes]
-            rest = dtype, self._device, self._backend, self._shared
+            rest = dtype, self._device, self._backend, self._value_dim
             of_global = KVCache(*others[0], *rest) if others else None
             cache = KVCache(*usual, *rest, states, of_global)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
@@ -300,9 +300,10 @@ class Generator:
         return [(max(kinds.count(kind), 1), *shape) for kind, shape in zip(("usual", "global"), shapes, strict=False)]
 
     @property
-    def _shared(self) -> bool:
-        """Whether the cache's keys serve as values."""
-        return self.decoder.spec.latent is not None
+    def _value_dim(self) -> int | None:
+        """How many elements of the cache's keys are values; None: values are kept beside keys."""
+        latent = self.decoder.spec.latent
+        return None if latent is None else latent.kv_rank
 
     def _affordable(self, num_rows: int) -> tuple[int, int]:
         """Rows in flight, at most ``num_rows``, whose states take at most half of the cache's memory; and the number of pages that the
@@ -315,7 +316,7 @@ class Generator:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
             spare = SPARE_SLOTS * self.config.enable_prefix_caching * (self.config.micro_batches or self.mesh.layout.pp)
             room -= (num_rows + spare) * state
-        rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._shared)
+        rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
         pages = int(room) // sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
         least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
         return int(least[0]), int(least[1])

@@ -60,8 +60,8 @@ class Backend:
 class KVCache:
     """``pages`` [layers, 2, H, N, elements of a page]: keys and values.
 
-    ``shared``: values are the keys' first elements, as with latent attention. Then there are no pages of values, except for the C++
-    kernels, which read values in another order.
+    ``value_dim``: values are the keys' first ``value_dim`` elements, as with latent attention. Then there are no pages of values,
+    except for the C++ kernels, which read values in another order. None: values have pages, and head_dim elements.
 
     A page has page_size * D elements, or for the C++ kernels those that ``kernels/attention.cpp`` says. Pages are zeros at
     first: attention reads and masks unused slots, which must be finite.
@@ -79,7 +79,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         backend: Backend,
-        shared: bool = False,
+        value_dim: int | None = None,
         states: RecurrentStates | None = None,
         of_global: KVCache | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class KVCache:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
-        self.planes = planes(self.ops, shared)
+        self.planes, self.value_dim = planes(self.ops, value_dim), value_dim or head_dim
         self._shape = num_layers, self.planes, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
@@ -187,9 +187,9 @@ class KVCache:
         return parts[0], parts[-1]
 
 
-def planes(ops: Ops, shared: bool) -> int:
+def planes(ops: Ops, value_dim: int | None) -> int:
     """2 where keys and values have pages, 1 where keys serve as values."""
-    return 1 if shared and not isinstance(ops, CppOps) else 2
+    return 2 if value_dim is None or isinstance(ops, CppOps) else 1
 
 
 class SlotMapping(NamedTuple):

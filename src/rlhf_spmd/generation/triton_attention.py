@@ -30,9 +30,11 @@ from torch import Tensor
 from rlhf_spmd.generation.kv_cache import KVCache, slot_mapping
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, PageTarget, on_device, triton_paged_attention
+from rlhf_spmd.kernels.triton_latent import latent_tile
 from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
 
 PROGRAMS = 1 << 12  # for single tokens: an H100 holds some 400 at a time
+LATENT_PROGRAMS = 1 << 9  # the same of latent attention, of which it holds 132; their parts take up to 33 KB for each split
 
 
 class TritonAttention:
@@ -41,7 +43,7 @@ class TritonAttention:
     - singles, chunks: int32 [n, 4], (token, position, number of queries, line of the page table) of tiles with one query and with
       several. Chunks come with their tile's shape. Singles are None where each token of the step is one, with a line of its own
     - longest: at least the length of every row with a single query
-    - arrived: int32 [number of singles, H], zeros
+    - arrived: int32 [number of singles, H * tiles of a KV head's queries], zeros
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class TritonAttention:
         self.singles, self.chunks, self.arrived = singles, chunks, arrived
         self.group_size = num_heads // cache.kv_heads
         self.num_splits = -(-longest // triton_paged_attention.SPLIT_KEYS)
-        self.sharing = max(min(self.num_splits, PROGRAMS // max(arrived.numel(), 1)), 1)
-        size = (len(arrived), num_heads, self.num_splits, cache.head_dim + 2) if self.sharing > 1 else (0,)
+        programs = PROGRAMS if cache.planes == 2 else LATENT_PROGRAMS
+        self.sharing = max(min(self.num_splits, programs // max(arrived.numel(), 1)), 1)
+        size = (len(arrived), num_heads, self.num_splits, cache.value_dim + 2) if self.sharing > 1 else (0,)
         self.parts = torch.empty(size, dtype=torch.float32, device=positions.device)
 
     @classmethod
@@ -74,8 +77,11 @@ class TritonAttention:
     ) -> TritonAttention:
         """``work`` is in the order in which its tokens are packed. ``shape_of`` chooses the tile of chunks."""
         step, group_size, device = slot_mapping(work, cache), num_heads // cache.kv_heads, cache.pages.device
-        shape = shape_of(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size)
-        width = shape.rows // group_size
+        if cache.planes == 2:
+            shape = shape_of(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size)
+        else:
+            shape = latent_tile(cache.value_dim, cache.pages.itemsize, cache.page_size, chunks=True)
+        width = max(shape.rows // group_size, 1)
         tiles: list[list[tuple[int, int, int, int]]] = [[], []]
         rows = zip(step.firsts.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
         for line, (first, start, count) in enumerate(rows):
@@ -85,21 +91,23 @@ class TritonAttention:
         singles, chunks = (on_device(np.array(some, dtype=np.int32), device) if some else None for some in tiles)
         wide = None if chunks is None else (chunks, shape)
         longest = max((start + 1 for _, start, _, _ in tiles[0]), default=1)
-        arrived = torch.zeros(len(tiles[0]), cache.kv_heads, dtype=torch.int32, device=device)
+        arrived = torch.zeros(len(tiles[0]), _num_tiles(cache, num_heads), dtype=torch.int32, device=device)
         return cls(cache, num_heads, step.positions, step.slots, step.page_table, singles, wide, longest, arrived)
 
     @classmethod
     def decoding(cls, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> TritonAttention:
         """The context of one token per row: ``positions`` [B], ``page_table`` [B, P]. The host does not read these tensors."""
         slots = torch.empty_like(positions)
-        arrived = torch.empty(len(positions), cache.kv_heads, dtype=torch.int32, device=positions.device)
-        sizes = page_table.stride(0), cache.kv_heads, cache.page_size, triton.next_power_of_2(cache.kv_heads)
+        counters = _num_tiles(cache, num_heads)
+        arrived = torch.empty(len(positions), counters, dtype=torch.int32, device=positions.device)
+        sizes = page_table.stride(0), counters, cache.page_size, triton.next_power_of_2(counters)
         triton_paged_attention.locate_rows[(len(positions),)](positions, page_table, slots, arrived, *sizes, num_warps=1)
         return cls(cache, num_heads, positions, slots, page_table, None, None, page_table.shape[1] * cache.page_size, arrived)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         assert q.stride(2) == 1, "the elements of a head must lie together"
+        assert self.cache.planes == 2, "latent attention writes its keys itself"
         write_pages(self.cache, layer_index, self.slots, k, v)
         return self.attend_written(layer_index, q, rule)
 
@@ -107,9 +115,11 @@ class TritonAttention:
         return PageTarget(self.cache.pages[layer_index], self.slots)
 
     def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
-        """As :meth:`attend`, where the step's keys and values are in the pages already."""
-        cache, out = self.cache, torch.empty_like(q, memory_format=torch.contiguous_format)
-        pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.head_dim
+        """As :meth:`attend`, where the step's keys and values are in the pages already. Returns as many elements of a head as values
+        have."""
+        cache = self.cache
+        pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.value_dim
+        out = torch.empty(*q.shape[:2], dim, dtype=q.dtype, device=q.device)
         scale, cap = score_factors(rule)
         has_sinks, sinks = rule.sinks is not None, q if rule.sinks is None else rule.sinks.float()
         strides = (*q.stride()[:2], pages.stride(1), self.page_table.stride(0))
@@ -117,26 +127,39 @@ class TritonAttention:
             self.group_size,
             cache.page_size,
             dim,
+            cache.head_dim - dim,
             rule.window or 0,
             rule.softcap is not None,
             triton_paged_attention.SPLIT_KEYS,
         )
         if self.chunks is not None:
             tiles, shape = self.chunks
-            triton_paged_attention.attend_chunks[(heads, len(tiles))](
+            grid = heads * triton.cdiv(self.group_size, shape.rows), len(tiles)
+            triton_paged_attention.attend_chunks[grid](
                 q, pages, out, out, sinks, tiles, self.page_table, *strides, heads, 0,
                 scale, cap, False, has_sinks, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip
         if len(self.arrived):
-            shape = TileShape.of_singles(dim, q.itemsize, cache.page_size, self.group_size)
+            shape = _tile_of_singles(cache, self.group_size)
             tiles = self.positions if self.singles is None else self.singles
             forms = self.singles is not None, self.sharing > 1, has_sinks
-            triton_paged_attention.attend_singles[(len(self.arrived), heads, self.sharing)](
+            triton_paged_attention.attend_singles[(*self.arrived.shape, self.sharing)](
                 q, pages, out, self.parts, self.arrived, self.positions, sinks, tiles, self.page_table, *strides, heads,
                 self.num_splits,
                 scale, cap, *forms, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip
         return out
+
+
+def _tile_of_singles(cache: KVCache, group_size: int) -> TileShape:
+    sizes = cache.value_dim, cache.pages.itemsize, cache.page_size
+    return TileShape.of_singles(*sizes, group_size) if cache.planes == 2 else latent_tile(*sizes, chunks=False)
+
+
+def _num_tiles(cache: KVCache, num_heads: int) -> int:
+    """Tiles of a single token."""
+    group_size = num_heads // cache.kv_heads
+    return cache.kv_heads * triton.cdiv(group_size, _tile_of_singles(cache, group_size).rows)
 
 
 def write_pages(cache: KVCache, layer_index: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

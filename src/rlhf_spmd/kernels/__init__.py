@@ -39,6 +39,7 @@ GPUs:
 - ``flash_linear_attention``: linear attention of training and prefill by the package of this name
 - ``triton_qkv``: q, k and v from the qkv product: norm, rotation, cache
 - ``triton_paged_attention``: attention of generation, over the pages of the KV cache
+- ``triton_latent``: queries and keys of latent attention, to the cache
 - ``triton_layers``: norms and the gated activation
 - ``triton_delta``: one token of linear attention
 - ``triton_route``, ``grouped_gemm``, ``triton_experts``: routing, products and row sums of a mixture of experts

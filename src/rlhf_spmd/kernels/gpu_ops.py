@@ -19,6 +19,7 @@ from rlhf_spmd.kernels import (
     triton_draw,
     triton_experts,
     triton_filter,
+    triton_latent,
     triton_layers,
     triton_lm_head,
     triton_qkv,
@@ -28,6 +29,7 @@ from rlhf_spmd.kernels.delta_rule import DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.flash_attention import PackedFlash
 from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
+from rlhf_spmd.kernels.latent_heads import LatentKeys
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
@@ -89,6 +91,9 @@ class GpuOps(Ops):
         pages: PageTarget,
     ) -> Tensor:
         return triton_qkv.heads(qkv, norms, cos, sin, shape, pages)[0]
+
+    def latent_to_pages(self, q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
+        return triton_latent.latent_to_pages(q, made, keys, pages)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
         return triton_layers.norm(x, None, weight, eps, plus_one)[1:]

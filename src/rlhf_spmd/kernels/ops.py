@@ -21,6 +21,7 @@ from rlhf_spmd.kernels import expert_rows
 from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
 from rlhf_spmd.kernels.routing import RoutingRule, choose, sigmoid, weigh
 
@@ -129,6 +130,12 @@ class Ops:
         q, k, v = self.heads(qkv, norms, cos, sin, shape)
         for block, x in zip(pages.pages.view(2, shape.keys, -1, shape.dim), (k, v), strict=True):
             block.index_copy_(1, pages.slots, x[: len(pages.slots)].transpose(0, 1))
+        return q
+
+    def latent_to_pages(self, q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
+        """Returns the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.slots)`` tokens to ``pages``."""
+        q, entries = latent_heads(self, q, made, keys)
+        pages.pages.view(-1, entries.shape[1]).index_copy_(0, pages.slots, entries[: len(pages.slots)])
         return q
 
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:

@@ -4,9 +4,10 @@
 to pages and launches them too. :class:`TileShape` says how much a program computes at a time, and so in which order a query's sums are
 taken.
 
-Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) head_dim, M (``BLOCK_M``) matrix rows of a
-tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position, number of
-queries, line of the table.
+Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) elements of a head's values, M (``BLOCK_M``)
+matrix rows of a tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position,
+number of queries, line of the table. ``TAIL``: elements that keys have behind their first D, where these are the values (latent
+attention); 0: values have pages of their own.
 
 Strides and sizes that change from step to step do not specialise: a wider table compiles nothing anew.
 """
@@ -27,14 +28,7 @@ LOG2_E = 1.4426950408889634
 
 
 class TileShape(NamedTuple):
-    """Sizes of a kernel's tile.
-
-    - rows: matrix rows
-    - keys: keys of a block
-    - elements: elements of a head, rounded up
-    - warps: warps of a program
-    - stages: blocks in flight
-    """
+    """Matrix rows of a kernel's tile, keys of a block, elements of a head, rounded up, warps of a program, blocks in flight."""
 
     rows: int
     keys: int
@@ -48,7 +42,7 @@ class TileShape(NamedTuple):
         elements = max(triton.next_power_of_2(head_dim), 16)
         keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
         # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
-        return cls(rows, keys, elements, 8 if rows >= 32 else 4, 5 if page_size % keys else 3)
+        return cls(rows, keys, elements, 8 if rows >= 32 or elements > 256 else 4, 5 if page_size % keys else 3)
 
     @classmethod
     def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
@@ -59,7 +53,7 @@ class TileShape(NamedTuple):
         cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
     ) -> TileShape:
         """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers."""
-        most = min(CHUNK_ROWS, 32 if itemsize > 2 else 64 if head_dim > 128 else 128)
+        most = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
         return cls.of(head_dim, itemsize, page_size, max(chunk_rows or most, tile_rows(group_size)))
 
     @classmethod
@@ -185,23 +179,45 @@ def _load(at: tl.tensor, written: tl.tensor, inside: tl.tensor, MASKED: tl.const
     return x
 
 
+@triton.constexpr_function
+def _tail_block(tail: int) -> int:
+    return max(triton.next_power_of_2(tail), 16)
+
+
+@triton.jit
+def _tail(x: tl.tensor, x_at: tl.tensor, real: tl.tensor, DIM: tl.constexpr, TAIL: tl.constexpr) -> tl.tensor:
+    """The elements of the queries behind the first D; without these, ``x``, which nobody reads."""
+    tail = x
+    if TAIL > 0:
+        t = tl.arange(0, _tail_block(TAIL))
+        tail = tl.load(x_at + (DIM + t)[None, :], mask=real[:, None] & (t < TAIL)[None, :], other=0.0)
+    return tail
+
+
 @triton.jit
 def _attend_block(
-    x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, block: tl.tensor, page: tl.tensor,
+    x: tl.tensor, x_tail: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, block: tl.tensor, page: tl.tensor,
     keys_at: tl.tensor, values_at: tl.tensor, line: tl.tensor, length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor,
-    MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The part of the softmax, and the keys of a block. Without ``MASKED`` every query sees all of these keys. ``scale`` and ``cap``
     are those of scores in powers of two."""
+    WIDTH: tl.constexpr = DIM + TAIL
     d = tl.arange(0, BLOCK_D)
     inside = d < DIM
     key = block + tl.arange(0, BLOCK_N)
     written = key < length
     first, distance = _locate(line, page, block, length, PAGE, BLOCK_N)
-    keys = keys_at + first * DIM + (distance[None, :] * DIM + d[:, None])
+    keys = keys_at + first * WIDTH + (distance[None, :] * WIDTH + d[:, None])
     k = _load(keys, written[None, :], inside[:, None], MASKED, DIM != BLOCK_D)
-    scores = tl.dot(x, k, input_precision="ieee") * scale
+    scores = tl.dot(x, k, input_precision="ieee")
+    if TAIL > 0:
+        t = tl.arange(0, _tail_block(TAIL))
+        tails = keys_at + first * WIDTH + (distance[None, :] * WIDTH + (DIM + t)[:, None])
+        tail = _load(tails, written[None, :], (t < TAIL)[:, None], MASKED, True)
+        scores = tl.dot(x_tail, tail, scores, input_precision="ieee")
+    scores = scores * scale
     if CAPPED:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))  # tanh
     if MASKED:
@@ -214,18 +230,21 @@ def _attend_block(
     p = tl.exp2(scores - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(p, 1)
-    values = values_at + first * DIM + (distance[:, None] * DIM + d[None, :])
-    v = _load(values, written[:, None], inside[None, :], MASKED, DIM != BLOCK_D)
+    if TAIL > 0:
+        v = tl.trans(k)
+    else:
+        values = values_at + first * DIM + (distance[:, None] * DIM + d[None, :])
+        v = _load(values, written[:, None], inside[None, :], MASKED, DIM != BLOCK_D)
     mixed = tl.dot(p.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
     return new_top, total, mixed
 
 
 @triton.jit
 def _walk(
-    x: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, part_top: tl.tensor, part_total: tl.tensor,
+    x: tl.tensor, x_tail: tl.tensor, top: tl.tensor, total: tl.tensor, mixed: tl.tensor, part_top: tl.tensor, part_total: tl.tensor,
     part_mixed: tl.tensor, first: tl.tensor, last: tl.tensor, page: tl.tensor, keys_at: tl.tensor, values_at: tl.tensor,
     line: tl.tensor, length: tl.tensor, position: tl.tensor, scale: tl.tensor, cap: tl.tensor, MASKED: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Keys ``first`` .. ``last`` join the part of their split, which joins the sum when the next begins. ``page``: of the first."""
@@ -235,8 +254,8 @@ def _walk(
             top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
             part_top, part_total, part_mixed = _empty(BLOCK_M, BLOCK_D)
         part_top, part_total, part_mixed = _attend_block(
-            x, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
-            MASKED, PAGE, DIM, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
+            x, x_tail, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
+            MASKED, PAGE, DIM, TAIL, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         page = next_page
     return top, total, mixed, part_top, part_total, part_mixed, page
@@ -247,23 +266,26 @@ def attend_chunks(
     q: tl.tensor, pages: tl.tensor, out: tl.tensor, log_sums: tl.tensor, sinks: tl.tensor, tiles: tl.tensor, table: tl.tensor,
     q_stride: tl.tensor, q_head: tl.tensor, head_elements: tl.tensor, table_stride: tl.tensor, kv_heads: tl.tensor,
     tokens: tl.tensor, scale: tl.tensor, cap: tl.tensor, LOGS: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes a tile of one KV head, grid [H, tiles]: keys that all of its queries see without masks, the window's first
-    blocks and the diagonal with them. LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens]."""
-    head = tl.program_id(0).to(tl.int64)
+    """A program computes a tile of one KV head, grid [H * ceil(G / M), tiles]: keys that all of its queries see without masks,
+    the window's first blocks and the diagonal with them. LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens]."""
+    PARTS_OF_G: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    head = (tl.program_id(0) // PARTS_OF_G).to(tl.int64)
     tile = tiles + tl.program_id(1) * 4
     token, start, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     line = table + tl.load(tile + 3).to(tl.int64) * table_stride
     length = start + count
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) % PARTS_OF_G * BLOCK_M + tl.arange(0, BLOCK_M)
     query = row // GROUP
     position = start + tl.minimum(query, count - 1)
     heads = head * GROUP + row % GROUP
     d = tl.arange(0, BLOCK_D)
     inside = (query < count)[:, None] & (d < DIM)[None, :]
-    x = tl.load(q + (token + query)[:, None] * q_stride + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+    x_at = q + (token + query)[:, None] * q_stride + heads[:, None] * q_head
+    x = tl.load(x_at + d[None, :], mask=inside, other=0.0)
+    x_tail = _tail(x, x_at, query < count, DIM, TAIL)
     keys_at = pages + head * head_elements
     values_at = pages + (head + kv_heads) * head_elements
     top, total, mixed = _empty(BLOCK_M, BLOCK_D)
@@ -275,18 +297,18 @@ def attend_chunks(
     if WINDOW > 0:
         whole = tl.minimum(tl.cdiv(tl.maximum(length - WINDOW, 0), BLOCK_N) * BLOCK_N, length)
         top, total, mixed, part_top, part_total, part_mixed, page = _walk(
-            x, top, total, mixed, part_top, part_total, part_mixed, begin, whole, page, keys_at, values_at, line, length, position,
-            scale, cap, True, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
+            x, x_tail, top, total, mixed, part_top, part_total, part_mixed, begin, whole, page, keys_at, values_at, line, length,
+            position, scale, cap, True, PAGE, DIM, TAIL, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
     diagonal = tl.maximum((start + 1) // BLOCK_N * BLOCK_N, begin)
     top, total, mixed, part_top, part_total, part_mixed, page = _walk(
-        x, top, total, mixed, part_top, part_total, part_mixed, begin, diagonal, page, keys_at, values_at, line, length, position,
-        scale, cap, False, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
+        x, x_tail, top, total, mixed, part_top, part_total, part_mixed, begin, diagonal, page, keys_at, values_at, line, length,
+        position, scale, cap, False, PAGE, DIM, TAIL, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     top, total, mixed, part_top, part_total, part_mixed, page = _walk(
-        x, top, total, mixed, part_top, part_total, part_mixed, diagonal, length, page, keys_at, values_at, line, length, position,
-        scale, cap, True, PAGE, DIM, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
+        x, x_tail, top, total, mixed, part_top, part_total, part_mixed, diagonal, length, page, keys_at, values_at, line, length,
+        position, scale, cap, True, PAGE, DIM, TAIL, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     total = _with_sinks(top, total, sinks, heads, SINKS)
@@ -303,14 +325,16 @@ def attend_singles(
     sinks: tl.tensor, tiles: tl.tensor, table: tl.tensor, q_stride: tl.tensor, q_head: tl.tensor, head_elements: tl.tensor,
     table_stride: tl.tensor, kv_heads: tl.tensor, num_splits: tl.tensor, scale: tl.tensor, cap: tl.tensor,
     TILED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes every S-th split of a row and KV head, grid [rows, H, S]. Where several share a row, they store a part per
-    split in ``parts`` fp32 [rows, H * G, splits, D + 2], and count themselves in ``arrived`` int32 [rows, H]; the last adds the
-    parts up in their order and clears the counter. Without ``TILED`` a row's token and line are its number."""
+    """A program computes every S-th split of a row and a tile of a KV head's queries, grid [rows, H * ceil(G / M), S]. Where several
+    share a tile, they store a part per split in ``parts`` fp32 [rows, H * G, splits, D + 2], and count themselves in ``arrived`` int32
+    [rows, tiles]; the last adds the parts up in their order and clears the counter. Without ``TILED`` a row's token and line are its
+    number."""
+    PARTS_OF_G: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     number = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(1) // PARTS_OF_G).to(tl.int64)
     if TILED:
         token, start = tl.load(tiles + number * 4).to(tl.int64), tl.load(tiles + number * 4 + 1)
         line = table + tl.load(tiles + number * 4 + 3).to(tl.int64) * table_stride
@@ -325,12 +349,14 @@ def attend_singles(
     sharing = tl.minimum(last - first, tl.num_programs(2))
     if tl.program_id(2) >= sharing:
         return
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) % PARTS_OF_G * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < GROUP
     heads = head * GROUP + tl.minimum(row, GROUP - 1)
     d = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (d < DIM)[None, :]
-    x = tl.load(q + token * q_stride + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+    x_at = q + token * q_stride + heads[:, None] * q_head
+    x = tl.load(x_at + d[None, :], mask=inside, other=0.0)
+    x_tail = _tail(x, x_at, real, DIM, TAIL)
     keys_at = pages + head * head_elements
     values_at = pages + (head + kv_heads) * head_elements
     part_at = parts + (number * kv_heads * GROUP + heads) * num_splits * (DIM + 2)
@@ -344,8 +370,8 @@ def attend_singles(
         for block in range(begin, tl.minimum((split + 1) * SPLIT, length), BLOCK_N):
             next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
             part_top, part_total, part_mixed = _attend_block(
-                x, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
-                True, PAGE, DIM, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
+                x, x_tail, part_top, part_total, part_mixed, block, page, keys_at, values_at, line, length, position, scale, cap,
+                True, PAGE, DIM, TAIL, WINDOW, CAPPED, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             page = next_page
         if PARTS:  # noqa: SIM102 - known to the compiler, unlike what follows
@@ -358,7 +384,7 @@ def attend_singles(
     if PARTS:  # noqa: SIM102 - as above
         if sharing > 1:
             tl.debug_barrier()  # all threads have stored their parts before one of them counts
-            counter = arrived + number * kv_heads + head
+            counter = arrived + number * tl.num_programs(1) + tl.program_id(1)
             ends = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
             if ends:
                 tl.store(counter, 0)

@@ -31,7 +31,7 @@ def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.conste
 
 
 @triton.jit
-def _rotated(
+def rotated(
     a: tl.tensor, b: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, BACK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Returns both halves rotated, or rotated back; rounds each product and sum as ``Ops.turn`` does."""
@@ -45,7 +45,7 @@ def _rotated(
 
 
 @triton.jit
-def _left(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
+def left_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
     """Where in a head the first dim of each pair lies: the pairs that are rotated, then those of the other dims."""
     place = column
     if HALF != PAIRS or INTERLEAVED:
@@ -55,7 +55,7 @@ def _left(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVE
 
 
 @triton.jit
-def _right(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
+def right_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
     """The same of the second dim."""
     place = column + HALF
     if HALF != PAIRS or INTERLEAVED:
@@ -87,7 +87,7 @@ def _heads(
     real = column < HALF
     inside = (head < HEADS)[:, None] & real[None, :]
     is_q, is_v = head < Q, head >= Q + KV
-    left, right = _left(column, HALF, PAIRS, INTERLEAVED), _right(column, HALF, PAIRS, INTERLEAVED)
+    left, right = left_dims(column, HALF, PAIRS, INTERLEAVED), right_dims(column, HALF, PAIRS, INTERLEAVED)
     at = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM
     a = tl.load(at + left[None, :], mask=inside, other=0.0).to(tl.float32)
     b = tl.load(at + right[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -98,7 +98,7 @@ def _heads(
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / DIM + eps)[:, None]
         x = scaled(a * scale, _weights(q_weight, k_weight, left, real, is_q), q, PLUS_ONE)
         y = scaled(b * scale, _weights(q_weight, k_weight, right, real, is_q), q, PLUS_ONE)
-    x, y = _rotated(x, y, c, s, q, False)
+    x, y = rotated(x, y, c, s, q, False)
     x = tl.where(is_v[:, None], a, x).to(q.dtype.element_ty)
     y = tl.where(is_v[:, None], b, y).to(q.dtype.element_ty)
     to = q + (token * Q + head)[:, None] * DIM
@@ -139,7 +139,7 @@ def _heads_backward(
     is_q, is_k, is_v = head < Q, (head >= Q) & (head < Q + KV), head >= Q + KV
     of_q, of_k, of_v = inside & is_q[:, None], inside & is_k[:, None], inside & is_v[:, None]
     wide = head.to(tl.int64)
-    left, right = _left(column, HALF, PAIRS, INTERLEAVED), _right(column, HALF, PAIRS, INTERLEAVED)
+    left, right = left_dims(column, HALF, PAIRS, INTERLEAVED), right_dims(column, HALF, PAIRS, INTERLEAVED)
     place = _place(head, Q, KV, BLOCKS)[:, None] * DIM
     q_place = (wide * q_head)[:, None]
     k_place = ((wide - Q) * k_head)[:, None]
@@ -164,7 +164,7 @@ def _heads_backward(
         b += tl.load(from_k + k_place + right[None, :], mask=of_k, other=0.0).to(tl.float32)
         c = tl.load(cos + token * PAIRS + column, mask=column < PAIRS, other=1.0).to(tl.float32)[None, :]
         s = tl.load(sin + token * PAIRS + column, mask=column < PAIRS, other=0.0).to(tl.float32)[None, :]
-        a, b = _rotated(a, b, c, s, out, True)
+        a, b = rotated(a, b, c, s, out, True)
         if NORMED:
             at = qkv + token * ((Q + 2 * KV) * DIM) + place
             x = tl.load(at + left[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)

@@ -127,8 +127,7 @@ class Block(nn.Module):
             whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
             if whole is not None:
                 return whole
-        qkv = self.run_entry(self._enter, x)
-        partial = self.run_part(self._mix, qkv, rope, attention, num_tokens)
+        partial = self.run_part(self._mix, rope, attention, num_tokens, *self.run_entry(self._enter, x))
         mixed = self._leave(partial, self.out, self.attention_norm, "attention")
         if self.experts is None:
             x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
@@ -138,12 +137,13 @@ class Block(nn.Module):
         x = x + self._leave(partial, self.down, self.mlp_norm, "mlp")
         return x if self.scalar is None else x * self.scalar.weight
 
-    def _enter(self, recomputed: bool, x: Tensor) -> Tensor:
-        """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns."""
+    def _enter(self, recomputed: bool, x: Tensor) -> tuple[Tensor, ...]:
+        """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns. With latent
+        attention two products."""
         x = x if self.input_norm is None else self.input_norm(x)
         if self.latent is not None:
             return self.latent.enter(self._enter_tp(x, self.tp), recomputed)
-        return self._product_of_all_rows(x, self.qkv, recomputed)
+        return (self._product_of_all_rows(x, self.qkv, recomputed),)
 
     def _add(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """x + mixed, and what of it goes into the MLP."""
@@ -160,14 +160,17 @@ class Block(nn.Module):
     def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
-    def _mix(self, recomputed: bool, qkv: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int) -> Tensor:
-        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed."""
+    def _mix(
+        self, recomputed: bool, rope: Rope, attention: Attention | TokenMixing, num_tokens: int, qkv: Tensor, *made: Tensor
+    ) -> Tensor:
+        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed. ``made``: the
+        other product of :meth:`_enter`."""
         if self.mixer is not None:
             assert isinstance(attention, TokenMixing)
             mixed = self.mixer(qkv[:num_tokens], attention)
         elif self.latent is not None:
             assert not isinstance(attention, TokenMixing)
-            mixed = self.latent.attend(qkv, rope, attention, num_tokens, self.index, self.rule)
+            mixed = self.latent.attend((qkv, *made), rope, attention, num_tokens, self.index, self.rule)
         elif self.gated_heads:
             qkv, gates = split_gates(qkv, self.head_shape)
             mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()

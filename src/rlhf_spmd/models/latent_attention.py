@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import AttentionRule, Ops
+from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import pad_rows
-from rlhf_spmd.models.attention import Attention, HasCache
+from rlhf_spmd.models.attention import Attention, HasCache, WritesPages
 from rlhf_spmd.models.latent import Latent
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.rope import Rope
@@ -55,25 +56,31 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = norm(sizes.kv_rank, EPS)
         self.kv_b = linear("latent.kv_b")
 
-    def enter(self, x: Tensor, recomputed: bool) -> Tensor:
-        """x [R, hidden] -> what the queries come from, or the queries, beside what keys and values come from [R, ... + entry]."""
+    def enter(self, x: Tensor, recomputed: bool) -> tuple[Tensor, Tensor]:
+        """x [R, hidden] -> what the queries come from, or the queries, and what keys and values come from [R, entry]."""
         q = self.q_b.product(self.ops, x, recomputed) if self.q_a is None else self._product_of_whole(self.q_a, x, recomputed)
-        return torch.cat([q, self._product_of_whole(self.kv_a, x, recomputed)], 1)
+        return q, self._product_of_whole(self.kv_a, x, recomputed)
 
     def attend(
-        self, made: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
+        self,
+        entered: tuple[Tensor, ...],
+        rope: Rope,
+        attention: Attention,
+        num_tokens: int,
+        index: int,
+        rule: AttentionRule,
     ) -> Tensor:
-        """``made`` by :meth:`enter` of R rows, of which ``num_tokens`` are tokens -> [num_tokens, H, value_dim]."""
-        sizes, ops = self.sizes, self.ops
-        q, compressed, turned = made.split([made.shape[1] - sizes.entry, sizes.kv_rank, sizes.rope_dim], 1)
+        """``entered`` by :meth:`enter` of R rows, of which ``num_tokens`` are tokens -> [num_tokens, H, value_dim]."""
+        sizes, ops, (q, made) = self.sizes, self.ops, entered
         if self.q_a_norm is not None:
             q = self.q_b.product(ops, self._normed(q, self.q_a_norm), False)
-        compressed = self._normed(compressed, self.kv_a_norm)
-        q_plain, q_turned = q.view(len(q), self.heads, -1).split([sizes.nope_dim, sizes.rope_dim], 2)
-        q_turned, turned = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_turned, turned[:, None]))
+        q = q.view(len(q), self.heads, -1)
         if isinstance(attention, HasCache):
-            entry = torch.cat([compressed[:, None], turned], 2)[:num_tokens]
-            return self._attend_entries(q_plain[:num_tokens], q_turned[:num_tokens], entry, attention, index, rule)
+            return self._attend_entries(q, made, rope, attention, num_tokens, index, rule)
+        compressed, turned = made.split([sizes.kv_rank, sizes.rope_dim], 1)
+        q_plain, q_turned = q.split([sizes.nope_dim, sizes.rope_dim], 2)
+        q_turned, turned = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_turned, turned[:, None]))
+        compressed = self._normed(compressed, self.kv_a_norm)
         expanded = self.kv_b.product(ops, compressed, False).view(len(q), self.heads, -1)
         k_plain, v = expanded.split([sizes.nope_dim, sizes.value_dim], 2)
         heads = torch.cat([q_plain, q_turned], 2), torch.cat([k_plain, turned.expand(-1, self.heads, -1)], 2), v
@@ -81,16 +88,23 @@ class LatentAttention(nn.Module):
         return attention.attend(index, q, k, v, rule)[..., : sizes.value_dim]
 
     def _attend_entries(
-        self, q_plain: Tensor, q_turned: Tensor, entry: Tensor, attention: Attention, index: int, rule: AttentionRule
+        self, q: Tensor, made: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
     ) -> Tensor:
-        """Queries [T, H, nope_dim] and [T, H, rope_dim], entries [T, 1, entry] -> [T, H, value_dim]."""
+        """:meth:`attend` in generation: queries [R, H, nope_dim + rope_dim], ``made`` [R, entry] -> [num_tokens, H, value_dim]."""
         assert self.kv_b.lora is None, "generation merges adapters into weights"
         sizes = self.sizes
-        made = self.kv_b.weight.view(self.heads, -1, sizes.kv_rank)
-        to_keys, to_values = made.split([sizes.nope_dim, sizes.value_dim], 1)
-        q = torch.cat([torch.bmm(q_plain.transpose(0, 1), to_keys).transpose(0, 1), q_turned], 2)
-        mixed = attention.attend(index, q, entry, entry, rule)[..., : sizes.kv_rank]
-        return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+        matrices = self.kv_b.weight.view(self.heads, -1, sizes.kv_rank)
+        to_keys, to_values = matrices.split([sizes.nope_dim, sizes.value_dim], 1)
+        keys = LatentKeys(self.kv_a_norm.weight, self.kv_a_norm.eps, to_keys, rope.cos, rope.sin, self.interleaved)
+        if isinstance(attention, WritesPages):
+            q = self.ops.latent_to_pages(q, made, keys, attention.page_target(index))
+            mixed = attention.attend_written(index, q[:num_tokens], rule)
+        else:
+            q, entries = (x[:num_tokens] for x in latent_heads(self.ops, q, made, keys))
+            mixed = attention.attend(index, q, entries[:, None], entries[:, None], rule)[..., : sizes.kv_rank]
+        out = mixed.new_empty(num_tokens, self.heads, sizes.value_dim)
+        torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
     def _product_of_whole(self, linear: Linear, x: Tensor, recomputed: bool) -> Tensor:
         """The product with a matrix that every rank has whole. An adapter's gradient is summed later."""

@@ -86,8 +86,6 @@ def _may_capture(plan: RolePlan) -> bool:
     spec, generation = plan.spec, plan.config.generation
     if generation.attention in ("torch", "cpp") or generation.speculative_tokens:
         return False
-    if spec is not None and spec.latent is not None:  # torch computes its attention
-        return False
     if spec is None or spec.experts is None:
         return True
     aligned = spec.hidden_size % ALIGNED == spec.experts.intermediate_size % ALIGNED == 0
