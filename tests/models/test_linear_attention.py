@@ -55,6 +55,7 @@ from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.banner import _linear_attention
 from rlhf_spmd.training.checks import exact_rollouts
+from rlhf_spmd.training.plan_roles import _may_capture
 from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
@@ -434,6 +435,7 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
     found = job()
     assert not exact_rollouts(found.config, found.plans)
     assert _linear_attention(found, torch.device("cpu")) == ", linear attention torch"
+    assert _may_capture(found.plans["actor"])  # decode steps on a GPU
     generation = "models.actor.generation"
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),
