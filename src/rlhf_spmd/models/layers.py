@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -61,14 +63,18 @@ def split_gates(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
     return rest.reshape(rows, -1).contiguous(), gates.reshape(rows, shape.queries, shape.dim)
 
 
+@cache
+def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(size, dtype=dtype, device=device)
+
+
 def norm_values(ops: Ops, qkv: Tensor, shape: HeadShape, shared: bool) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] -> the same, values normed by head, without weights. ``shared``: it is [T, (Hq + Hkv) * D], and what
     the keys come from serves as values."""
     rows, blocks = len(qkv), qkv.view(len(qkv), shape.blocks, -1)
     width, ends = shape.keys * shape.dim // shape.blocks, (shape.queries + shape.keys) * shape.dim // shape.blocks
     values = blocks[:, :, ends - width : ends] if shared else blocks[:, :, ends:]
-    ones = torch.ones(shape.dim, dtype=qkv.dtype, device=qkv.device)
-    normed = ops.rms_norm(values.reshape(-1, shape.dim), ones, shape.eps, False)
+    normed = ops.rms_norm(values.reshape(-1, shape.dim), _ones(shape.dim, qkv.dtype, qkv.device), shape.eps, False)
     return torch.cat([blocks[:, :, :ends], normed.view(rows, shape.blocks, width)], 2).view(rows, -1)
 
 
