@@ -55,7 +55,6 @@ class Ops:
     """
 
     packed_delta: PackedDelta | None = None
-
     name, joins_layers, alike_chunks = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
