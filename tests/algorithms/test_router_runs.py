@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tasks
-from overrides import layout, micro_batches
+from overrides import PARTIAL, layout, micro_batches
 from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.models.weights import write_random_model
@@ -37,7 +38,7 @@ MIXTURE: dict[str, Any] = {
     "eos_token_id": tasks.EOS,
     "initializer_range": 0.15,
 }
-REPLAY = "models.actor.router_replay=R2"
+REPLAY, R3 = (f"models.actor.router_replay={mode}" for mode in ("R2", "R3"))
 COEF = "models.actor.router_aux_loss_coef=0.1"
 
 
@@ -105,6 +106,78 @@ def test_the_same_replays_in_fp64(directory: Path, name: str) -> None:
     assert_same(run(directory, 1, REPLAY), run(directory, ranks, REPLAY, *more), name)
 
 
+APART = (
+    "placement.pools.a=[0,1]",
+    "placement.pools.b=[2]",
+    "models.actor.pool=b",
+    "models.actor.calls.generate_sequences.pool=a",
+)
+GENERATED: dict[str, tuple[int, tuple[str, ...]]] = {
+    **LAYOUTS,
+    "experts in parallel": (2, layout("actor", dp=2, ep=2)),
+    "old log-probs elsewhere": (3, ELSEWHERE),
+    "generation elsewhere": (3, (*APART, "models.reward.pool=a", "placement.rollout_chunks=2")),
+    "stages elsewhere": (
+        3,
+        (*APART, "models.actor.calls.generate_sequences.layout.pp=2", "models.reward.pool=b", "placement.rollout_chunks=2"),
+    ),
+    "small pages": (1, ("models.actor.generation.page_size=4", "models.actor.generation.num_pages=18")),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_same_replays_of_generation_in_fp64(directory: Path, name: str) -> None:
+    """Where the pass of the old log-probs is made and takes generation's experts, too."""
+    ranks, more = GENERATED[name]
+    assert_same(run(directory, 1, R3), run(directory, ranks, R3, *more), name)
+
+
+def test_generations_own_log_probs_serve(directory: Path) -> None:
+    """In fp32 they are exact: no other pass is made, and the first update finds the same bits with the experts of generation."""
+    narrow = run(directory, 1, R3, "models.actor.dtype=float32")
+    assert [row["actor/ppo_kl_first"] for row in narrow.metrics] == [0.0] * STEPS
+    assert narrow.log_prob_difference() == 0.0 and not any("compute_log_prob" in key for key in narrow.raw[0])
+
+
+def stale(directory: Path, lr: str, *more: str) -> dict[str, float]:
+    """The metrics of a second step, whose rows are those of the weights before the first."""
+    own = "models.actor.dtype=float32", f"models.actor.optim.lr={lr}", "placement.max_staleness=1", "models.reward.pool=a"
+    pools = (
+        "placement.pools.a=[0]",
+        "placement.pools.b=[1]",
+        "models.actor.pool=b",
+        "models.actor.calls.generate_sequences.pool=a",
+    )
+    return run(directory, 2, *own, *pools, *more).raw[1]
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_updates_take_the_experts_of_older_weights(directory: Path, bypass: bool) -> None:
+    """Generation is a step behind. At a learning rate of nearly 0 its experts are those of the current weights, too."""
+    more = (f"algorithm.rollout_correction.bypass_mode={str(bypass).lower()}",)
+    fast, slow, free, current = (stale(directory, lr, *more, *mode) for mode in ((R3,), ()) for lr in ("3e-2", "1e-12"))
+    load = "actor/moe/max_vio"
+    assert fast[load] == slow[load] and abs(free[load] - current[load]) > 0.1
+    if not bypass:  # then there is a pass whose log-probs differ from the rollout's, and less with the same experts
+        for name in ("rollout/log_prob_diff_mean", "rollout_corr/k3_kl", "training/rollout_probs_diff_mean"):
+            assert 0 < fast[name] < free[name]
+
+
+def test_rows_in_flight_keep_their_experts(directory: Path) -> None:
+    """They cross steps, and a checkpoint has them: a resumed run is the run that was never ended."""
+    found = []
+    for name, more in (("in_flight", ""), ("resumed", f"run.resume={directory / 'in_flight' / 'checkpoints' / 'step_3'}")):
+        given = tasks.settings(
+            directory / name, 5, f"models.actor.path={directory / 'actor'}", R3, *PARTIAL, *filter(None, [more])
+        )
+        run_ranks(1, tasks.train_here, tasks.other_task(GRPO, "actor"), given)
+        found.append(tasks.read_run(directory / name))
+    whole, resumed = found
+    assert max(float(row["rollout/stale_fraction"]) for row in whole.raw) > 0.05
+    later = {row: ids for row, ids in whole.responses.items() if row[0] > 3}
+    tasks.assert_bit_equal(resumed, replace(whole, metrics=whole.metrics[3:], responses=later))
+
+
 def test_replays_change_what_later_updates_learn(directory: Path) -> None:
     """The first update has the weights of the pass before: the same experts either way, and a ratio of 1 in fp32 too."""
     plain, replayed = run(directory, 1), run(directory, 1, REPLAY)
@@ -125,7 +198,11 @@ def test_replays_change_what_later_updates_learn(directory: Path) -> None:
             "with bypass_mode no forward pass computes the old log-probs",
         ),
         (GRPO, ("models.actor.generation.reuse_rollout_log_probs=true",), "R2 takes the experts of a forward pass of its own"),
-        ({**GRPO, "use_kl_loss": True}, ("models.reference.router_replay=R2",), "this role computes no old log-probs"),
+        (
+            {**GRPO, "use_kl_loss": True},
+            ("models.reference.router_replay=R2",),
+            "this role does not train on rows that it generates",
+        ),
     ],
 )
 def test_runs_that_cannot_replay(directory: Path, config: dict[str, Any], more: tuple[str, ...], said: str) -> None:
@@ -135,10 +212,13 @@ def test_runs_that_cannot_replay(directory: Path, config: dict[str, Any], more: 
         prepare(tasks.other_task(config, *roles), tasks.settings(directory / "no", 1, *paths, REPLAY, *more), 1)
 
 
-def test_training_without_old_log_probs_cannot_replay(directory: Path) -> None:
-    model = f"models.actor.path={directory / 'actor'}"
-    given = (f"data.path={tasks.pairs()}", "data.val_path=null", "run.test_freq=0", "data.train_batch_size=4", model, REPLAY)
-    with pytest.raises(ValueError, match=r"models.actor.router_replay=R2: orpo trains on rows whose old log-probs"):
+@pytest.mark.parametrize(
+    ("mode", "said"), [("R2", "whose old log-probs no forward"), ("R3", "that models.actor does not generate")]
+)
+def test_training_on_rows_without_experts_cannot_replay(directory: Path, mode: str, said: str) -> None:
+    own = f"models.actor.path={directory / 'actor'}", f"models.actor.router_replay={mode}"
+    given = (f"data.path={tasks.pairs()}", "data.val_path=null", "run.test_freq=0", "data.train_batch_size=4", *own)
+    with pytest.raises(ValueError, match=f"models.actor.router_replay={mode}: orpo trains on rows {said}"):
         prepare(str(ROOT / "configs" / "quickstart_orpo.yaml"), given, 1)
 
 
@@ -148,7 +228,7 @@ def test_a_role_that_has_no_use_for_it(directory: Path) -> None:
         ("reference.router_aux_loss_coef=0.1", "this role is not trained; leave it out"),
         ("actor.router_aux_loss_coef=0.1", "models of llama have no experts; leave it out"),
         ("actor.router_replay=R2", "models of llama have no experts; leave it out"),
-        ("actor.router_replay=R3", "R2"),
+        ("actor.router_replay=R3", "models of llama have no experts; leave it out"),
     ):
-        with pytest.raises(ValueError, match=f"models.{key}.*{said}" if said != "R2" else "R3.*disabled, R2"):
+        with pytest.raises(ValueError, match=f"models.{key}.*{said}"):
             prepare(config, tasks.settings(directory / "no", 1, f"models.{key}"), 1)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tasks
-from generators import Generator, alone, load, read_eos_ids, training_log_probs
+from generators import Generator, alone, assert_recorded, load, read_eos_ids, training_log_probs
 from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
@@ -191,6 +191,22 @@ def ends_turn(token_ids: list[int]) -> bool:
 )
 def test_tokens_do_not_depend_on_timing_and_pages(plain: list[Any], config: GenerationConfig, settings: dict[str, Any]) -> None:
     assert generate(alone()[0], str(tasks.task() / "actor"), Layout(), config, settings) == plain
+
+
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, page_size=2, num_pages=24), replace(SMALL, steps_per_sync=4)], ids=str
+)
+def test_experts_of_all_turns_are_recorded(tmp_path: Path, config: GenerationConfig) -> None:
+    """Those of the environments' tokens, too, and of rows that lose their pages while they wait."""
+    sizes = {"vocab_size": len(tasks.VOCABULARY), "eos_token_id": tasks.EOS}
+    write_random_model(tmp_path, {**CONFIGS["qwen3-moe"], **sizes}, seed=7)
+    mesh, found, made = alone()[1], environments(args={"sleep_s": 0.01}), requests()[0]
+    decoder = load(str(tmp_path), mesh)
+    generator = Generator(decoder, mesh, config, {tasks.EOS}, decoding(found.tokenizer), records_experts=True)
+    completions = generator.generate(made, SAMPLING, 1, 2, environments=found)
+    assert_recorded(decoder, made, completions)
+    assert any(done.mask is not None and not all(done.mask) for done in completions)
+    assert (generator.stats.preemptions > 0) == (config.num_pages is not None)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)], ids=["pp2", "tp2"])

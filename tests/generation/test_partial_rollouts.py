@@ -18,7 +18,7 @@ from overrides import IN_FLIGHT, PARTIAL, layout
 from ranks import run_ranks
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.load import read_pieces
-from rlhf_spmd.checkpoint.manifest import PARAM
+from rlhf_spmd.checkpoint.manifest import PARAM, CheckpointError
 from rlhf_spmd.data.batch import unpack
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.train import prepare
@@ -146,17 +146,21 @@ def test_rows_in_flight_are_saved_by_those_who_hold_them(directory: Path, uninte
 
 def test_a_replica_goes_on_with_its_own_rows_only() -> None:
     """Of what all replicas had in flight."""
-    before = PartialRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
+    before = PartialRollouts(SimpleNamespace(kept=[], records_experts=False))  # type: ignore[arg-type]
     requests = [Request(row, row // 2, [1, 2], 5) for row in range(8)]
     before.generator.kept = [SequenceState(request, 3) for request in requests[:6]]
     before.ended = {row: Completion(row, [4, 0], *torch.zeros(2, 2), "stop", torch.tensor([2, 3])) for row in (6, 7)}
-    after = PartialRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
+    after = PartialRollouts(SimpleNamespace(kept=[], records_experts=False))  # type: ignore[arg-type]
     after.saved = before.state()
     assert after.saved.row_ids.tolist() == list(range(8))
     mine = [*requests[2:4], *requests[6:], Request(8, 4, [1], 5)]
     assert [request.row_id for request in after._restore(mine, 0)] == [8]
     assert [row.request.row_id for row in after.generator.kept] == [2, 3] and list(after.ended) == [6, 7]
     assert after.ended[7].token_ids == [4, 0] and after.saved is None
+    recording = PartialRollouts(SimpleNamespace(kept=[], records_experts=True))  # type: ignore[arg-type]
+    recording.saved = before.state()
+    with pytest.raises(CheckpointError, match=r"row 6 in flight without its experts; resume with the router_replay"):
+        recording._restore(mine, 0)
 
 
 def test_rows_of_groups_of_another_size_are_refused(directory: Path, uninterrupted: tasks.Run, tmp_path: Path) -> None:
@@ -170,11 +174,11 @@ def test_rows_of_groups_of_another_size_are_refused(directory: Path, uninterrupt
 
 def test_rows_that_nobody_has_asked_for_yet_are_saved_again() -> None:
     """By each replica, which was given those of all; whoever takes them back gets each once."""
-    held, other = (PartialRollouts(SimpleNamespace(kept=[])) for _ in range(2))  # type: ignore[arg-type]
+    held, other = (PartialRollouts(SimpleNamespace(kept=[], records_experts=False)) for _ in range(2))  # type: ignore[arg-type]
     held.generator.kept = [SequenceState(Request(row, row // 2, [1, 2], 5), 3) for row in range(6)]
     other.take_back([held.state().take(np.arange(0, 2)), held.state().take(np.arange(2, 6))])
     assert other.state().row_ids.tolist() == list(range(6))
-    again = PartialRollouts(SimpleNamespace(kept=[]))  # type: ignore[arg-type]
+    again = PartialRollouts(SimpleNamespace(kept=[], records_experts=False))  # type: ignore[arg-type]
     again.take_back([other.state(), other.state()])
     assert again.state().row_ids.tolist() == list(range(6)) and again.state()["step"].tolist() == [3] * 6
 

@@ -23,6 +23,7 @@ from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.workers.router_replay import RouterRecord
 
 COMMON = {
     "vocab_size": 301,
@@ -112,6 +113,22 @@ def training_log_probs(
 def num_unequal(decoder: Decoder, requests: list[Request], completions: list[Completion], temperature: float) -> int:
     wanted = training_log_probs(decoder, requests, completions, temperature)
     return sum(int((w != c.log_probs).sum()) for w, c in zip(wanted, completions, strict=True))
+
+
+def chosen_by(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """The experts of each token in one forward pass, [tokens, mixtures, K]."""
+    record = RouterRecord(torch.int64)
+    with torch.no_grad():
+        decoder(torch.tensor(tokens), PackedAttention([len(tokens)]), routers=record)
+    return torch.stack([chosen[: len(tokens)] for chosen in record.chosen.values()], 1)
+
+
+def assert_recorded(decoder: Decoder, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """All but the last token, which repeats the one before it."""
+    for request, completion in zip(requests, completions, strict=True):
+        wanted, found = chosen_by(decoder, [*request.prompt_ids, *completion.token_ids]), completion.experts
+        assert found is not None and found.shape == wanted.shape
+        assert torch.equal(found[:-1].long(), wanted[:-1]) and torch.equal(found[-1], found[-2])
 
 
 def tokens_of(completions: list[Completion]) -> list[list[int]]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tasks
-from generate_runs import arguments, read_output, write_rows
+from generate_runs import arguments, read_output, write_rows, write_tokenizer
 from generate_runs import model as model  # a fixture
 from generators import transformers_greedy
 from places import ROOT
@@ -32,6 +32,7 @@ from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.parallel.world import World
+from small_models import CONFIGS, make_model
 
 PROMPTS = ["abc abd", "x", "The quick brown fox", "aaaa bbbb cccc dddd eeee ffff"]
 TALK = [{"role": "user", "content": "abd"}]
@@ -66,6 +67,16 @@ def test_greedy_answers_are_those_of_transformers(llm: LLM, model: Path) -> None
     )
     (one,) = llm.generate(found[0].prompt_token_ids, SamplingParams(temperature=0, max_tokens=20))
     assert one.outputs == found[0].outputs and one.prompt is None
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-5", "gpt-oss"])
+def test_other_kinds_of_attention_answer_as_transformers_do(llm: LLM, model: Path, tmp_path: Path, name: str) -> None:
+    """More prompts than rows in flight."""
+    path = make_model(tmp_path / name, {**CONFIGS[name], "vocab_size": 200})
+    write_tokenizer(path)
+    found = LLM(path, page_size=8, max_num_seqs=3).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
+    wanted = transformers_greedy(str(path), [o.prompt_token_ids for o in found], 20)
+    assert [o.outputs[0].token_ids for o in found] == wanted
 
 
 def test_log_probs_of_prompts_and_responses_are_those_of_transformers(llm: LLM, model: Path) -> None:

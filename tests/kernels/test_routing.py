@@ -21,6 +21,7 @@ RULES = [
     RoutingRule(1, "sigmoid"),
     RoutingRule(4, "sigmoid", normalise=True, groups=6, top_groups=2),
     RoutingRule(2, "softmax", groups=24, top_groups=3),
+    RoutingRule(3, "softmax", scale=16.0, groups=6, top_groups=2, group_best=1),
     RoutingRule(4, "chosen"),
 ]
 
@@ -38,7 +39,7 @@ def by_loops(row: Tensor, correction: Tensor | None, rule: RoutingRule) -> dict[
     ranked = (scores if correction is None else scores + correction).tolist()
     size = len(row) // rule.groups
     groups = [range(first, first + size) for first in range(0, len(row), size)]
-    groups.sort(key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[:2]))
+    groups.sort(key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[: rule.group_best]))
     best = sorted((e for group in groups[: rule.top_groups] for e in group), key=lambda e: -ranked[e])[: rule.per_token]
     total = sum(scores[e].exp() for e in best) if rule.scoring == "chosen" else sum(scores[e] for e in best)
     chosen = {e: scores[e].exp() / total if rule.scoring == "chosen" else scores[e] for e in best}

@@ -387,7 +387,7 @@ def test_stages_without_linear_layers_keep_the_same_rows(tmp_path: Path) -> None
     assert run_ranks(2, generate_in_parts, path, Layout(pp=2)) == [alone, alone]
 
 
-def test_rows_whose_states_find_no_memory_wait(models: dict[str, Path]) -> None:
+def test_rows_whose_states_find_no_memory_wait(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     path, requests = models["qwen3-5"], ragged_requests(samples=2, max_new_tokens=12)
     wanted = build_generator(str(path), SMALL, torch.float64).generate(requests, SamplingConfig(), 3, 5)
     generator = build_generator(str(path), SMALL, torch.float64)
@@ -397,6 +397,10 @@ def test_rows_whose_states_find_no_memory_wait(models: dict[str, Path]) -> None:
         assert generator._affordable(16)[0] == 4
         found = generator.generate(requests, SamplingConfig(), 3, 5)
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: generation has 4 rows in flight, not 16: half of the cache's 0.00 GiB is for states of linear attention, 0.06 MiB a "
+        "row; raise gpu_memory_utilization or generation.tp"
+    ]
 
 
 def test_ppo_on_one_rank_and_split(tmp_path: Path) -> None:

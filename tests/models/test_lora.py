@@ -126,15 +126,30 @@ def test_beside_four_bits_log_probs_and_gradients_are_those_of_peft(tmp_path: Pa
     assert far > 0.1
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_through_fewer_bits_are_those_of_their_values(tmp_path: Path, bits: int, dropout: float) -> None:
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 128, "v_head_dim": 32}
+SOME = {
+    "llama": (["q_proj", "o_proj", "down_proj"], ["qkv", "out", "down"]),
+    "deepseek-v3": (FAMILIES["deepseek-v3"].target_modules, ["latent.q_a", "latent.q_b", "latent.kv_a", "latent.kv_b", "out"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "dropout"),
+    [
+        *(("llama", bits, dropout) for bits in (4, 8) for dropout in (0.0, 0.5)),
+        ("deepseek-v3", 4, 0.0),
+        ("deepseek-v3", 8, 0.5),
+    ],
+)
+def test_gradients_through_fewer_bits_are_those_of_their_values(tmp_path: Path, family: str, bits: int, dropout: float) -> None:
     """A model that has the values that the bits stand for as its weights gives the same bits of everything."""
     pytest.importorskip("bitsandbytes")
-    path = make_model(tmp_path / "model", {**CONFIGS["llama"], **WIDE})
-    lora = LoraConfig(rank=4, dropout=dropout, target_modules=["q_proj", "o_proj", "down_proj"])
+    sizes = {**WIDE, "num_key_value_heads": 4, **LATENT} if family == "deepseek-v3" else WIDE
+    path = make_model(tmp_path / "model", {**CONFIGS[family], **sizes})
+    targets, matrices = SOME[family]
+    lora = LoraConfig(rank=4, dropout=dropout, target_modules=targets)
     narrow, wide = (build(path, replace(lora, bits=b), torch.float32) for b in (bits, None))
-    assert sorted(narrow.quantized) == sorted(f"layers.{i}.{name}.weight" for i in range(4) for name in ("qkv", "out", "down"))
+    assert sorted(narrow.quantized) == sorted(f"layers.{i}.{name}.weight" for i in range(4) for name in matrices)
     for name, matrix in narrow.quantized.items():
         wide.get_parameter(name).data = matrix.values()
         assert sum(buffer.nbytes for buffer in matrix.buffers()) == math.prod(matrix.shape) * (bits / 8 + 4 / 64)

@@ -193,9 +193,9 @@ def test_unreadable_files(model: Path) -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads=4 .* num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'.*'silu'"),
         ({"use_sliding_window": True}, "'use_sliding_window' is True"),
-        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1.0}}, "rope_type' is 'proportional'.*llama3"),
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1.0}}, "rope_type' is 'su'.*llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters.factor' is None"),
-        ({"quantization_config": {"bits": 4}}, "'quantization_config'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: 'quant_method' is 'none'"),
         ({"eos_token_id": "end"}, "'eos_token_id' is 'end'"),
     ],
 )

@@ -414,14 +414,17 @@ def test_megatrons_experts_are_shared(tmp_path: Path) -> None:
         assert ("expert_tensor_parallel_size: left out, layout.tp splits each expert" in said) == (whole != more)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3", "R4"])
 def test_experts_of_the_pass_before(tmp_path: Path, mode: str) -> None:
     """And the coefficient of Megatron's balance loss, whose scale is another."""
     megatron = "actor_rollout_ref.actor.megatron."
-    more = f"{megatron}router_replay.mode={mode}", f"+{megatron}override_transformer_config.moe_aux_loss_coeff=0.01"
+    records = f"actor_rollout_ref.rollout.enable_rollout_routing_replay={mode == 'R3'}"
+    more = f"{megatron}router_replay.mode={mode}", f"+{megatron}override_transformer_config.moe_aux_loss_coeff=0.01", records
     config, _, said = convert(tmp_path, "grpo", *more)
-    assert config.models["actor"].router_replay == ("R2" if mode == "R2" else "disabled")
-    assert (f"{megatron}router_replay.mode: left out, there is no R3; models.actor.router_replay=R2" in said) == (mode == "R3")
+    assert config.models["actor"].router_replay == (mode if mode in ("R2", "R3") else "disabled")
+    assert (f"{megatron}router_replay.mode: left out, there is no R4; models.actor.router_replay has R2" in said) == (
+        mode == "R4"
+    )
     assert "moe_aux_loss_coeff: left out, models.<role>.router_aux_loss_coef is theirs times layers" in said
 
 

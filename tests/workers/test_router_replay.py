@@ -131,6 +131,29 @@ def test_an_update_takes_the_recorded_experts(models: dict[str, str]) -> None:
         assert torch.equal(before, after) == (replays or not fast), (replays, fast)
 
 
+def perturbed(world: Any, path: str, field: Ragged) -> tuple[list[Tensor], Tensor]:
+    """The rows' log-probs: with the routers as they were when ``field`` was recorded, freely and as recorded, then with others, freely
+    and as recorded. And what the passes counted."""
+    engine, batch, found = build(world, path, Layout()), rows(), []
+    for _ in range(2):
+        for given in (batch, batch.union(batch.with_fields(**{ROUTED_EXPERTS: field}))):
+            found.append(torch.cat(engine.forward(packed_rows(engine, given, 2), head)))
+        generator = torch.Generator().manual_seed(1)
+        for name, tensor in engine.local_tensors().items():
+            if ".router." in name:
+                tensor += 0.2 * torch.randn(tensor.shape, generator=generator).to(tensor)
+    return found, engine.balance.sums
+
+
+def test_a_pass_without_gradients_replays_too(models: dict[str, str]) -> None:
+    """Other routers change the log-probs less if their tokens keep their experts. No metric counts such a pass."""
+    ((recorded_field, *_),) = run_ranks(1, replay, models["qwen"], Layout(), 2, {})
+    lengths = rows()["prompt_ids"].lengths + rows()["response_ids"].lengths
+    (((before, same, free, kept), counted),) = run_ranks(1, perturbed, models["qwen"], Ragged(recorded_field, lengths))
+    assert torch.equal(before, same) and not counted.any()
+    assert 0 < (kept - before).abs().mean() < 0.8 * (free - before).abs().mean()
+
+
 def test_rows_share_a_prompt_only_if_they_share_its_experts() -> None:
     batch = rows()
     lengths = batch["prompt_ids"].lengths + batch["response_ids"].lengths
@@ -146,6 +169,6 @@ def test_rows_share_a_prompt_only_if_they_share_its_experts() -> None:
 def test_what_is_refused() -> None:
     mixture, dense = (spec_from_config(config, "config.json") for config in (QWEN, LLAMA))
     check_replay(mixture, True, "key=R2")
-    for spec, scores, said in ((dense, True, "models of llama have no experts"), (mixture, False, "computes no old log-probs")):
+    for spec, scores, said in ((dense, True, "models of llama have no experts"), (mixture, False, "it records no experts")):
         with pytest.raises(ValueError, match=f"key=R2: .*{said}"):
             check_replay(spec, scores, "key=R2")

@@ -52,14 +52,12 @@ def teacher_of(verl: Mapping[str, Any]) -> str | None:
 
 
 def replay_of(verl: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return ``models.actor.router_replay`` where updates take the experts of the old log-probs' pass; and why others cannot be had."""
+    """Return ``models.actor.router_replay`` where updates take the experts of an earlier pass; and why others cannot be had."""
     for key in (key for key in verl if re.fullmatch(r"actor_rollout_ref\.actor\.(\w+\.)?router_replay\.mode", key)):
-        if verl[key] == "R2":
-            return {"models.actor.router_replay": "R2"}, {}
+        if verl[key] in ("R2", "R3"):
+            return {"models.actor.router_replay": verl[key]}, {}
         if verl[key] != "disabled":
-            return {}, {
-                key: f"there is no {verl[key]}; models.actor.router_replay=R2 takes the experts of the old log-probs' pass"
-            }
+            return {}, {key: f"there is no {verl[key]}; models.actor.router_replay has R2 and R3"}
     return {}, {}
 
 

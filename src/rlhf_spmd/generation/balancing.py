@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -101,13 +102,21 @@ def pack(home: int, row: SequenceState) -> list[Any]:
     """A row without its pages as JSON, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
     request = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
     noted = row.token_logprobs and [tensor.tolist() for tensor in row.token_logprobs]
-    return [home, request, row.step, row.token_ids, noted, row.stopped, row.ended]
+    experts, numbers = row.experts, None
+    if experts is not None and len(experts):
+        data = base64.b64encode(experts.contiguous().view(torch.uint8).numpy().tobytes()).decode()
+        numbers = [data, str(experts.dtype).removeprefix("torch."), list(experts.shape)]
+    return [home, request, row.step, row.token_ids, noted, row.stopped, row.ended, numbers]
 
 
 def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, SequenceState]:
     """The opposite of :func:`pack`. ``dtype``: of the log-probs."""
-    home, fields, step, token_ids, noted, stopped, ended = packed
+    home, fields, step, token_ids, noted, stopped, ended, numbers = packed
     kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
     log_probs = noted and TokenLogprobs(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
     request = Request(**fields | {"overrides": fields["overrides"] and SamplingOverrides(*fields["overrides"])})
-    return home, SequenceState(request, step, token_ids, log_probs, stopped=stopped, ended=ended)
+    experts = None
+    if numbers is not None:
+        data, kind, shape = numbers
+        experts = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, kind)).view(shape)
+    return home, SequenceState(request, step, token_ids, log_probs, stopped=stopped, ended=ended, experts=experts)

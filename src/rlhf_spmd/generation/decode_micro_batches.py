@@ -31,6 +31,7 @@ from rlhf_spmd.generation.multi_turn import Environments, MultiTurnRollouts
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
 from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
+from rlhf_spmd.generation.routed_experts import RowExperts
 from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler
 from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
 
@@ -75,8 +76,8 @@ class StepInFlight(NamedTuple):
 class DecodeMicroBatch:
     """Rows, by row id, with their scheduler and pages. An interrupted call leaves them to the next one.
 
-    ``runner`` and ``speculation`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest first.
-    ``slots``: rows that may run at once, the same on all stages, whether they have states of linear attention or not.
+    ``runner``, ``experts`` and ``speculation`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest
+    first. ``slots``: rows that may run at once, the same on all stages, whether they have states of linear attention or not.
     """
 
     runner: ModelRunner
@@ -99,12 +100,14 @@ class DecodeMicroBatch:
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
         self.runner = ModelRunner(call, rows, self.cache, channels, self.graphs)
+        self.experts = None if self.cache.experts is None else RowExperts(self.cache.experts)
+        self.scheduler.before_release = None if self.experts is None else self.experts.collect
         guesses = call.config.speculative_tokens
         self.speculation = Speculation(rows, guesses) if guesses else None
         self.stop, self.version, self._before = call.stop, call.version, [row.num_new for row in rows]
 
     def leave(self) -> None:
-        """End the call: its rows get the log-probs of the tokens that it drew.
+        """End the call: its rows get the log-probs of the tokens that it drew, and the experts that are recorded.
 
         Collective over the replica, as :meth:`start` and :meth:`finish`: every rank of it must call, in program order.
         """
@@ -114,12 +117,18 @@ class DecodeMicroBatch:
                 log_probs, at_one, *top = (part[row.index, first : row.num_new].clone() for part in results)
                 new, old = TokenLogprobs(log_probs, at_one, torch.full((count,), self.version), *top), row.token_logprobs
                 row.token_logprobs = new if old is None else TokenLogprobs(*map(torch.cat, zip(old, new, strict=True)))
-        del self.runner, self.speculation
+        if self.experts is not None:
+            for row in self.rows.values():
+                self.experts.collect(row)
+            self.experts.finish(self.rows.values(), self.runner.mesh.pp)
+        self.scheduler.before_release = None
+        del self.runner, self.experts, self.speculation
 
     def completion(self, row: SequenceState) -> Completion:
         """The completion of a row that began and ended in this call, before :meth:`leave`. Only on a last stage."""
         log_probs, at_one, *top = self.runner.row_results(row)
-        return row.completion(TokenLogprobs(log_probs, at_one, torch.full((row.num_new,), self.version), *top))
+        experts = None if self.experts is None else self.experts.of_ended(row)
+        return row.completion(TokenLogprobs(log_probs, at_one, torch.full((row.num_new,), self.version), *top), experts)
 
     def start(self) -> bool:
         """Launch the next step. False: nothing can start before started steps are finished or environments answer."""

@@ -6,6 +6,7 @@ the replica passes the same requests and gets the same completions.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from rlhf_spmd.generation.model_runner import GenerationCall
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
+from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria
@@ -43,6 +45,7 @@ class Generator:
 
     - decoding: turns token ids into text, for stop strings
     - local_size: ranks of this host, which share its memory on CPUs
+    - records_experts: completions have the experts that their tokens took
     - stats: counts of the last call
     - kept: rows that :meth:`generate_until` has not ended yet
     - reserved_bytes: free memory that others will take before the first step ends
@@ -56,6 +59,7 @@ class Generator:
         eos_ids: Collection[int],
         decoding: Decoding | None = None,
         local_size: int = 1,
+        records_experts: bool = False,
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
         config.check_model("generation", decoder.spec)
@@ -64,9 +68,10 @@ class Generator:
         self.stats = GenerationStats()
         self.reserved = False  # by :meth:`reserve_pages`: pages and the prompts in them stay, even without rows
         self.reserved_bytes = 0
-        self.local_size = local_size
+        self.local_size, self.records_experts = local_size, records_experts
         self.kept: list[SequenceState] = []
         self._micro_batches: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
+        self._warned = False  # of rows in flight that find no memory
         self._graphs: list[Graphs] = []  # by micro-batch; they outlive the calls
 
     def generate(
@@ -286,7 +291,8 @@ class Generator:
             usual, *others = [(*shape, num_pages, config.page_size) for shape in shapes]
             rest = dtype, self._device, self._backend, self._value_dim
             of_global = KVCache(*others[0], *rest) if others else None
-            cache = KVCache(*usual, *rest, states, of_global)
+            experts = ExpertPages(self.decoder, *usual[-2:], self._device) if self.records_experts else None
+            cache = KVCache(*usual, *rest, states, of_global, experts)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
             micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots, recurrent))
         return micro_batches
@@ -311,14 +317,24 @@ class Generator:
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
-        if state := slot_bytes(self.decoder):
+        memory = room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
+        wanted, state = num_rows, slot_bytes(self.decoder)
+        if state:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
             spare = SPARE_SLOTS * self.config.enable_prefix_caching * (self.config.micro_batches or self.mesh.layout.pp)
             room -= (num_rows + spare) * state
         rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
-        pages = int(room) // sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
+        page = sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
+        page += self.config.page_size * ExpertPages.token_bytes(self.decoder) if self.records_experts else 0
+        pages = int(room) // page
         least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
+        if least[0] < wanted and not self._warned and self.mesh.replica.rank == self.mesh.dp.rank == 0:
+            self._warned = True
+            print(
+                f"warning: generation has {int(least[0])} rows in flight, not {wanted}: half of the cache's {memory / 2**30:.2f} GiB "
+                f"is for states of linear attention, {state / 2**20:.2f} MiB a row; raise gpu_memory_utilization or generation.tp",
+                file=sys.stderr,
+            )
         return int(least[0]), int(least[1])
 
     @cached_property

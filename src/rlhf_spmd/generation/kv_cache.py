@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.recurrent_states import RecurrentStates
+from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import CppOps, Ops, capabilities, on_device
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
@@ -82,9 +83,11 @@ class KVCache:
         value_dim: int | None = None,
         states: RecurrentStates | None = None,
         of_global: KVCache | None = None,
+        experts: ExpertPages | None = None,
     ) -> None:
         self.of_global = of_global
         self.states = states  # of the rows in flight, for models with linear attention
+        self.experts = experts  # of the tokens in the pages, if they are recorded
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
@@ -130,6 +133,8 @@ class KVCache:
         for some in pairs.split(max(limit * self.num_pages // self.pages.nbytes, 1)):
             source, destination = some.unbind(1)
             self.pages[:, :, :, destination] = self.pages[:, :, :, source]
+            if self.experts is not None:
+                self.experts.copy(source, destination)
         if self.of_global is not None:
             self.of_global.copy_pages(copies)
 
@@ -137,6 +142,8 @@ class KVCache:
         """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
         if self.states is not None:
             self.states.offload()
+        if self.experts is not None:
+            self.experts.offload()
         if self.of_global is not None:
             self.of_global.offload(used)
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
@@ -153,6 +160,8 @@ class KVCache:
             return
         if self.states is not None:
             self.states.reload()
+        if self.experts is not None:
+            self.experts.reload()
         if self.of_global is not None:
             self.of_global.reload()
         (index, host), self._on_host = self._on_host, None

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
-from rlhf_spmd.generation.kv_cache import KVCache, fill_lines
+from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
 from rlhf_spmd.generation.recurrent_states import DecodeMixing
@@ -231,8 +231,12 @@ class ModelRunner:
             num_tokens = sum(item.num_tokens for item in work)
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
             inputs = self.channels.receive_hidden(inputs)
-        states = self.cache.states
-        hidden = self.decoder(inputs, attention, mixing=None if states is None else states.of_step(work, attention.positions))
+        states, experts = self.cache.states, self.cache.experts
+        routers = None if experts is None else experts.of_step(slot_mapping(work, self.cache).slots)
+        mixing = None if states is None else states.of_step(work, attention.positions)
+        hidden = self.decoder(inputs, attention, routers=routers, mixing=mixing)
+        if routers is not None:
+            routers.write()
         if not self.decoder.is_last:
             self.channels.hidden.send(hidden)
         return hidden
@@ -330,8 +334,9 @@ class ModelRunner:
         rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
         caches, states = (cache.pages for cache in (self.cache, self.cache.of_global) if cache is not None), self.cache.states
+        experts = None if self.cache.experts is None else self.cache.experts.values.data_ptr()
         of_states = () if states is None else (states.inputs.data_ptr(), states.memory.data_ptr())
-        return *((pages.data_ptr(), pages.shape) for pages in caches), of_states, weights, rules
+        return *((pages.data_ptr(), pages.shape) for pages in caches), experts, of_states, weights, rules
 
     def _decode_once(
         self,
@@ -347,11 +352,15 @@ class ModelRunner:
         ``slots`` [B]: of the rows' states, -1 for copies of the first row.
         """
         _, lengths, _, _, _, limits, _, tokens_from = state
-        positions, states = lengths - 1, self.cache.states
+        positions, states, experts = lengths - 1, self.cache.states, self.cache.experts
         inputs = self.tokens.index_select(0, tokens_from + positions)
         attention = self.cache.decoding(positions, page_table, self.num_heads)
+        routers = None if experts is None else experts.of_step(self.cache.slots_of(positions, page_table))
         mixing = None if states is None else DecodeMixing(states, slots, positions)
-        self._draw(self.decoder(inputs, attention, mixing=mixing), state, settings, groups, history)
+        hidden = self.decoder(inputs, attention, routers=routers, mixing=mixing)
+        if routers is not None:
+            routers.write()
+        self._draw(hidden, state, settings, groups, history)
         lengths += lengths + 1 < limits
 
     def _can_capture(self, config: GenerationConfig) -> bool:

@@ -20,7 +20,7 @@ With linear attention only whole prompts are shared, with the state behind all b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -79,6 +79,8 @@ class Scheduler:
 
     A step may be planned before the tokens of earlier steps are known. Placeholders at the end of ``SequenceState.tokens`` then
     stand for them. A row with placeholders up to its limit stays in ``running``, without work, until :meth:`end` is called.
+
+    ``before_release`` is called with each row that is about to leave its pages.
     """
 
     def __init__(self, config: GenerationConfig, recurrent: bool = False, spare: Iterable[int] = ()) -> None:
@@ -87,6 +89,7 @@ class Scheduler:
         self.pages = PageAllocator(config.num_pages)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
+        self.before_release: Callable[[SequenceState], None] | None = None
         self.paused: set[SequenceState] = set()
         self.prompt_states = PromptStates(spare)
         self._pending_prefixes: set[int] = set()
@@ -220,6 +223,8 @@ class Scheduler:
         self._release(row)
 
     def _release(self, row: SequenceState) -> None:
+        if self.before_release is not None:
+            self.before_release(row)
         self._pending_prefixes.difference_update(row.pending_prefixes)
         self.pages.release(reversed(row.pages))
         self._slots += [row.slot] if row.slot >= 0 else []

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Completion:
     - top_log_probs: ids and log-probs at temperature 1 of the likeliest tokens, [tokens, logprobs] each; None if not asked for
     - mask: with an environment, whether the model drew each token; the others have log-prob 0
     - reward, num_turns: with an environment, the sum of its rewards and the number of the model's turns
+    - experts: if they are recorded, those that each token of prompt and response took, [tokens, mixtures, experts of a token]
     """
 
     row_id: int
@@ -92,6 +93,7 @@ class Completion:
     mask: list[bool] | None = None
     reward: float = 0.0
     num_turns: int = 0
+    experts: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -100,7 +102,7 @@ class SequenceState:
 
     - step: keys the row's draws in all calls
     - response: the tokens that the response begins with
-    - token_logprobs: of the tokens that earlier calls drew
+    - token_logprobs: of the tokens that earlier calls drew; experts: if recorded, those of the tokens that earlier calls computed
     - mask, reward, num_turns: see :class:`Completion`
     - stopped: a stop token or stop string ended the row; ended: it stopped or reached its limit
 
@@ -126,6 +128,7 @@ class SequenceState:
     num_turns: int = 0
     stopped: bool = False
     ended: bool = False
+    experts: Tensor | None = None
     index: int = 0
     min_new: int = 0
     prefix_ids: tuple[int, ...] = ()
@@ -169,14 +172,15 @@ class SequenceState:
         self.stopped = self.ended = False
         self.leave_pages()
 
-    def completion(self, token_logprobs: TokenLogprobs | None = None) -> Completion:
-        """The ended row's completion. ``token_logprobs``: of the whole response, if the row's own do not have it yet."""
+    def completion(self, token_logprobs: TokenLogprobs | None = None, experts: Tensor | None = None) -> Completion:
+        """The ended row's completion. ``token_logprobs``, ``experts``: of the whole row, if its own do not have them yet."""
         noted = token_logprobs or self.token_logprobs
         reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
         assert self.ended and noted is not None, f"row {self.request.row_id} has not ended"
         top = (noted.top_ids, noted.top_log_probs) if noted.top_ids.shape[1] else None
-        row_id, mask = self.request.row_id, self.mask
-        return Completion(row_id, self.token_ids, *noted[:2], reason, noted.versions, top, mask, self.reward, self.num_turns)
+        row_id, tokens, log_probs = self.request.row_id, self.token_ids, noted[:2]
+        made = Completion(row_id, tokens, *log_probs, reason, noted.versions, top, self.mask, self.reward, self.num_turns)
+        return replace(made, experts=self.experts if experts is None else experts)
 
 
 class SequenceWork(NamedTuple):

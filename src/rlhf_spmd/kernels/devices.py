@@ -75,7 +75,7 @@ def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """An asynchronous copy of ``values``, int64 [n], to the host, in the current stream.
+    """An asynchronous copy of ``values`` to the host, in the current stream.
 
     Reading it does not wait for work that is queued later.
     """
@@ -88,11 +88,15 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def tolist(self) -> list[int]:
+    def values(self) -> Tensor:
         """Waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
-        values: list[int] = self._values.tolist()
+        return self._values
+
+    def tolist(self) -> list[int]:
+        """As :meth:`values`, of int64 [n]."""
+        values: list[int] = self.values().tolist()
         return values
 
 

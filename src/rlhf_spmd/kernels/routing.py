@@ -20,7 +20,8 @@ class RoutingRule:
 
     ``scoring``: how scores come from logits: "softmax" or "sigmoid" over all experts, or "chosen", a softmax over those that are taken.
     ``normalise``: weights are divided by their sum. ``groups``: experts lie in as many equal groups, of which a token takes only from
-    those ``top_groups`` whose two highest scores have the highest sum (DeepSeek-V3, arXiv 2412.19437).
+    those ``top_groups`` whose ``group_best`` highest scores have the highest sum: two (DeepSeek-V3, arXiv 2412.19437) or one
+    (DeepSeek-V2, arXiv 2405.04434).
     """
 
     per_token: int
@@ -29,6 +30,7 @@ class RoutingRule:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_best: Literal[1, 2] = 2
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -50,7 +52,7 @@ def choose(logits: Tensor, correction: Tensor | None, rule: RoutingRule) -> Tens
             ranked = ranked + from_parts(correction)
         if rule.top_groups < rule.groups:
             grouped = ranked.view(len(ranked), rule.groups, -1)
-            sums = grouped.topk(min(2, grouped.shape[2]), -1).values.sum(-1)
+            sums = grouped.topk(min(rule.group_best, grouped.shape[2]), -1).values.sum(-1)
             left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, sums.topk(rule.top_groups, -1).indices, False)
             ranked = grouped.masked_fill(left_out[:, :, None], -math.inf).flatten(1)
         return ranked.topk(rule.per_token, -1).indices

@@ -46,7 +46,7 @@ def _factors(scores: tl.tensor, real: tl.tensor, tiny: tl.tensor, SCORING: tl.co
 def _route(
     logits: tl.tensor, correction: tl.tensor, weights: tl.tensor, chosen: tl.tensor, count: tl.tensor, scale: tl.tensor,
     tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -65,7 +65,7 @@ def _route(
     ranked = tl.where(inside, ranked, nothing)
     if TOP_GROUPS < GROUPS:
         sums = tl.max(ranked, 1)
-        if SIZE > 1:
+        if SIZE > 1 and BEST > 1:
             first = tl.min(tl.where(ranked == sums[:, None], within[None, :], BLOCK_S), 1)
             sums += tl.max(tl.where(within[None, :] == first[:, None], nothing, ranked), 1)
         sums = tl.where(group < GROUPS, sums, nothing)
@@ -137,7 +137,7 @@ def route(
     if tokens:
         told = logits if correction is None else correction.contiguous()
         sizes = {"CORRECTED": correction is not None, "GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "SIZE": size}
-        sizes["GIVEN"] = given is not None
+        sizes |= {"BEST": rule.group_best, "GIVEN": given is not None}
         blocks = {"BLOCK_G": triton.next_power_of_2(rule.groups), "BLOCK_S": triton.next_power_of_2(size)}
         _route[(tokens,)](logits, told, weights, chosen, count, *_numbers(rule), **_kind(rule), **sizes, **blocks, **OPTIONS)
     return weights, chosen

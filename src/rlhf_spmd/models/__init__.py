@@ -14,5 +14,5 @@ A family is one file, named after the ``model_type`` of config.json: ``llama``, 
 - ``heads``: log-probs, entropies and values
 - ``tensor_parallel``: collectives with gradients; ``activations``: what a layer keeps for its backward pass
 - ``lora``, ``adapters``, ``quantized``: adapters beside matrices, of 4 or 8 bits
-- ``stored``, ``file_forms``, ``weights``: Hugging Face directories in and out; ``hub``, ``published``: models by name
+- ``stored``, ``fp8``, ``file_forms``, ``weights``: Hugging Face directories in and out; ``hub``, ``published``: models by name
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from rlhf_spmd.kernels import RoutingRule
 
 CORRECTION, SCALAR = "correction", "scalar"  # the parameters of a layer that no optimizer changes
@@ -24,7 +26,7 @@ class Experts:
     """The mixture that replaces the MLP in every layer but ``dense_layers``.
 
     - count, per_token, intermediate_size: experts, how many of them a token takes, and columns of each
-    - normalise, scoring, scale, groups, top_groups: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`
+    - normalise, scoring, scale, groups, top_groups, group_best: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`
     - corrected: the router has a correction of the scores by which it chooses; gradients do not change it
     - shared_size: columns of an MLP beside the experts, which every token takes. shared_gate: its output is multiplied by the sigmoid
       of one more product
@@ -44,6 +46,7 @@ class Experts:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_best: Literal[1, 2] = 2
     corrected: bool = False
     shared_size: int = 0
     shared_gate: bool = False
@@ -55,7 +58,13 @@ class Experts:
 
     @property
     def rule(self) -> RoutingRule:
-        return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, self.groups, self.top_groups)
+        grouped = self.groups, self.top_groups, self.group_best
+        return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, *grouped)
+
+    @property
+    def number_dtype(self) -> torch.dtype:
+        """The smallest that can number the experts."""
+        return torch.uint8 if self.count <= 256 else torch.int16
 
     @property
     def width(self) -> int:

@@ -37,12 +37,6 @@ def sigmoid_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int,
     configuration does not say."""
     count, per_token = read_choice(full, source, "n_routed_experts", *sizes[:2])
     width = read_size(full, source, "moe_intermediate_size", sizes[2])
-    groups, top_groups = read_size(full, source, "n_group", 1), read_size(full, source, "topk_group", 1)
-    if count % groups or top_groups > groups or per_token > count // groups * top_groups:
-        raise ValueError(
-            f"{source}: n_group={groups} must divide n_routed_experts={count}, and topk_group={top_groups} of the groups must have "
-            f"num_experts_per_tok={per_token} experts"
-        )
     dense, shared = (read_count(full, source, key) for key in ("first_k_dense_replace", "n_shared_experts"))
     return Experts(
         count,
@@ -52,12 +46,23 @@ def sigmoid_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int,
         tuple(range(min(dense, read_size(full, source, "num_hidden_layers")))),
         "sigmoid",
         read_positive(full.get("routed_scaling_factor", 1.0), source, "routed_scaling_factor"),
-        groups,
-        top_groups,
+        *read_groups(full, source, count, per_token),
         corrected=True,
         shared_size=shared * width,
         wide_router=True,
     )
+
+
+def read_groups(full: Mapping[str, Any], source: str, count: int, per_token: int) -> tuple[int, int]:
+    """The number of groups of the ``count`` experts, and from how many a token takes its ``per_token``. Raises ValueError unless that
+    can be."""
+    groups, top_groups = read_size(full, source, "n_group", 1), read_size(full, source, "topk_group", 1)
+    if count % groups or top_groups > groups or per_token > count // groups * top_groups:
+        raise ValueError(
+            f"{source}: n_group={groups} must divide n_routed_experts={count}, and topk_group={top_groups} of the groups must have "
+            f"num_experts_per_tok={per_token} experts"
+        )
+    return groups, top_groups
 
 
 def read_count(full: Mapping[str, Any], source: str, key: str) -> int:

@@ -42,6 +42,12 @@ def check_balance(spec: ModelSpec, coef: float, trained: bool, where: str) -> No
         raise ValueError(f"{where}={coef:g}: models of {spec.family} have no experts; leave it out")
 
 
+def mixture_numbers(spec: ModelSpec) -> dict[int, int]:
+    """Returns the number, among the mixtures of the model, of each layer that has one."""
+    layers = (layer for layer in range(spec.num_hidden_layers) if spec.experts_of(layer) is not None)
+    return {layer: number for number, layer in enumerate(layers)}
+
+
 def shares(logits: Tensor, rule: RoutingRule) -> Tensor:
     """Each expert's share in a token's scores, [T, E] from logits [T, E], in fp32 at least; the sum of a token's is 1."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -56,8 +62,7 @@ class RouterBalance:
 
     def __init__(self, spec: ModelSpec, layers: Iterable[int], coef: float, tp: Group, cp: Group, device: torch.device) -> None:
         """``layers``: global indices of this rank's. ``coef``: of the loss."""
-        mixtures = {layer: spec.experts_of(layer) for layer in range(spec.num_hidden_layers)}
-        self.numbers = {layer: number for number, layer in enumerate(i for i, experts in mixtures.items() if experts)}
+        self.numbers = mixture_numbers(spec)
         self.coef, self.tp, self.cp, self.device = coef, tp, cp, device
         self.local = [layer for layer in layers if layer in self.numbers]
         self.num_experts, self.per_token = (spec.experts.count, spec.experts.per_token) if spec.experts else (0, 1)
@@ -65,14 +70,16 @@ class RouterBalance:
         self.sums = torch.zeros(len(self.numbers), self.num_experts + 2, dtype=torch.float64, device=device)
 
     def begin(
-        self, lengths: Tensor, places: Tensor | None, row_weight: float, chosen: Tensor | None = None
+        self, lengths: Tensor, places: Tensor | None, row_weight: float, chosen: Tensor | None = None, counts: bool = True
     ) -> RouterPass | None:
         """What the routers of one micro-batch's forward pass report to; None without rows or routers.
 
         ``lengths`` int64 [R] and ``places``: as of ``PackedAttention``. ``row_weight``: by which the loss of each row is multiplied.
-        ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take.
+        ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take. ``counts``:
+        whether :meth:`report` counts the tokens.
         """
-        return RouterPass(self, lengths, places, row_weight * self.coef, chosen) if self.local and len(lengths) else None
+        given = row_weight * self.coef, chosen, counts
+        return RouterPass(self, lengths, places, *given) if self.local and len(lengths) else None
 
     def report(self, pool: Group) -> dict[str, float]:
         """The metrics, the same on all ranks; {} without mixtures or tokens. Collective over ``pool``: every rank of it must call, in
@@ -106,7 +113,13 @@ class RouterPass:
     """The routers of one micro-batch. A backward pass that computes a layer again finds it counted."""
 
     def __init__(
-        self, balance: RouterBalance, lengths: Tensor, places: Tensor | None, weight: float, chosen: Tensor | None = None
+        self,
+        balance: RouterBalance,
+        lengths: Tensor,
+        places: Tensor | None,
+        weight: float,
+        chosen: Tensor | None = None,
+        counts: bool = True,
     ) -> None:
         self._balance, self._weight = balance, weight
         cp = balance.cp
@@ -118,7 +131,7 @@ class RouterPass:
             tokens, row = tokens[mine] // cp.size, row[mine]
             chosen = None if chosen is None else chosen[mine]
         self._num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
-        self._counted: set[int] = set()
+        self._counted: set[int] = set() if counts else set(balance.local)
         # tokens that several rows share count once in each
         self._copies = None if places is None else Copies(tokens, balance.device)
         times = torch.bincount(tokens, minlength=self._num_tokens).double()

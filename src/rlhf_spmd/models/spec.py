@@ -1,7 +1,7 @@
 """What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
 
 A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it, and nothing
-outside the package. It may export ``IGNORED``, keys that other families refuse.
+outside the package. It may export ``IGNORED``, keys that it checks itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.fp8 import check_fp8
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
 from rlhf_spmd.models.latent import Latent
 from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
@@ -219,9 +220,11 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
         module = registry.find_builtin("model family", __package__, family, exports="build_spec")
     except ValueError as error:
         raise ValueError(f"{source}: model_type: {error}") from None
-    for key in ("quantization_config", "auto_map"):
-        if key not in getattr(module, "IGNORED", ()):
-            reject_unless(config, source, key, None)
+    ignored = getattr(module, "IGNORED", ())
+    if "quantization_config" not in ignored:
+        check_fp8(config, source)
+    if "auto_map" not in ignored:
+        reject_unless(config, source, "auto_map", None)
     spec: ModelSpec = module.build_spec(config, source)
     if eos_token_ids is not None:
         spec = replace(spec, eos_token_ids=eos_token_ids)

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlhf_spmd.config.json_input import parse_json
+from rlhf_spmd.models.fp8 import BLOCK, E4M3, SCALES, ScaledSlice, scaled_tensor, scales_shape
 from rlhf_spmd.parallel.collectives import RECORDER
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class StoredModel:
     def refuse_unknown(self, spec: ModelSpec, known: Collection[str]) -> None:
         """Raises ValueError for a tensor whose name is neither ``known`` nor a head's."""
         heads = spec.names.lm_head, spec.names.value_head
-        unknown = sorted(n for n in self.stored if n not in known and n not in heads and not _IGNORED.search(n))
+        names = {n: scaled_tensor(n) for n in self.stored}
+        unknown = sorted(n for n, its in names.items() if its not in known and its not in heads and not _IGNORED.search(n))
         if unknown:
             raise ValueError(
                 f"{self.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
@@ -97,20 +99,30 @@ class StoredModel:
         raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
 
     def slices(self, name: str, shape: tuple[int, ...], why: str, dtypes: Collection[str] = FLOATS) -> Any:
-        """safetensors' slice object of a tensor, after checking its shape and dtype. ``why`` it has that shape."""
+        """safetensors' slice object of a tensor, or one like it that reads FP8, after checking its shape and dtype. ``why`` it has that
+        shape."""
+        found, source = self._slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {why} {list(shape)}")
+        scales = f"{name}{SCALES}"
+        if found.get_dtype() == E4M3 and dtypes is FLOATS:
+            blocks = scales_shape(shape) if self._slice(scales)[0].get_shape() else ()
+            return ScaledSlice(found, self.slices(scales, blocks, f"blocks of {BLOCK} x {BLOCK} have"))
+        allowed = (E4M3,) if scales in self.stored else dtypes
+        if found.get_dtype() not in allowed:
+            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: {', '.join(allowed)}")
+        return found
+
+    def _slice(self, name: str) -> tuple[Any, Path]:
+        """A tensor as it lies in its file, and the file."""
         if name not in self.stored:
             raise ValueError(f"{self.source}: tensor '{name}' is missing")
         stored = self.stored[name]
         source = self.path / self.files[stored]
         try:
-            found = self._file(self.files[stored]).get_slice(stored)
+            return self._file(self.files[stored]).get_slice(stored), source
         except SafetensorError as error:
             raise ValueError(f"{source}: tensor '{name}' cannot be read: {error}") from error
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {why} {list(shape)}")
-        if found.get_dtype() not in dtypes:
-            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: {', '.join(dtypes)}")
-        return found
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -136,19 +136,21 @@ def check_staleness(config: Any, plans: Mapping[str, RolePlan], graph: Callable[
 
 
 def check_replays(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[], Graph]) -> None:
-    """Raises ValueError where ``models.<role>.router_replay`` lacks forward passes whose experts updates could take. ``graph`` traces
+    """Raises ValueError where ``models.<role>.router_replay`` lacks passes whose experts updates could take. ``graph`` traces
     a step."""
     for role, plan in plans.items():
         if plan.config.router_replay == "disabled":
             continue
-        where = f"models.{role}.router_replay={plan.config.router_replay}"
-        if config.algorithm.bypasses_log_probs:
-            raise ValueError(f"{where}: with bypass_mode no forward pass computes the old log-probs; leave it out")
+        mode = plan.config.router_replay
+        where = f"models.{role}.router_replay={mode}"
+        if config.algorithm.bypasses_log_probs and mode == "R2":
+            raise ValueError(f"{where}: with bypass_mode no forward pass computes the old log-probs; take R3, or leave it out")
         updates = [call for call in graph().nodes if call.spec.kind == "train" and call.role.name == role]
         if any(ROUTED_EXPERTS not in call.inputs[0].fields for call in updates):
-            raise ValueError(
-                f"{where}: {config.algorithm.name} trains on rows whose old log-probs no forward pass computes; leave it out"
+            lacking = (
+                f"that models.{role} does not generate" if mode == "R3" else "whose old log-probs no forward pass computes"
             )
+            raise ValueError(f"{where}: {config.algorithm.name} trains on rows {lacking}; leave it out")
 
 
 def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
@@ -282,8 +284,8 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         return False  # its kernels are slower there: on by choice only
     if not capabilities(device).batch_invariant and (why := _against_on_gpus(role, plan, device, dtype)):
         against = why
-    elif plan.config.router_replay != "disabled":
-        against = f"models.{role}.router_replay={plan.config.router_replay} takes the experts of a forward pass of its own"
+    elif plan.config.router_replay == "R2":
+        against = f"models.{role}.router_replay=R2 takes the experts of a forward pass of its own"
     elif plan.spec is not None and plan.spec.delta is not None:
         against = f"linear attention ({plan.spec.family}) computes one token by other sums than many"
     elif dtype.itemsize == 8:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import MICRO_DP, THREE_D, CallRecord, Reference, register
+from rlhf_spmd.controller import MICRO_DP, THREE_D, CallRecord, InputSpec, Reference, Signature, register
 from rlhf_spmd.controller.reference import FieldShard
 from rlhf_spmd.data.batch import Batch, Field, decode_json, pack, ragged, unpack
 from rlhf_spmd.generation.config import SamplingConfig
@@ -34,12 +34,15 @@ class ActorWorker(ModelWorker):
         build = self.context
         if not build.environments:
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
-        if not self.replayed:
+        records = self.config.router_replay == "R3"
+        if not records:
             self.absent |= {ROUTED_EXPERTS}
         if not (build.partial_rollouts or self.controller.versions.ahead):
             self.absent |= {"rollout_versions"}
-        # rows that move between replicas leave together, at the end
-        self.streams_rollouts = not self.config.generation.rebalance_steps
+        # rows that move between replicas, or whose experts lie on several stages, leave together, at the end
+        generating = self.shape.generating
+        staged = records and generating is not None and generating.pp > 1
+        self.streams_rollouts = not (self.config.generation.rebalance_steps or staged)
         if not self.runs("generate_sequences"):
             return
         self.generating = build_generating(self, build.tokenizer)
@@ -68,7 +71,10 @@ class ActorWorker(ModelWorker):
     @register(
         MICRO_DP,
         inputs=("prompt_ids", "row?", "min_response_length?", "max_response_length?"),
-        outputs=("response_ids", "rollout_log_probs", "stopped", "rollout_versions?", "response_mask?", "environment_reward?"),
+        outputs=(
+            *("response_ids", "rollout_log_probs", "stopped", "rollout_versions?"),
+            *(f"{ROUTED_EXPERTS}?", "response_mask?", "environment_reward?"),
+        ),
         kind="generate",
         lengths_of="response_ids",
         tokens=("prompt_ids",),
@@ -87,6 +93,7 @@ class ActorWorker(ModelWorker):
           have those of temperature 1. ``stopped``: bool [rows], false if the response was cut at its limit.
         - ``rollout_versions``: ragged int64, the step whose weights drew each token; if rows may cross steps, or generation may be
           ahead of training.
+        - ``routed_experts``, with ``router_replay=R3``: see :mod:`~rlhf_spmd.workers.router_replay`.
         - With an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
           ``environment_reward``: float64 [rows].
 
@@ -132,6 +139,9 @@ class ActorWorker(ModelWorker):
         }
         if "rollout_versions" not in self.absent:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
+        experts = [completion.experts for completion in completions if completion.experts is not None]
+        if experts:
+            fields[ROUTED_EXPERTS] = ragged(experts)
         masks = [completion.mask for completion in completions if completion.mask is not None]
         if masks:
             fields[MASK] = ragged(masks, torch.bool)
@@ -188,22 +198,27 @@ class ActorWorker(ModelWorker):
         old, rollout = drawn(batch.union(made), "old_log_probs"), drawn(batch, "rollout_log_probs")
         return log_prob_differences((old - rollout).abs()) | mismatch_sums(old, rollout, model_tokens(batch))
 
+    def _describe_log_probs(self) -> Signature:
+        """The pass of the old log-probs makes the experts that updates take, or takes those of generation."""
+        mode = self.config.router_replay
+        fields = *ROW_INPUTS, "rollout_log_probs?", *(self.replayed if mode == "R3" else ())
+        made = (ROUTED_EXPERTS,) if mode == "R2" else ()
+        return Signature("compute_log_prob", (InputSpec(fields, keep_groups=False),), ("old_log_probs", *made))
+
     @register(
         THREE_D,
-        inputs=(*ROW_INPUTS, "rollout_log_probs?"),
-        outputs=("old_log_probs", f"{ROUTED_EXPERTS}?"),
-        split_groups=True,
+        describe=_describe_log_probs,
         known=_known_log_probs,
         streams=True,
         report=_compare_log_probs,
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
         """``old_log_probs``: ragged [response tokens], from a training forward. Reports their distance from the generator's. With
-        ``router_replay`` also ``routed_experts``, see :mod:`~rlhf_spmd.workers.router_replay`.
+        ``router_replay=R2`` also ``routed_experts``, see :mod:`~rlhf_spmd.workers.router_replay`.
 
         Nothing is computed if generation with these weights is exact. Then the generator's log-probs are the result.
         """
-        records = ExpertRecords(self.engine) if self.replayed else None
+        records = ExpertRecords(self.engine) if self.config.router_replay == "R2" else None
         result = self.log_probs(batch, self.context.temperature, records)
         chosen = {} if records is None else {ROUTED_EXPERTS: records.field(batch)}
         return None if result is None else batch.with_fields(old_log_probs=result, **chosen)

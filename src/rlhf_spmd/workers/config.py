@@ -71,8 +71,8 @@ class RoleConfig(ComputeConfig):
     - activation_offload: keep what the backward pass needs in host memory
     - router_aux_loss_coef: what the load-balancing loss of a mixture of experts is multiplied by before it is added to the role's, see
       [models.md](models.md#experts)
-    - router_replay: `R2`: updates take the experts that the forward pass of the old log-probs took, see
-      [models.md](models.md#router-replay)
+    - router_replay: `R2`: updates take the experts that the forward pass of the old log-probs took; `R3`: both take those of
+      generation, see [models.md](models.md#router-replay)
     - calls: method: ranks and layout of its calls, where they are not the role's
     - offload: between the role's calls its weights rest in host memory, pinned on GPUs, see
       [placement.md](placement.md#weights-in-host-memory); what the optimizer keeps has `optim.offload`
@@ -89,7 +89,7 @@ class RoleConfig(ComputeConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     router_aux_loss_coef: float = 0.0
-    router_replay: Literal["disabled", "R2"] = "disabled"
+    router_replay: Literal["disabled", "R2", "R3"] = "disabled"
     calls: dict[str, CallConfig] = field(default_factory=dict)
     offload: bool = False
     prefetch: bool = False

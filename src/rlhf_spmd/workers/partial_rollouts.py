@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.data.batch import Batch, Field, concat, ragged
+from rlhf_spmd.data.batch import Batch, Field, Ragged, concat, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.interruption import GenerationLimits
+from rlhf_spmd.generation.routed_experts import no_experts
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState, TokenLogprobs
 
@@ -95,17 +96,24 @@ class PartialRollouts:
         if self.saved is not None:
             return self.saved
         none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
-        rows: dict[int, tuple[Any, ...]] = {
-            row.request.row_id: (row.step, 0, row.token_ids, *(row.token_logprobs or none)[:3]) for row in self.generator.kept
-        }
-        for row, c in self.ended.items():
-            rows[row] = 0, REASONS.index(c.finish_reason), c.token_ids, c.log_probs, c.log_probs_t1, c.versions
+        rows = dict[int, tuple[Any, ...]]()
+        for row in self.generator.kept:
+            noted = (row.token_logprobs or none)[:3]
+            rows[row.request.row_id] = row.step, 0, row.token_ids, row.experts, *noted
+        for row_id, c in self.ended.items():
+            noted = c.log_probs, c.log_probs_t1, c.versions
+            rows[row_id] = 0, REASONS.index(c.finish_reason), c.token_ids, c.experts, *noted
         row_ids = torch.tensor(sorted(rows), dtype=torch.int64)
-        steps, reasons, tokens, *noted = zip(*(rows[row] for row in sorted(rows)), strict=True) if rows else [()] * 6
+        steps, reasons, tokens, experts, *known = zip(*(rows[row] for row in sorted(rows)), strict=True) if rows else [()] * 7
         fields: dict[str, Field] = {"step": torch.tensor(steps, dtype=torch.int64)}
         fields |= {"reason": torch.tensor(reasons, dtype=torch.int64), "token_ids": ragged(tokens, torch.int64)}
+        if self.generator.records_experts:
+            unknown = no_experts(self.generator.decoder.spec)
+            own = [unknown if each is None else each for each in experts]
+            lengths = torch.tensor([len(each) for each in own], dtype=torch.int64)
+            fields["experts"] = Ragged(torch.cat([unknown, *own]), lengths)
         kinds = None, None, torch.int64
-        return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, noted, kinds, strict=True)})
+        return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, known, kinds, strict=True)})
 
     def take_back(self, states: Sequence[Batch]) -> None:
         """Takes the rows that all replicas saved. Several replicas may have saved the same rows."""
@@ -123,6 +131,8 @@ class PartialRollouts:
         saved, self.saved = self.saved, None
         at = {row: i for i, row in enumerate(saved.row_ids.tolist())}
         columns = {name: saved[name].rows() for name in ("token_ids", *NOTED)}
+        records = self.generator.records_experts
+        experts: list[Any] = saved["experts"].rows() if records and "experts" in saved else [None] * len(saved)
         for request in requests:
             if request.row_id not in at:
                 continue
@@ -134,10 +144,16 @@ class PartialRollouts:
                     f"the checkpoint has row {request.row_id} in flight with {len(tokens)} tokens, and max_response_length is "
                     f"{request.max_new_tokens} now; give the limits that the run was started with"
                 )
+            if records and reason is not None and experts[i] is None:
+                raise CheckpointError(
+                    f"the checkpoint has row {request.row_id} in flight without its experts; resume with the router_replay that the "
+                    "run was started with"
+                )
             if reason is not None:
-                self.ended[request.row_id] = Completion(request.row_id, tokens, log_probs, log_probs_t1, reason, versions)
+                noted = tokens, log_probs, log_probs_t1, reason, versions
+                self.ended[request.row_id] = Completion(request.row_id, *noted, experts=experts[i])
             else:
                 top = log_probs.new_zeros(len(tokens), num_top)  # nothing in training reads them
                 notes = TokenLogprobs(log_probs, log_probs_t1, versions, top.long(), top) if tokens else None
-                self.generator.kept.append(SequenceState(request, int(saved["step"][i]), tokens, notes))
+                self.generator.kept.append(SequenceState(request, int(saved["step"][i]), tokens, notes, experts=experts[i]))
         return [request for request in requests if request.row_id not in at]

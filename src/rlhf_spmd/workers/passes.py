@@ -34,6 +34,11 @@ class Packed:
     )
     places: Tensor | None = None
 
+    @property
+    def experts(self) -> Tensor | None:
+        """The experts that each token of the rows has to take, see ``router_replay``; None: they choose for themselves."""
+        return self.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in self.extra else None
+
 
 Head = Callable[[Decoder, Tensor, Packed], Any]
 Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
@@ -63,8 +68,7 @@ class Passes:
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         chunk, batch = self._chunks[action.chunk], self._batches[action.micro_batch]
         leaf = None if received is None else received.requires_grad_()
-        chosen = batch.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in batch.extra else None
-        routers = self._balance.begin(batch.lengths, batch.places, self._row_weight, chosen)
+        routers = self._balance.begin(batch.lengths, batch.places, self._row_weight, batch.experts)
         out = self._pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
         self._alive[action.micro_batch, action.chunk] = leaf, out
         return None if chunk.is_last else out.detach()

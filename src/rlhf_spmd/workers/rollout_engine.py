@@ -133,7 +133,9 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
     backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where, spec)
     config = replace(config, attention=backend)
-    generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), context.world.launch.local_size)
+    records = worker.config.router_replay == "R3"
+    size = context.world.launch.local_size
+    generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), size, records)
     return RolloutEngine(worker, hybrid, generator, merged)
 
 

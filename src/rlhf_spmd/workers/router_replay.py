@@ -1,4 +1,8 @@
-"""Router replay: updates take the experts that the forward pass of the old log-probs took (R2: Zheng et al., arXiv 2507.18071).
+"""Router replay: updates take the experts of an earlier forward pass.
+
+- R2 (Zheng et al., arXiv 2507.18071): of the pass of the old log-probs, which this module records
+- R3 (Ma et al., arXiv 2510.11370): of generation, which ``generation.routed_experts`` records; the pass of the old log-probs takes them
+  too
 
 Without it an update may choose other experts for a token than the pass before: its weights have changed, or on GPUs its batch, and the
 ratio of the log-probs jumps. Only the choice is kept; the weights of the chosen experts are those of the current router.
@@ -21,12 +25,12 @@ from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 
-def check_replay(spec: ModelSpec, scores_responses: bool, where: str) -> None:
-    """Raises ValueError if a role cannot replay. ``scores_responses``: it computes old log-probs. ``where`` names the setting."""
+def check_replay(spec: ModelSpec, is_actor: bool, where: str) -> None:
+    """Raises ValueError if a role cannot replay. ``is_actor``: it may train on rows that it generates. ``where`` names the setting."""
     if spec.experts is None:
         raise ValueError(f"{where}: models of {spec.family} have no experts; leave it out")
-    if not scores_responses:
-        raise ValueError(f"{where}: this role computes no old log-probs, whose experts an update could take; leave it out")
+    if not is_actor:
+        raise ValueError(f"{where}: this role does not train on rows that it generates, so it records no experts; leave it out")
 
 
 class RouterRecord:
@@ -50,7 +54,8 @@ class ExpertRecords:
 
     def __init__(self, engine: TrainEngine) -> None:
         self._mesh, self._balance = engine.mesh, engine.balance
-        self._dtype = torch.uint8 if self._balance.num_experts <= 256 else torch.int16
+        assert engine.spec.experts is not None, f"models of {engine.spec.family} have no experts"
+        self._dtype = engine.spec.experts.number_dtype
         self._packed: Sequence[Packed] = ()
         self._records: list[RouterRecord] = []
 

@@ -187,11 +187,11 @@ class TrainEngine:
 
     # -- forward and backward
 
-    def forward(self, micro_batches: Sequence[Packed], head: Head, routers: Sequence[Routers] = ()) -> list[Any]:
+    def forward(self, micro_batches: Sequence[Packed], head: Head, routers: Sequence[Routers | None] = ()) -> list[Any]:
         """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients. Heads read it by ``at_tokens``.
 
         All replicas must pass equally many micro-batches, some of which may have no rows. ``routers``: through which the routers of
-        each choose. Returns its values on the last stage; None
+        each choose; without them rows that have experts take those. Returns its values on the last stage; None
         on other stages and for micro-batches without rows.
         """
         outputs: list[Any] = [None] * len(micro_batches)
@@ -203,6 +203,8 @@ class TrainEngine:
                 outputs[action.micro_batch] = head(decoder, hidden, batch) if len(batch.lengths) else None
 
             through = routers[action.micro_batch] if routers else None
+            if through is None and batch.experts is not None:
+                through = self.balance.begin(batch.lengths, batch.places, 0.0, batch.experts, counts=False)
             result: Tensor | None = self.pass_through(chunk, batch, received, last, through)
             return result
 

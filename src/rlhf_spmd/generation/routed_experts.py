@@ -1,0 +1,143 @@
+"""The experts that generated rows took, for updates that take the same ones.
+
+Every forward pass writes its tokens' experts beside the pages, at the slots of their keys. Whatever shares, copies or keeps pages so
+has them too. A row collects those of its tokens when it leaves its pages, and at the end of a call.
+
+A token whose keys are computed again keeps the experts that it had first, because with these the tokens after it were drawn: after a
+preemption or a move to another replica, and when a row goes on with other weights.
+
+Shape legend: T tokens of a step, N pages, M mixtures of this stage, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.kernels import Ops, RoutingRule, on_device
+from rlhf_spmd.kernels.devices import HostCopy
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.router_balance import mixture_numbers
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.collectives import Group
+
+
+def no_experts(spec: ModelSpec) -> Tensor:
+    """The experts of no token, [0, mixtures of the model, K]."""
+    assert spec.experts is not None, f"models of {spec.family} have no experts"
+    return torch.empty(0, len(mixture_numbers(spec)), spec.experts.per_token, dtype=spec.experts.number_dtype)
+
+
+class ExpertPages:
+    """``values`` [N, page_size, M, K], uint8 or int16, zeros at first. ``columns``: M numbers among all mixtures of the model.
+    ``none``: :func:`no_experts`.
+    """
+
+    def __init__(self, decoder: Decoder, num_pages: int, page_size: int, device: torch.device) -> None:
+        self.none, numbers = no_experts(decoder.spec), mixture_numbers(decoder.spec)
+        self.columns = [numbers[layer] for layer in decoder.layer_ids if layer in numbers]
+        shape = num_pages, page_size, len(self.columns), self.none.shape[2]
+        self.values = torch.zeros(shape, dtype=self.none.dtype, device=device)
+
+    @staticmethod
+    def token_bytes(decoder: Decoder) -> int:
+        """Bytes of one token on this rank."""
+        none, numbers = no_experts(decoder.spec), mixture_numbers(decoder.spec)
+        return sum(layer in numbers for layer in decoder.layer_ids) * none.shape[2] * none.itemsize
+
+    def of_step(self, slots: Tensor) -> StepRouters:
+        """Through which the routers of a forward pass choose. ``slots`` int64 [T]: of its tokens."""
+        return StepRouters(self.values.flatten(0, 1), slots)
+
+    def copy(self, source: Tensor, destination: Tensor) -> None:
+        """Copy pages, int64 [n] each. No page is both source and destination."""
+        self.values[destination] = self.values[source]
+
+    def of_row(self, row: SequenceState, first: int, last: int) -> Tensor:
+        """The experts of the row's tokens ``first`` .. ``last`` - 1, [last - first, M, K], on the device."""
+        size = self.values.shape[1]
+        begin = first // size
+        pages = on_device(torch.tensor(row.pages[begin : -(-last // size)]), self.values.device)
+        return self.values.index_select(0, pages).flatten(0, 1)[first - begin * size : last - begin * size]
+
+    def offload(self) -> None:
+        """Free the memory. Between two calls the rows know all that it held."""
+        self._shape, self.values = self.values.shape, self.values.new_empty(0)
+
+    def reload(self) -> None:
+        """Take memory again, after :meth:`offload`."""
+        self.values = self.values.new_zeros(self._shape)
+
+
+class StepRouters:
+    """The routers of one forward pass, and what they choose. ``values`` [slots of all pages, M, K]."""
+
+    def __init__(self, values: Tensor, slots: Tensor) -> None:
+        self._values, self._slots, self._chosen = values, slots, list[Tensor]()
+
+    def route(
+        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As ``Ops.route``. Layers come in their order."""
+        weights, chosen = ops.route(logits, correction, rule, dtype)
+        self._chosen.append(chosen)
+        return weights, chosen
+
+    def write(self) -> None:
+        """Write what the tokens have chosen to their slots: three launches for all layers. The rows behind them are padding."""
+        if self._chosen:
+            chosen = torch.stack(self._chosen, 1)[: len(self._slots)]
+            self._values.index_copy_(0, self._slots, chosen.to(self._values.dtype))
+
+
+class RowExperts:
+    """The experts of a call's rows, on this stage: those that ``pages`` had when a row left them."""
+
+    def __init__(self, pages: ExpertPages) -> None:
+        self._pages, self._none = pages, pages.none[:, pages.columns]
+        self._found: dict[SequenceState, list[HostCopy]] = {}
+        self._known: dict[SequenceState, int] = {}  # tokens, with those of earlier calls
+
+    def collect(self, row: SequenceState) -> None:
+        """Take from the pages what is not known yet of the row's computed tokens."""
+        known = self._known.get(row, 0 if row.experts is None else len(row.experts))
+        if row.pages and row.num_computed > known:
+            found = self._pages.of_row(row, known, row.num_computed)
+            self._found.setdefault(row, []).append(HostCopy(found))
+            self._known[row] = row.num_computed
+
+    def of_ended(self, row: SequenceState) -> Tensor:
+        """``Completion.experts`` of an ended row of this call, where this stage has all mixtures."""
+        return self._whole(row, self._new(row))
+
+    def finish(self, rows: Iterable[SequenceState], pp: Group) -> None:
+        """Note with each row what this call found, of all mixtures.
+
+        Collective over pp: every rank of it must call, in program order.
+        """
+        rows = list(rows)
+        new = [self._new(row) for row in rows]
+        counts = [len(each) for each in new]
+        values = torch.cat([self._none, *new])
+        if pp.size > 1 and len(values):
+            own, values = values, values.new_zeros(len(values), *self._pages.none.shape[1:])
+            values[:, self._pages.columns] = own
+            pp.all_reduce(values.view(torch.uint8), "generation:experts")
+        for row, part in zip(rows, values.split(counts), strict=True):
+            row.experts = self._whole(row, part) if row.ended else _joined(row.experts, part)
+
+    def _new(self, row: SequenceState) -> Tensor:
+        return torch.cat([self._none, *(copy.values() for copy in self._found.get(row, ()))])
+
+    def _whole(self, row: SequenceState, part: Tensor) -> Tensor:
+        """One entry per token of the ended ``row``. The last token was never computed, and repeats those of the token before it."""
+        known = _joined(row.experts, part)[: row.length - 1]
+        last = known[-1:] if len(known) else torch.arange(part.shape[2], dtype=part.dtype).expand(1, *part.shape[1:])
+        return torch.cat([known, last.expand(row.length - len(known), -1, -1)])
+
+
+def _joined(before: Tensor | None, part: Tensor) -> Tensor:
+    return part if before is None else torch.cat([before, part])

@@ -1,0 +1,160 @@
+"""Models published in FP8: read as bf16 in every layout, as transformers reads them, and exported without."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_spmd.checkpoint.export import export_hugging_face
+from rlhf_spmd.kernels.routing import as_parts
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.file_forms import find_tensor
+from rlhf_spmd.models.fp8 import ScaledSlice
+from rlhf_spmd.models.heads import local_logits
+from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import StoredModel
+from rlhf_spmd.models.weights import check_pretrained, load_pretrained, write_random_model
+from rlhf_spmd.parallel.boxes import zero_shards
+from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.workers.rank_shards import rank_shards
+from saved_models import checkpoint_of, logits, model_tensors
+from small_models import CONFIGS
+
+WHOLE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "moe_intermediate_size": 128}  # blocks of 128 x 128
+# a tp rank has 160 of 320 columns, or 80 of 160, which cut blocks; the last block of kv_a_proj_with_mqa has 16 rows
+UNEVEN = {"hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 160, "kv_lora_rank": 138, "q_lora_rank": 130}
+PUBLISHED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def write_fp8(
+    path: Path, config: dict[str, Any], scales: torch.dtype, block: bool = True, exact: bool = False
+) -> dict[str, Tensor]:
+    """Matrices but those of embedding, head and routers in random FP8; returns the tensors in bf16. ``exact``: scales are powers of
+    two, with which nothing is rounded."""
+    write_random_model(path, config, 5)
+    generator, stored, whole = torch.Generator().manual_seed(2), dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(path / "model.safetensors").items():
+        whole[name] = stored[name] = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+        if tensor.ndim < 2 or any(word in name for word in ("embed", "lm_head", ".gate.", "shared_expert_gate", "conv1d")):
+            continue
+        codes = (torch.randn(tensor.shape, generator=generator) * 8).to(torch.float8_e4m3fn)
+        counts = [-(-size // 128) for size in tensor.shape] if block else []
+        scale = torch.rand(counts, generator=generator) * 0.01 + 0.002
+        scale = (torch.exp2(scale.log2().round()) if exact else scale).to(scales)
+        stored |= {name: codes, f"{name}_scale_inv": scale}
+        values = codes.float()
+        for row in range(0, tensor.shape[0], 128):
+            for column in range(0, tensor.shape[1], 128):
+                factor = scale[row // 128, column // 128] if block else scale
+                values[row : row + 128, column : column + 128] *= factor.float()
+        whole[name] = values.bfloat16()
+        if not block:
+            stored[name.replace(".weight", ".activation_scale")] = torch.ones((), dtype=scales)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    quantized = PUBLISHED if block else {**PUBLISHED, "activation_scheme": "static", "weight_block_size": None}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    return whole
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=3, ep=2), Layout(pp=2, tp=4)])
+def test_every_rank_reads_its_part(tmp_path: Path, layout: Layout) -> None:
+    want = write_fp8(tmp_path, {**CONFIGS["deepseek-v3"], **UNEVEN, "num_hidden_layers": 2}, torch.float32)
+    spec = read_spec(tmp_path)
+    with ExitStack() as stack:
+        stored = StoredModel(tmp_path, spec, stack)
+        for pp, dp, _, tp in map(layout.coordinate, range(layout.size)):
+            shards = zero_shards(rank_shards(spec, "lm", layout, pp, tp), dp, layout.dp_shard, ep=(dp, layout.ep))
+            for box in (box for shard in shards.values() for box in shard.boxes):
+                expected = as_parts(want[box.name]) if box.name.endswith("correction_bias") else want[box.name]
+                got = find_tensor(stored, spec, box.name, box.shape, False)[box.global_slices]
+                assert got.numel() and torch.equal(got, expected[box.global_slices]), box
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "scales", "block"),
+    [
+        ("deepseek-v3", UNEVEN, torch.float32, True),
+        ("qwen3-moe", UNEVEN, torch.bfloat16, True),
+        ("ministral3", UNEVEN, torch.bfloat16, False),
+    ],
+)
+def test_fp8_is_read_as_bf16_and_exported_without(
+    tmp_path: Path, name: str, sizes: dict[str, int], scales: torch.dtype, block: bool
+) -> None:
+    source = tmp_path / "source"
+    want = write_fp8(source, {**CONFIGS[name], **sizes, "num_hidden_layers": 2}, scales, block)
+    check_pretrained(read_spec(source), source, "lm")
+    path = checkpoint_of(model_tensors(source), source, tmp_path / "run", "lm")
+    out = export_hugging_face(path, "actor", source, tmp_path / "out", dtype=torch.bfloat16)
+    got = load_file(out / "model.safetensors")
+    assert got.keys() == want.keys()
+    assert all(got[key].dtype == tensor.dtype and torch.equal(got[key], tensor) for key, tensor in want.items())
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
+def test_transformers_has_the_same_logits(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_fp8(tmp_path, {**CONFIGS[name], **WHOLE, "num_hidden_layers": 2}, torch.float32, exact=True)
+    decoder = Decoder(read_spec(tmp_path), "lm", 0, 1, solo(), torch.float32, "cpu")
+    load_pretrained(decoder, tmp_path)
+    with torch.no_grad():
+        got = decoder(torch.arange(1, 11), PackedAttention([10]), local_logits)
+    theirs = logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))[0]
+    assert (got - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+class Counted:
+    """In place of safetensors' slice object."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.read = values, 0
+
+    def get_shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def __getitem__(self, places: Any) -> Tensor:
+        self.read += (part := self.values[places]).numel()
+        return part
+
+
+def test_a_slice_reads_no_more_than_its_elements() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes, scales = (
+        torch.randn(3, 300, 260, generator=generator).to(torch.float8_e4m3fn),
+        torch.rand(3, 3, 3, generator=generator),
+    )
+    wide = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :300, :260]
+    want = (codes.float() * wide).bfloat16()
+    for rows, columns in ((slice(100, 290), slice(120, 260)), (slice(5, 5), slice(None)), (slice(0, 128), slice(257, 259))):
+        counted = Counted(codes[1])
+        got = ScaledSlice(counted, Counted(scales[1]))[rows, columns]
+        assert torch.equal(got, want[1, rows, columns]) and counted.read == got.numel()
+    counted = Counted(codes)
+    assert torch.equal(ScaledSlice(counted, Counted(scales))[2], want[2]) and counted.read == 300 * 260
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    write_fp8(tmp_path, {**CONFIGS["qwen3-tied"], "num_hidden_layers": 1}, torch.float32)
+    stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    for changes, words in (
+        ({f"{name}_scale_inv": None}, f"'{name}_scale_inv' is missing"),
+        ({f"{name}_scale_inv": torch.ones(2, 1)}, r"has shape \[2, 1\], but blocks of 128 x 128 have \[1, 1\]"),
+        ({f"{name}_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, "has dtype U8; allowed: F64, F32"),
+        ({name: stored[name].float()}, "has dtype F32; allowed: F8_E4M3"),
+        ({f"{name}s_scale_inv": torch.ones(1, 1)}, f"1 tensors that a qwen3 model does not have, such as '{name}s_scale_inv'"),
+    ):
+        changed = {key: value for key, value in {**stored, **changes}.items() if value is not None}
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            check_pretrained(read_spec(tmp_path), tmp_path, "lm")
