@@ -16,17 +16,19 @@ from generators import row_of
 from places import ROOT
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_allocator import PageAllocator, PrefixTable
+from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 
 
 class FakeCache:
     """Remembers which token of which text each cache slot holds, as the runner would write it, and since when: ``epoch`` counts
-    how often prompts were forgotten."""
+    how often prompts were forgotten. ``states``: the tokens behind which the state in each slot is."""
 
-    def __init__(self, limits: GenerationConfig, texts: list[list[int]]) -> None:
-        self.page_size, self.texts = limits.page_size, texts
+    def __init__(self, limits: GenerationConfig, texts: list[list[int]], recurrent: bool) -> None:
+        self.page_size, self.texts, self.recurrent = limits.page_size, texts, recurrent
         self.slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        self.states: dict[int, tuple[int, ...]] = {}
         self.epoch = 0
         self.begun: dict[int, int] = {}  # the epoch in which each row was admitted last
 
@@ -34,10 +36,16 @@ class FakeCache:
         for source, to in step.copies:
             self.slots.update({(to, i): self.slots[source, i] for i in range(self.page_size) if (source, i) in self.slots})
         known = {}
+        self.states |= {to: self.states[source] for source, to in step.state_copies}
         for row, start, count, _ in step.work:
             known[row.index] = now = tuple(self.texts[row.index][: row.length] + row.draft)
             for position in range(start, start + count):
                 self.slots[row.pages[position // self.page_size], position % self.page_size] = (self.epoch, now[: position + 1])
+        if self.recurrent:
+            for row, start, count, _ in step.work:
+                now = known[row.index]
+                assert not start or self.states[row.slot] == now[:start], f"row {row.index} goes on from a foreign state"
+                self.states[row.slot] = now[: start + count]
         for row, start, count, _ in step.work:  # what attention reads is the row's own history
             now, begun = known[row.index], self.begun[row.index]
             for position in range(start + count):
@@ -131,19 +139,28 @@ def end_rows(scheduler: Scheduler, step: ScheduledStep) -> None:
             scheduler.end(row)
 
 
+def spare_slots(limits: GenerationConfig, recurrent: bool) -> range:
+    return range(limits.max_num_seqs, limits.max_num_seqs + SPARE_SLOTS * recurrent)
+
+
 def run_to_the_end(
-    limits: GenerationConfig, prompts: list[list[int]], response_lengths: list[int], stops: list[bool], chaos: Chaos = QUIET
+    limits: GenerationConfig,
+    prompts: list[list[int]],
+    response_lengths: list[int],
+    stops: list[bool],
+    chaos: Chaos = QUIET,
+    recurrent: bool = False,
 ) -> Scheduler:
     prefix_table = PrefixTable(limits.page_size)
     responses = [[1000 * (i + 1) + j for j in range(n + 3)] for i, n in enumerate(response_lengths)]
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     lasts = [len(text) - 3 for text in texts]
-    scheduler = Scheduler(limits)
+    scheduler = Scheduler(limits, recurrent, spare_slots(limits, recurrent))
     rows = []
     for i, (prompt, n, stop) in enumerate(zip(prompts, response_lengths, stops, strict=True)):
         rows.append(row_of(i, prompt, n + (3 if stop else 0), prefix_ids=prefix_table.prefix_ids(prompt)))
         scheduler.add(rows[-1])
-    cache = FakeCache(limits, texts)
+    cache = FakeCache(limits, texts, recurrent)
     num_steps = 0
     while not scheduler.finished:
         if chaos.often:
@@ -204,7 +221,7 @@ def test_random_schedules(data: st.DataObject) -> None:
     run_to_the_end(limits, prompts, [n for _, _, n, _ in rows], [stop for _, _, _, stop in rows])
 
 
-def random_schedule(rng: random.Random, chaos: Chaos) -> Scheduler:
+def random_schedule(rng: random.Random, chaos: Chaos, recurrent: bool = False) -> Scheduler:
     """A few rows on a small pool; some share their prompts' beginnings, some stop before their limit."""
     page_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
     stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
@@ -219,7 +236,7 @@ def random_schedule(rng: random.Random, chaos: Chaos) -> Scheduler:
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
         enable_prefix_caching=rng.random() < 0.8,
     )
-    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)], chaos)
+    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)], chaos, recurrent)
 
 
 def test_ten_thousand_random_schedules() -> None:
@@ -235,7 +252,7 @@ def test_ten_thousand_random_schedules() -> None:
     assert len(chaos.done) == 6 and min(chaos.done.values()) > 500, chaos.done
 
 
-def run_ahead(rng: random.Random, most: int) -> Scheduler:
+def run_ahead(rng: random.Random, most: int, recurrent: bool = False) -> Scheduler:
     """As on a device: up to ``most`` steps are planned before the tokens of the first are read, placeholders stand for these, and
     rows that have stopped go on till it is known."""
     page_size, max_num_seqs, count = rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 6)
@@ -250,7 +267,8 @@ def run_ahead(rng: random.Random, most: int) -> Scheduler:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
     )
-    scheduler, prefix_table, cache = Scheduler(limits), PrefixTable(page_size), FakeCache(limits, texts)
+    scheduler = Scheduler(limits, recurrent, spare_slots(limits, recurrent))
+    prefix_table, cache = PrefixTable(page_size), FakeCache(limits, texts, recurrent)
     rows = [row_of(i, prompt, news[i], prefix_ids=prefix_table.prefix_ids(prompt)) for i, prompt in enumerate(prompts)]
     for row in rows:
         scheduler.add(row)
@@ -261,7 +279,9 @@ def run_ahead(rng: random.Random, most: int) -> Scheduler:
         cache.begun |= {row.index: 0 for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if step.work:
-            repeats, drawn = scheduler.look_ahead(step, rng.randint(1, 4)) if rng.random() < 0.7 else 0, []
+            if rng.random() < 0.7:
+                scheduler.look_ahead(step, rng.randint(1, 4))
+            repeats, drawn = step.repeats, []
             for i, item in enumerate(step.work):
                 row, length = item.row, item.row.length
                 number = min(repeats, row.limit - length) if repeats and item.decodes else 1
@@ -294,6 +314,16 @@ def test_schedules_that_are_planned_before_tokens_are_read() -> None:
     assert preempted > 300
 
 
+def test_states_of_linear_attention_are_those_of_the_rows_tokens() -> None:
+    """Whatever is preempted, shared, or planned before tokens are read."""
+    rng, counts = random.Random(2), Counter[str]()
+    for number in range(4000):
+        scheduler = run_ahead(rng, number % 3, True) if number % 2 else random_schedule(rng, QUIET, True)
+        counts["preempted"] += scheduler.stats.preemptions > 0
+        counts["shared"] += scheduler.stats.hit_tokens > 0
+    assert min(counts["preempted"], counts["shared"]) > 300, counts
+
+
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12), extra=st.integers(0, 10))
 def test_whole_prompts_without_chunking(lengths: list[tuple[int, int]], extra: int) -> None:
@@ -304,11 +334,12 @@ def test_whole_prompts_without_chunking(lengths: list[tuple[int, int]], extra: i
     run_to_the_end(limits, prompts, [n for _, n in lengths], [False] * len(lengths))
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 16, 17, 50])
-def test_a_prompt_is_computed_once(prompt_length: int) -> None:
+def test_a_prompt_is_computed_once(prompt_length: int, recurrent: bool) -> None:
     limits = GenerationConfig(page_size=8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
     prompts = [list(range(prompt_length))] * 6 + [[99] * prompt_length] * 6
-    scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12)
+    scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12, recurrent=recurrent)
     # all rows but the first of each prompt; the last prompt token is every row's own
     assert scheduler.stats.hit_tokens == (prompt_length - 1) * 10
     assert scheduler.stats.preemptions == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from launches import DEVICE, Launches, counted_launches
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.recurrent_states import DecodeMixing, RecurrentStates
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, triton_layers, triton_qkv
 from rlhf_spmd.kernels.gpu_ops import GpuOps
@@ -32,7 +35,7 @@ SIZES_1_7B = {
 }
 
 
-def decoder_of(name: str, **changes: int) -> tuple[Decoder, tuple[Tensor, Rope]]:
+def decoder_of(name: str, **changes: Any) -> tuple[Decoder, tuple[Tensor, Rope]]:
     """A decoder of one layer, and for 8 tokens what the layer takes: hidden state and rotary tables."""
     config = {**CONFIGS[name], "num_hidden_layers": 1, **changes}
     decoder = Decoder(spec_from_config(config, "test"), "none", 0, 1, solo(), torch.bfloat16, DEVICE, ops=GpuOps())
@@ -73,6 +76,15 @@ def test_a_decode_step_of_a_layer(name: str, most: int) -> None:
         own = [each for each in launches.names if "attend" not in each and "parts" not in each]
         assert len(own) <= most, own
         assert len(launches.names) <= most + 2, launches.names
+
+
+def test_a_decode_step_of_linear_attention() -> None:
+    """Norm, the first product, all of the linear attention, the last product, add and norm, gate_up, gate, down, add: 9."""
+    decoder, (x, rope) = decoder_of("qwen3-5", layer_types=["linear_attention"])
+    states, rows = RecurrentStates(decoder, 10, DEVICE), torch.arange(8, device=DEVICE)
+    with torch.no_grad(), counted_launches() as launches:
+        layer_of(decoder)(x, rope, DecodeMixing(states, rows, rows), 8)
+    assert len(launches.names) == 9 and "_mix_token" in launches.names, launches.names
 
 
 @pytest.mark.parametrize(("name", "most"), [("deepseek-v2", 13), ("deepseek-v3", 15)])

@@ -36,6 +36,7 @@ from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache
+from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import slot_bytes
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens
 from rlhf_spmd.models.attention import PackedAttention
@@ -52,7 +53,9 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.train import prepare
+from rlhf_spmd.training.banner import _linear_attention
 from rlhf_spmd.training.checks import exact_rollouts
+from rlhf_spmd.training.plan_roles import _may_capture
 from rlhf_spmd.workers.flops import forward_flops
 from saved_models import checkpoint_of
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
@@ -256,7 +259,7 @@ def test_batches_and_chunks_change_nothing(models: dict[str, Path], name: str, o
         sampled = generator.generate(requests, SamplingConfig(temperature=0.7), 3, 5)
         wanted = training_log_probs(generator.decoder, requests, sampled, 0.7)
         assert max(float((w - c.log_probs).abs().max()) for w, c in zip(wanted, sampled, strict=True)) < most
-        assert generator.stats.hit_tokens == 0 and (generator.stats.preemptions > 0) == ("num_pages" in options)
+        assert generator.stats.hit_tokens > 0 and (generator.stats.preemptions > 0) == ("num_pages" in options)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(pp=4), Layout(pp=2, tp=2)], ids=str)
@@ -388,7 +391,7 @@ def test_rows_whose_states_find_no_memory_wait(models: dict[str, Path], capsys: 
     path, requests = models["qwen3-5"], ragged_requests(samples=2, max_new_tokens=12)
     wanted = build_generator(str(path), SMALL, torch.float64).generate(requests, SamplingConfig(), 3, 5)
     generator = build_generator(str(path), SMALL, torch.float64)
-    room = 9.5 * slot_bytes(generator.decoder)
+    room = 9.99 * slot_bytes(generator.decoder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf_spmd.generation.generator.cache_room", lambda *args: room)
         assert generator._affordable(16)[0] == 4
@@ -435,11 +438,12 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
 
     found = job()
     assert not exact_rollouts(found.config, found.plans)
+    assert _linear_attention(found, torch.device("cpu")) == ", linear attention torch"
+    assert _may_capture(found.plans["actor"])  # decode steps on a GPU
     generation = "models.actor.generation"
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),
         (f"{generation}.speculative_tokens=2", r"models\.actor\.generation\.speculative_tokens=2: .* leave it out"),
-        (f"{generation}.steps_per_sync=4", r"models\.actor\.generation\.steps_per_sync=4: .* leave it out"),
         ("models.actor.layout.cp=2", r"models\.actor\.layout\.cp=2: linear attention .* allowed: 1"),
         ("models.actor.layout.tp=8", r"tp=8 does not divide"),
     ):
@@ -494,9 +498,10 @@ def test_states_count_in_the_cache(models: dict[str, Path]) -> None:
     kept = generator._micro_batches
     assert kept is not None
     states = kept.micro_batches[0].cache.states
-    assert states is not None and states.num_slots == 5 and len(kept.micro_batches[0].cache.pages) == 2
+    assert states is not None and states.num_slots == 5 + SPARE_SLOTS and len(kept.micro_batches[0].cache.pages) == 2
     held = states.inputs.nbytes + states.memory.nbytes
-    assert held == 5 * slot_bytes(generator.decoder) == 5 * 4 * 4 * shape_of(generator.decoder.spec, "lm").state
+    state = 4 * 4 * shape_of(generator.decoder.spec, "lm").state
+    assert held == (5 + SPARE_SLOTS) * slot_bytes(generator.decoder) == (5 + SPARE_SLOTS) * state
     free = {}
     for size in (0, slot_bytes(generator.decoder)):
         with pytest.MonkeyPatch.context() as patch:
@@ -504,4 +509,4 @@ def test_states_count_in_the_cache(models: dict[str, Path]) -> None:
             patch.setattr("rlhf_spmd.generation.generator.cache_room", lambda *args: 10_000_000)
             free[size] = build_generator(str(path))._affordable(7)[1]
     page = KVCache.page_bytes(2, 2, 16, 8, torch.float32)
-    assert free[0] - free[size] == pytest.approx(7 * size / page, abs=1)
+    assert free[0] - free[size] == pytest.approx((7 + SPARE_SLOTS) * size / page, abs=1)

@@ -6,8 +6,8 @@ ended (``GenerationLimits``), and goes on in its next call. ``GenerationConfig``
 
 Read in this order: ``sequence`` (a row and the work of a step), ``page_allocator`` and ``scheduler`` (what runs next; without
 torch, and equal on every rank of a replica), ``decode_micro_batches`` (the decode loop), ``model_runner`` (a step on the device),
-``generator``. Beside these: ``kv_cache`` and ``backends`` (attention over pages), ``recurrent_states`` (linear attention),
-``routed_experts``, ``sampler``, ``logit_rules``, ``stopping``, ``graphs``, ``pipeline_channels``, ``multi_turn``,
+``generator``. Beside these: ``kv_cache`` and ``backends`` (attention over pages), ``recurrent_states`` and ``prompt_states`` (linear
+attention), ``routed_experts``, ``sampler``, ``logit_rules``, ``stopping``, ``graphs``, ``pipeline_channels``, ``multi_turn``,
 ``finished_groups``, ``interruption`` and ``balancing``.
 
 Must not know: training, roles, rewards, how weights got into the decoder.

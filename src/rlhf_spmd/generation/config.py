@@ -66,12 +66,13 @@ class GenerationConfig:
     - gpu_memory_utilization: as in vLLM, the share of a GPU's memory that weights, cache and the work of a step may fill; tensors
       that training leaves there count too. On CPUs the cache may take this share of the rank's part of the host's free memory.
       null: 0.9, on CPUs 0.5
-    - enable_prefix_caching: rows of equal prompts share pages
+    - enable_prefix_caching: rows of equal prompts share pages; with linear attention whole prompts, and their states
     - enable_chunked_prefill: a long prompt may take several steps; `false`: each row, prompt and response, must fit in
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. See
       [generation.md](generation.md#cuda-graphs). null: 8 where steps are captured as CUDA graphs,
-      else 1. With `pp` above 1 it is always 1, and `speculative_tokens` allows no other value
+      else 1. With `pp` above 1, or with environments and linear attention, it is always 1; `speculative_tokens` allows no other
+      value
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
       are 1 and attention is `triton` or `flash_attn`
     - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
@@ -142,15 +143,11 @@ class GenerationConfig:
     def check_model(self, where: str, spec: ModelSpec) -> None:
         """Raises ValueError for what the model's attention cannot do. States of linear attention cannot go back to an earlier token."""
         check_model_attention(self.attention, spec, f"{where}.attention")
-        for key, value, most in (
-            ("speculative_tokens", self.speculative_tokens, 0),
-            ("steps_per_sync", self.steps_per_sync, 1),
-        ):
-            if spec.delta is not None and (value or most) > most:
-                raise ValueError(
-                    f"{where}.{key}={value}: tokens behind the end of a turn, or behind a wrong guess, cannot be taken out of the "
-                    f"states of linear attention, which {spec.family} has; leave it out"
-                )
+        if spec.delta is not None and self.speculative_tokens:
+            raise ValueError(
+                f"{where}.speculative_tokens={self.speculative_tokens}: tokens behind a wrong guess cannot be taken out of the states "
+                f"of linear attention, which {spec.family} has; leave it out"
+            )
 
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run. ``words`` explain the number."""

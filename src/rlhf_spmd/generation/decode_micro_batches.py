@@ -30,6 +30,7 @@ from rlhf_spmd.generation.model_runner import NOT_FINITE, GenerationCall, Launch
 from rlhf_spmd.generation.multi_turn import Environments, MultiTurnRollouts
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
+from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.routed_experts import RowExperts
 from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler
 from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
@@ -81,9 +82,10 @@ class DecodeMicroBatch:
 
     runner: ModelRunner
 
-    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int) -> None:
-        self.scheduler, self.cache, self.prefix_table = Scheduler(config), cache, PrefixTable(config.page_size)
-        self.graphs, self.slots = graphs, slots
+    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int, recurrent: bool) -> None:
+        spare = range(slots, slots + SPARE_SLOTS) if recurrent and config.enable_prefix_caching else ()
+        self.scheduler, self.cache = Scheduler(config, recurrent, spare), cache
+        self.prefix_table, self.graphs, self.slots = PrefixTable(config.page_size), graphs, slots
         self.rows: dict[int, SequenceState] = {}
         self.in_flight: deque[StepInFlight] = deque()
 
@@ -232,6 +234,9 @@ class DecodeMicroBatches:
         for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
             if share:
                 micro_batch.enter(share, call, channels)
+                if environments is not None and micro_batch.scheduler.recurrent:
+                    # states cannot go back to the end of a turn, so nothing is drawn behind it
+                    micro_batch.runner.max_repeats = min(micro_batch.runner.max_repeats, 1)
                 busy.append(micro_batch)
         if environments is None:
             self._take_turns(busy, call, stats, interrupts, None, finished_groups)

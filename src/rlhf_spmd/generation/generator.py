@@ -27,6 +27,7 @@ from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, Limi
 from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, planes
 from rlhf_spmd.generation.model_runner import GenerationCall
 from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
 from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.generation.scheduler import GenerationStats
@@ -62,8 +63,6 @@ class Generator:
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
         config.check_model("generation", decoder.spec)
-        if decoder.spec.delta is not None:  # pages of a shared prompt have no states
-            config = replace(config, enable_prefix_caching=False)
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
         self.stats = GenerationStats()
@@ -285,15 +284,17 @@ class Generator:
             if capabilities(self._device).graphs:
                 most = round_up(most, 1 << max(most.bit_length() - 4, 0))
             num_pages = share if config.num_pages else max(min(most, share), 1)
-            slots = num_seqs if self.reserved or self.decoder.spec.delta is None else min(num_seqs, len(members))
-            states = RecurrentStates(self.decoder, slots, self._device) if self.decoder.num_linear else None
+            recurrent = self.decoder.spec.delta is not None
+            slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
+            num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
+            states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None
             usual, *others = [(*shape, num_pages, config.page_size) for shape in shapes]
             rest = dtype, self._device, self._backend, self._value_dim
             of_global = KVCache(*others[0], *rest) if others else None
             experts = ExpertPages(self.decoder, *usual[-2:], self._device) if self.records_experts else None
             cache = KVCache(*usual, *rest, states, of_global, experts)
             own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
-            micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots))
+            micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots, recurrent))
         return micro_batches
 
     @property
@@ -320,7 +321,8 @@ class Generator:
         wanted, state = num_rows, slot_bytes(self.decoder)
         if state:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
-            room -= num_rows * state
+            spare = SPARE_SLOTS * self.config.enable_prefix_caching * (self.config.micro_batches or self.mesh.layout.pp)
+            room -= (num_rows + spare) * state
         rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
         page = sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
         page += self.config.page_size * ExpertPages.token_bytes(self.decoder) if self.records_experts else 0

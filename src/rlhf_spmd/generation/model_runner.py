@@ -29,6 +29,7 @@ from rlhf_spmd.generation.graphs import Arena, Graphs, padded_size
 from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
+from rlhf_spmd.generation.recurrent_states import DecodeMixing
 from rlhf_spmd.generation.sampler import (
     SamplingGroups,
     SamplingTensors,
@@ -39,7 +40,7 @@ from rlhf_spmd.generation.sampler import (
 )
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState, SequenceWork
 from rlhf_spmd.generation.stopping import StopCriteria
-from rlhf_spmd.kernels import capabilities, on_device
+from rlhf_spmd.kernels import MixesToken, capabilities, on_device
 from rlhf_spmd.kernels.devices import HostCopy
 from rlhf_spmd.kernels.sampling_tensors import RowSampler
 from rlhf_spmd.models.decoder import Decoder
@@ -101,10 +102,9 @@ class ModelRunner:
         # with other stages, guesses or users' functions the next step depends on the host
         repeatable = decoder.pp == 1 and not config.speculative_tokens and not processors
         self._in_one_pass = isinstance(decoder.ops, RowSampler)
-        linear = cache.states is not None  # whose states cannot go back to an environment's turn
-        self.captures = repeatable and not linear and self._can_capture(config)
+        self.captures = repeatable and self._can_capture(config)
         each = config.steps_per_sync or (GRAPH_STEPS_PER_SYNC if self.captures else 1)
-        self.max_repeats = each if repeatable and not linear and (each > 1 or self.captures) else 0
+        self.max_repeats = each if repeatable and (each > 1 or self.captures) else 0
         self._most_rows = padded_size(config.max_num_seqs)
         self.runs_ahead = repeatable and capabilities(self.device).streams
         self._allocate(rows, sampling.logprobs)
@@ -142,6 +142,8 @@ class ModelRunner:
         repeats = step.repeats
         if step.copies:
             self.cache.copy_pages(step.copies)
+        if step.state_copies and self.cache.states is not None:
+            self.cache.states.copy(step.state_copies)
         decoding = [item.row for item in step.work if item.decodes] if repeats else []
         others = [item for item in step.work if not (repeats and item.decodes)]
         lines, ends = _draws(step.work, repeats)
@@ -231,7 +233,8 @@ class ModelRunner:
             inputs = self.channels.receive_hidden(inputs)
         states, experts = self.cache.states, self.cache.experts
         routers = None if experts is None else experts.of_step(slot_mapping(work, self.cache).slots)
-        hidden = self.decoder(inputs, attention, routers=routers, mixing=None if states is None else states.of_step(work))
+        mixing = None if states is None else states.of_step(work, attention.positions)
+        hidden = self.decoder(inputs, attention, routers=routers, mixing=mixing)
         if routers is not None:
             routers.write()
         if not self.decoder.is_last:
@@ -302,15 +305,17 @@ class ModelRunner:
         state = self._state(lines, np.array([row.length for row in padded]), num_padding)
         settings, groups = self._settings(lines)
         page_table = on_device(fill_lines([row.pages for row in padded], width, np.int32), self.device)
+        slots = on_device(np.array([row.slot for row in rows] + [-1] * num_padding), self.device)
         if not self.captures:
             history = self.history[:, : max(row.length for row in rows) + repeats]
             for _ in range(repeats):
-                self._decode_once(state, page_table, settings, groups, history)
+                self._decode_once(state, page_table, slots, settings, groups, history)
             return
         n, most, take = len(padded), self._most_rows, partial(self.graphs.arena.take, device=self.device)
         width = self.graphs.arena.size("pages", -(-(self.width - 1) // self.cache.page_size))
         held, table = take("state", (len(state), most), torch.int64)[:, :n], take("table", (most, width), torch.int32)[:n]
         held.copy_(state)
+        static_slots = take("slots", (most,), torch.int64)[:n].copy_(slots)
         table.zero_()
         table[:, : page_table.shape[1]] = page_table
         static = settings._replace(
@@ -319,7 +324,7 @@ class ModelRunner:
             min_p=take("min_p", (most,), torch.float32)[:n].copy_(settings.min_p),
             top_k=take("top_k", (most,), torch.int32)[:n].copy_(settings.top_k),
         )
-        step = partial(self._decode_once, held, table, static, groups, self.history)
+        step = partial(self._decode_once, held, table, static_slots, static, groups, self.history)
         flags = settings.filters, settings.greedy, settings.tempered
         key = n, flags, groups[0][0].overrides if groups else None
         self.graphs.run(step, repeats, key, self._addresses())
@@ -328,20 +333,31 @@ class ModelRunner:
         """What a captured step has fixed outside the arena: addresses, shapes and rules."""
         rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
-        caches = (cache.pages for cache in (self.cache, self.cache.of_global) if cache is not None)
+        caches, states = (cache.pages for cache in (self.cache, self.cache.of_global) if cache is not None), self.cache.states
         experts = None if self.cache.experts is None else self.cache.experts.values.data_ptr()
-        return *((pages.data_ptr(), pages.shape) for pages in caches), experts, weights, rules
+        of_states = () if states is None else (states.inputs.data_ptr(), states.memory.data_ptr())
+        return *((pages.data_ptr(), pages.shape) for pages in caches), experts, of_states, weights, rules
 
     def _decode_once(
-        self, state: Tensor, page_table: Tensor, settings: SamplingTensors, groups: SamplingGroups, history: Tensor
+        self,
+        state: Tensor,
+        page_table: Tensor,
+        slots: Tensor,
+        settings: SamplingTensors,
+        groups: SamplingGroups,
+        history: Tensor,
     ) -> None:
-        """Draw the next token of each row and add 1 to the lengths in ``state``. The host reads no tensor here."""
+        """Draw the next token of each row and add 1 to the lengths in ``state``. The host reads no tensor here.
+
+        ``slots`` [B]: of the rows' states, -1 for copies of the first row.
+        """
         _, lengths, _, _, _, limits, _, tokens_from = state
-        inputs = self.tokens.index_select(0, tokens_from + lengths - 1)
-        attention = self.cache.decoding(lengths - 1, page_table, self.num_heads)
-        experts = self.cache.experts
-        routers = None if experts is None else experts.of_step(self.cache.slots_of(lengths - 1, page_table))
-        hidden = self.decoder(inputs, attention, routers=routers)
+        positions, states, experts = lengths - 1, self.cache.states, self.cache.experts
+        inputs = self.tokens.index_select(0, tokens_from + positions)
+        attention = self.cache.decoding(positions, page_table, self.num_heads)
+        routers = None if experts is None else experts.of_step(self.cache.slots_of(positions, page_table))
+        mixing = None if states is None else DecodeMixing(states, slots, positions)
+        hidden = self.decoder(inputs, attention, routers=routers, mixing=mixing)
         if routers is not None:
             routers.write()
         self._draw(hidden, state, settings, groups, history)
@@ -355,7 +371,9 @@ class ModelRunner:
         """
         wanted = config.captures(self.device, self.decoder.tp.size, self.decoder.pp) and self.cache.backend.capturable
         same_draws = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
-        return wanted and same_draws and not self.decoder.waits_for_experts
+        # torch would change the first row's state for each copy of it
+        same_states = self.cache.states is None or isinstance(self.decoder.ops, MixesToken)
+        return wanted and same_draws and same_states and not self.decoder.waits_for_experts
 
 
 def _draws(work: Sequence[SequenceWork], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,8 +1,8 @@
 """What layers with linear attention know of the rows in flight: a state of fixed size per row and layer, beside the pages.
 
 A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot
-held, so slots need no clearing. A row that is preempted computes all of its tokens again. Pages of shared prompts have no states: such
-models share none.
+held, so slots need no clearing. A row that is preempted computes all of its tokens again, or begins with the state of its prompt
+(``prompt_states``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens, on_device
+from rlhf_spmd.kernels import DeltaShape, DeltaStates, StateRows, mix_tokens, on_device
+from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.kernels.packing import Packing
 from rlhf_spmd.kernels.pinned_memory import host_like
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.linear_attention import TokenMixing
 
 
 class RecurrentStates:
@@ -34,10 +36,45 @@ class RecurrentStates:
         wide = torch.promote_types(decoder.dtype, torch.float32)
         self.inputs = torch.zeros(layers, num_slots, *inputs, dtype=decoder.dtype, device=device)
         self.memory = torch.zeros(layers, num_slots, *memory, dtype=wide, device=device)
+        self.kernels = decoder.ops.packed_delta
         self._on_host: list[Tensor] | None = None
 
-    def of_step(self, work: Sequence[SequenceWork]) -> StepMixing:
+    def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> TokenMixing:
+        """Of the tokens of ``work``, which are packed in this order, at ``positions`` [T]."""
+        if all(item.num_tokens == 1 for item in work):
+            slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
+            return DecodeMixing(self, slots, positions)
+        if self.kernels is not None:
+            return PackedStepMixing(self, work, self.kernels)
         return StepMixing(self, work)
+
+    def mix(
+        self,
+        layer: int,
+        slots: Tensor,
+        begins: Tensor,
+        ends: Tensor,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        weight: Tensor,
+        shape: DeltaShape,
+        valid: Tensor | None,
+    ) -> Tensor:
+        """:func:`~rlhf_spmd.kernels.mix_tokens` of rows with these ``slots`` [B]. ``begins`` [B]: those that begin with zeros; ``ends``
+        [B]: how many tokens they have; ``tokens``: x, decay and rate."""
+        inputs = self.inputs[layer].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
+        memory = self.memory[layer].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
+        out, seen, memory = mix_tokens(*tokens, weight, shape, valid, DeltaStates(inputs, memory))
+        last = ends[:, None] + torch.arange(inputs.shape[1], device=ends.device)  # the last inputs of each row
+        kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
+        self.inputs[layer].index_copy_(0, slots, kept)
+        self.memory[layer].index_copy_(0, slots, memory)
+        return out
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy slots (source, destination); each source is read before any destination is written."""
+        source, destination = on_device(np.array(copies, dtype=np.int64), self.memory.device).unbind(1)
+        for layer in (*self.inputs, *self.memory):
+            layer.index_copy_(0, destination, layer.index_select(0, source))
 
     def offload(self) -> None:
         """Free the memory; the states wait in host memory."""
@@ -84,16 +121,53 @@ class StepMixing:
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]. Updates the rows' states."""
-        states, outs = self._states, []
-        for part, (slots, begins, ends) in zip(self._packing.alike(1, math.inf), self._groups, strict=True):
-            inputs = states.inputs[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
-            memory = states.memory[layer_index].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
+        outs = []
+        for part, group in zip(self._packing.alike(1, math.inf), self._groups, strict=True):
             valid = None if part.full else part.valid[:, :, None]
-            rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
-            out, seen, memory = mix_tokens(rows, decays, rates, weight, shape, valid, DeltaStates(inputs, memory))
-            last = ends[:, None] + torch.arange(shape.kernel - 1, device=ends.device)  # the last inputs of each row
-            kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
-            states.inputs[layer_index].index_copy_(0, slots, kept)
-            states.memory[layer_index].index_copy_(0, slots, memory)
-            outs.append(part.picked(out))
+            rows = part.gather(x), part.gather(decay), part.gather(rate)
+            outs.append(part.picked(self._states.mix(layer_index, *group, rows, weight, shape, valid)))
         return torch.cat(outs).index_select(0, self._packing.places(1, math.inf))
+
+
+class PackedStepMixing:
+    """As :class:`StepMixing`, by kernels that take all sequences as they are packed."""
+
+    def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork], kernels: PackedDelta) -> None:
+        self._states, self._kernels, device = states, kernels, states.memory.device
+        lengths, kept = np.array([item.num_tokens for item in work]), states.inputs.shape[2]
+        self._packing = Packing(lengths.tolist(), device)
+        # of the inputs that a row had before, of all rows, and then the new ones, the last of each row
+        last = (lengths - kept)[:, None] + np.arange(kept)
+        before, new = (np.arange(len(work)) * kept + kept)[:, None], (lengths.cumsum() - lengths + len(work) * kept)[:, None]
+        self._last = on_device(np.where(last < 0, before + last, new + last).reshape(-1), device)
+        self._slots = on_device(np.array([item.row.slot for item in work]), device)
+        self._begins = on_device(np.array([item.start == 0 for item in work]), device)
+
+    def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
+        """As :meth:`StepMixing.mix`."""
+        inputs, memory = self._states.inputs[layer_index], self._states.memory[layer_index]
+        before = DeltaStates(
+            inputs.index_select(0, self._slots).masked_fill_(self._begins[:, None, None], 0),
+            memory.index_select(0, self._slots).masked_fill_(self._begins[:, None, None, None, None], 0),
+        )
+        out, after = self._kernels.mix(x, decay, rate, weight, shape, self._packing, before)
+        assert after is not None
+        last = torch.cat([before.inputs.flatten(0, 1), x]).index_select(0, self._last)
+        inputs.index_copy_(0, self._slots, last.view_as(before.inputs))
+        memory.index_copy_(0, self._slots, after)
+        return out
+
+
+class DecodeMixing:
+    """One token of each row, at ``slots`` and ``positions`` [B], which the host does not read (:class:`StateRows`)."""
+
+    def __init__(self, states: RecurrentStates, slots: Tensor, positions: Tensor) -> None:
+        self._states, self._slots, self._positions = states, slots, positions
+
+    def states_of(self, layer_index: int) -> StateRows:
+        return StateRows(self._states.inputs[layer_index], self._states.memory[layer_index], self._slots, self._positions)
+
+    def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
+        """As :meth:`StepMixing.mix`, where each slot is of a row."""
+        rows, begins, ends = (x[:, None], decay[:, None], rate[:, None]), self._positions == 0, torch.ones_like(self._slots)
+        return self._states.mix(layer_index, self._slots, begins, ends, rows, weight, shape, None)[:, 0]

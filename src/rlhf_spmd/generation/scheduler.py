@@ -13,17 +13,20 @@ not fit in the whole cache is refused when it comes. So the oldest row that is n
 The pages of a prompt are computed once. A row that finds them in the cache shares the full ones and copies the tail, or takes the
 tail over if nobody uses it. It then computes only its last prompt token. While one row computes a page (a *pending prefix*), rows
 that need the same page wait, and others overtake them.
+
+With linear attention only whole prompts are shared, with the state behind all but their last token (``prompt_states``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.generation.page_allocator import PageAllocator
+from rlhf_spmd.generation.prompt_states import PromptStates
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState, SequenceWork
 
 if TYPE_CHECKING:
@@ -67,6 +70,7 @@ class GenerationStats:
 class Scheduler:
     """Schedules the rows of one micro-batch. ``config`` has this micro-batch's share of pages and rows.
 
+    ``recurrent``: the model has layers with linear attention, see ``recurrent_states``; ``spare``: slots that hold states of prompts.
     Counts are added to ``stats``, which belong to the call in progress. A row that has not ended is in exactly one of
 
     - waiting: rows without pages, in the order of admission
@@ -79,14 +83,15 @@ class Scheduler:
     ``before_release`` is called with each row that is about to leave its pages.
     """
 
-    def __init__(self, config: GenerationConfig) -> None:
+    def __init__(self, config: GenerationConfig, recurrent: bool = False, spare: Iterable[int] = ()) -> None:
         assert config.num_pages is not None, "pages are counted by the generator"
-        self.config, self.stats = config, GenerationStats()
+        self.config, self.recurrent, self.stats = config, recurrent, GenerationStats()
         self.pages = PageAllocator(config.num_pages)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.before_release: Callable[[SequenceState], None] | None = None
         self.paused: set[SequenceState] = set()
+        self.prompt_states = PromptStates(spare)
         self._pending_prefixes: set[int] = set()
         # free slots, the lowest last: n rows at a time never have one beyond the first n
         self._slots = list(reversed(range(config.max_num_seqs)))
@@ -118,6 +123,8 @@ class Scheduler:
         step = ScheduledStep()
         budget = self._continue_running(step, self.config.max_num_batched_tokens)
         self._admit(step, budget)
+        if self.prompt_states and step.work:
+            step.state_copies += self.prompt_states.keep(self._wanted_prompts())
         waits = self.paused or any(row.held or row.length >= row.limit for row in self.running)
         assert step.work or waits, "a step without work: the scheduler cannot make progress"
         return step
@@ -127,7 +134,9 @@ class Scheduler:
         rows = [item.row for item in step.work if item.decodes]
         if not rows:
             return
-        tokens = min(most, max(row.limit - row.length for row in rows))
+        left = [row.limit - row.length for row in rows]
+        # a row at its limit computes its last token again, which would change its state
+        tokens = min(most, min(left) if self.recurrent else max(left))
 
         def missing(row: SequenceState) -> int:
             return max(self._pages_for(min(row.length + tokens, row.limit) - 1) - len(row.pages), 0)
@@ -146,6 +155,8 @@ class Scheduler:
         for row, start, count, samples in step.work:
             row.num_computed = row.length - 1 if samples else start + count  # a wrong draft was computed in vain
             if row.pending_prefixes:
+                if self.recurrent and row.num_computed == row.prompt_length - 1:
+                    self.prompt_states.note(row.prefix_ids[-1], row.slot)
                 self._register_prefixes(row)
 
     def end(self, row: SequenceState) -> None:
@@ -169,7 +180,7 @@ class Scheduler:
                 continue
             if row.draft:
                 self._shorten_draft(row, budget - (len(self.running) - position))  # leave one token to each row behind
-            count = min(row.length + len(row.draft) - row.num_computed, budget)
+            count = self._before_last(row, row.num_computed, min(row.length + len(row.draft) - row.num_computed, budget))
             if row.num_computed + count > len(row.pages) * self.config.page_size and not self._grow(row, count):
                 break
             self._plan(step, row, count)
@@ -201,6 +212,7 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Rows that start from now on share no page with rows that run."""
         self.pages.forget_prefixes()
+        self.prompt_states.clear()
         self._pending_prefixes.clear()
         for row in self.running:
             row.pending_prefixes = []
@@ -239,6 +251,7 @@ class Scheduler:
             count = min(row.length - start, budget)
             if not config.enable_chunked_prefill and count < row.length - start:
                 break
+            count = self._before_last(row, start, count)
             revived = sum(self.pages.references(page) == 0 for page in shared)
             take_over = tail is not None and self.pages.references(tail) == 0
             new = self._pages_for(start + count) - len(shared) - take_over
@@ -247,6 +260,10 @@ class Scheduler:
                 break
             del self.waiting[skipped]
             self._start(step, row, shared, tail, take_over, new)
+            if self.recurrent and start:
+                source = self.prompt_states.find(row.prefix_ids[-1])
+                assert source is not None, "pages are shared without their state"
+                step.state_copies.append((source, row.slot))
             row.num_computed = start
             row.pending_prefixes = pending
             self._pending_prefixes.update(pending)
@@ -274,6 +291,8 @@ class Scheduler:
         """(full pages to share, tail page to copy, prefixes to compute); None: another row is computing what this one needs."""
         if not self.config.enable_prefix_caching:
             return [], None, []
+        if self.recurrent:
+            return self._lookup_with_state(row)
         shared: list[int] = []
         for prefix_id in islice(row.prefix_ids, len(row.prefix_ids) - 1):
             page = self.pages.find(prefix_id)
@@ -287,10 +306,34 @@ class Scheduler:
             return shared, tail, []
         return shared, None, list(missing)
 
+    def _lookup_with_state(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
+        """As :meth:`_lookup`: all pages up to the last prompt token, if the state is there too, or none."""
+        prompt, before_last = row.prefix_ids[-1], row.prompt_length - 1
+        if not before_last:
+            return [], None, []
+        if self.prompt_states.find(prompt) is not None:
+            pages = [self.pages.find(prefix) for prefix in row.prefix_ids[: self._pages_for(before_last)]]
+            found = [page for page in pages if page is not None]
+            if len(found) == len(pages):
+                return (found[:-1], found[-1], []) if before_last % self.config.page_size else (found, None, [])
+        elif prompt in self._pending_prefixes:
+            return None
+        return [], None, list(row.prefix_ids)
+
+    def _before_last(self, row: SequenceState, start: int, count: int) -> int:
+        """``count`` tokens of ``row`` from ``start`` on, or those before its last prompt token, if others want the state there."""
+        left = row.prompt_length - 1 - start
+        shares = self.recurrent and self.config.enable_prefix_caching and 0 < left < count
+        return left if shares and row.prefix_ids[-1] in self._wanted_prompts(row) else count
+
+    def _wanted_prompts(self, but: SequenceState | None = None) -> set[int]:
+        """The prompts of rows that may start soon."""
+        return {row.prefix_ids[-1] for row in islice(self.waiting, self.config.max_num_seqs) if row is not but}
+
     def _register_prefixes(self, row: SequenceState) -> None:
         """Let other rows find the prompt pages that ``row`` has computed by now."""
-        whole = row.num_computed >= row.prompt_length
-        num_done = len(row.prefix_ids) if whole else row.num_computed // self.config.page_size
+        whole = row.num_computed >= row.prompt_length - self.recurrent  # the last token of a prompt is not shared
+        num_done = min(len(row.prefix_ids), len(row.pages)) if whole else row.num_computed // self.config.page_size
         first = len(row.prefix_ids) - len(row.pending_prefixes)
         for number in range(first, num_done):
             prefix_id = row.pending_prefixes.pop(0)

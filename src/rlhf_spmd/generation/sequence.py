@@ -211,9 +211,11 @@ class ScheduledStep:
     """What one step computes.
 
     - copies: (source, destination) pages to copy before anything is written
+    - state_copies: the same of slots; each source is read before any destination is written
     - repeats: tokens that each row which decodes draws before the host looks at them; 0: the host looks at each token
     """
 
     work: list[SequenceWork] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     repeats: int = 0

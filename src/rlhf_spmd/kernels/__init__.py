@@ -36,10 +36,12 @@ GPUs:
 - ``gpu_ops``: class ``GpuOps``, torch's matrix products and Triton kernels
 - ``batch_invariant_gpu``: class ``BatchInvariantGpuOps``, as slow as batch invariance makes it
 - ``flash_attention``: attention of training, over packed sequences
+- ``flash_linear_attention``: linear attention of training and prefill by the package of this name
 - ``triton_qkv``: q, k and v from the qkv product: norm, rotation, cache
 - ``triton_paged_attention``: attention of generation, over the pages of the KV cache
 - ``triton_latent``: queries and keys of latent attention, to the cache
 - ``triton_layers``: norms and the gated activation
+- ``triton_delta``: one token of linear attention
 - ``triton_route``, ``grouped_gemm``, ``triton_experts``: routing, products and row sums of a mixture of experts
 - ``triton_lm_head``: log-probs and entropies from logits, and their gradients
 - ``sampling_tensors``, ``triton_draw``, ``triton_filter``: tokens from logits, without and with top_k, top_p and min_p
@@ -49,7 +51,7 @@ GPUs:
 """
 
 from rlhf_spmd.kernels.cpp_ops import CppOps
-from rlhf_spmd.kernels.delta_rule import DeltaShape, DeltaStates, mix_tokens
+from rlhf_spmd.kernels.delta_rule import DeltaShape, DeltaStates, MixerWeights, MixesToken, StateRows, mix_tokens
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.gradients import differentiable
@@ -66,10 +68,13 @@ __all__ = [
     "DeltaStates",
     "HeadShape",
     "LayerOptions",
+    "MixerWeights",
+    "MixesToken",
     "Ops",
     "Packing",
     "PageTarget",
     "RoutingRule",
+    "StateRows",
     "capabilities",
     "choose_ops",
     "differentiable",

@@ -15,7 +15,7 @@ Shape legend: B sequences, S tokens of each, C channels, H key heads, G value he
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,36 @@ class DeltaStates(NamedTuple):
 
     inputs: Tensor
     memory: Tensor
+
+
+class MixerWeights(NamedTuple):
+    """Parameters of a layer beside its matrices: ``conv`` [C, 1, kernel], ``decay`` and ``decay_bias`` [H * G], ``norm`` [D] and its
+    ``eps``."""
+
+    conv: Tensor
+    decay: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class StateRows(NamedTuple):
+    """The states of one token of each row in a layer: ``inputs`` [N, kernel - 1, C] and ``memory`` [N, H, G, K, D] of all slots;
+    ``slots`` int64 [B], -1: a copy of the first row, which gets what that one gets; ``positions`` int64 [B], 0: the row begins with
+    zeros."""
+
+    inputs: Tensor
+    memory: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+@runtime_checkable
+class MixesToken(Protocol):
+    """Ops with a kernel for one token of each row."""
+
+    def mix_token(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+        """The first product's rows [B, columns] -> what the last matrix takes [B, H * G, D]. Updates the states."""
 
 
 def mix_tokens(
@@ -82,13 +112,18 @@ def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
 
 def _heads(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
     """[B, S, C] -> q and k [B, S, H, K], of length one and 1 / sqrt(K), and v [B, S, H, G, D]."""
+    q, k, v = split_channels(x, shape)
+    q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
+    return q * shape.key_dim**-0.5, k, v
+
+
+def split_channels(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, C] -> q and k [B, S, H, K], and v [B, S, H, G, D]."""
     batch, length = x.shape[:2]
     widths = [shape.keys * shape.key_dim, shape.keys * shape.key_dim, shape.values * shape.value_dim]
     parts = x.view(batch, length, shape.blocks, -1).split([width // shape.blocks for width in widths], 3)
     q, k = (part.reshape(batch, length, shape.keys, shape.key_dim) for part in parts[:2])
-    q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
-    v = parts[2].reshape(batch, length, shape.keys, -1, shape.value_dim)
-    return q * shape.key_dim**-0.5, k, v
+    return q, k, parts[2].reshape(batch, length, shape.keys, -1, shape.value_dim)
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from rlhf_spmd.kernels.build import build
 from rlhf_spmd.kernels.cpp_ops import CppOps
 from rlhf_spmd.kernels.devices import capabilities, model_device, unavailable
 from rlhf_spmd.kernels.flash_attention import DTYPES, TorchFlash, choose_packed
+from rlhf_spmd.kernels.flash_linear_attention import choose_packed_delta
 from rlhf_spmd.kernels.ops import Ops
 
 ATTENTION = ("auto", "torch", "cpp")
@@ -37,7 +38,7 @@ def _load() -> CppOps | None:
 def _load_gpu(dtype: torch.dtype) -> Ops:
     from rlhf_spmd.kernels.gpu_ops import GpuOps  # triton may be missing elsewhere
 
-    return GpuOps(choose_packed(dtype))
+    return GpuOps(choose_packed(dtype), choose_packed_delta(dtype))
 
 
 @cache

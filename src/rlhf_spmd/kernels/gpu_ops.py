@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import (
     grouped_gemm,
+    triton_delta,
     triton_draw,
     triton_experts,
     triton_filter,
@@ -24,7 +25,9 @@ from rlhf_spmd.kernels import (
     triton_qkv,
     triton_route,
 )
+from rlhf_spmd.kernels.delta_rule import DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.flash_attention import PackedFlash
+from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
 from rlhf_spmd.kernels.latent_heads import LatentKeys
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
@@ -37,14 +40,14 @@ class GpuOps(Ops):
     """Ops in float32, bfloat16 and float16 on CUDA devices that Triton compiles for; in Triton's interpreter also on CPUs.
 
     ``packed``: the flash attention over packed sequences, whose name becomes the attention's. None: torch's attention over
-    padded sequences.
+    padded sequences. ``packed_delta``: as in Ops.
     """
 
     chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
     head_columns = 128  # products of odd widths run at less than half of the rate (H100, torch 2.11)
 
-    def __init__(self, packed: PackedFlash | None = None) -> None:
-        self._packed = packed
+    def __init__(self, packed: PackedFlash | None = None, packed_delta: PackedDelta | None = None) -> None:
+        self._packed, self.packed_delta = packed, packed_delta
         self.name = self.name if packed is None else packed.name
 
     def min_rows(self, numel: int, inner: int) -> int:
@@ -105,6 +108,9 @@ class GpuOps(Ops):
 
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
         return (triton_layers.gate_backward(grad, gate_up, gelu),)
+
+    def mix_token(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+        return triton_delta.mix_token(product, weights, shape, states)
 
     # -- packed sequences
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import expert_rows, routing
 from rlhf_spmd.kernels.dense_attention import attend_dense
+from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
@@ -50,8 +51,10 @@ class Ops:
     - head_columns: larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this.
     - alike_chunks: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
     - wide_head: the products of the head's backward pass are in fp32 for half-precision weights too.
+    - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.mix_tokens`.
     """
 
+    packed_delta: PackedDelta | None = None
     name, joins_layers, alike_chunks = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1

@@ -195,6 +195,11 @@ class Packing:
         bounds = [0, *itertools.accumulate(n for n in self.lengths if n)]
         return on_device(torch.tensor(bounds, dtype=torch.int32), self.device), max(self.lengths, default=0)
 
+    @cached_property
+    def long_bounds(self) -> Tensor:
+        """The first part of ``filled`` as int64: one tensor, since flash-linear-attention knows by it what it has prepared."""
+        return self.filled[0].long()
+
     def context(self, layer_index: int) -> Context:
         """Returns what the C++ kernel of a whole layer needs to know of the packing."""
         return self.bounds.data_ptr(), len(self.lengths), 0, 0, 0, 0, 0

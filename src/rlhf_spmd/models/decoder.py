@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         dtype, frequencies = x.dtype, self._frequencies.items()
         tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
         if mixing is None and self.num_linear:
-            mixing = PackedMixing(attention)
+            mixing = PackedMixing(attention, self.ops.packed_delta)
         contexts = (attention.usual, attention.of_global) if isinstance(attention, ByHeads) else (attention, attention)
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
             kind = self.kind_of(layer)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import DeltaShape, Ops, mix_tokens
+from rlhf_spmd.kernels import DeltaShape, MixerWeights, MixesToken, Ops, StateRows, mix_tokens
+from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
 from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.layers import Linear, RMSNorm
@@ -32,17 +33,28 @@ class TokenMixing(Protocol):
         ``layer_index`` counts the stage's layers with linear attention."""
 
 
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A TokenMixing of one token of each row, whose states one operation can read and write, see ``MixesToken``."""
+
+    def states_of(self, layer_index: int) -> StateRows:
+        """Those of the layer."""
+
+
 class PackedMixing:
     """All sequences of a packed batch from their first tokens on (training and scoring)."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, kernels: PackedDelta | None = None) -> None:
         assert isinstance(attention, PackedAttention), f"{type(attention).__name__} does not say which tokens follow each other"
-        self._attention = attention
+        self._attention, self._kernels = attention, kernels
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         packing, copies = self._attention.packing, self._attention.copies
         if copies is not None:  # a token has the same output in each sequence that begins with it
             x, decay, rate = (copies.spread(each) for each in (x, decay, rate))
+        if self._kernels is not None and len(x):
+            mixed, _ = self._kernels.mix(x, decay, rate, weight, shape, packing)
+            return mixed if copies is None else copies.first(mixed)
         outs = []
         for part in packing.alike(1, math.inf):
             valid = None if part.full else part.valid[:, :, None]
@@ -82,6 +94,9 @@ class LinearMixer(nn.Module):
     def forward(self, product: Tensor, mixing: TokenMixing) -> Tensor:
         """The first product's rows [T, columns of this rank] -> [T, value heads, D]."""
         shape, rows = self.shape, len(product)
+        if isinstance(mixing, KeepsStates) and isinstance(self.ops, MixesToken):
+            parts = self.conv.weight, self.decay.weight, self.decay_bias.weight, self.norm.weight
+            return self.ops.mix_token(product, MixerWeights(*parts, self.norm.eps), shape, mixing.states_of(self.index))
         widths = shape.channels, shape.values * shape.value_dim, shape.values, shape.values
         parts = product.view(rows, shape.blocks, -1).split([width // shape.blocks for width in widths], 2)
         x, gate, rate, decay = (part.reshape(rows, -1) for part in parts)

@@ -38,7 +38,7 @@ def describe(ready: Any, world: World) -> str:
     config, device = ready.config, world.device
     trained = " and ".join(_with_size(role, plan) for role, plan in ready.plans.items() if plan.trained)
     rows = ", ".join(data.summary() for data in ready.training.values())
-    names = ", generation ".join(dict.fromkeys(_attention(ready, device)))
+    names = ", generation ".join(dict.fromkeys(_attention(ready, device))) + _linear_attention(ready, device)
     threads = (
         f", {counted(config.run.threads, 'thread')}{' each' * (world.size > 1)}" if capabilities(device).batch_invariant else ""
     )
@@ -119,6 +119,15 @@ def _attention(ready: Any, device: torch.device) -> Iterator[str]:
     if plan.generation is not None:
         where = f"models.{exported}.generation.attention"
         yield choose_backend(plan.config.generation.attention, attention, dtype, device, where, plan.spec)
+
+
+def _linear_attention(ready: Any, device: torch.device) -> str:
+    """Return what computes the linear attention of training and prefill, if the exported model has any."""
+    plan = ready.plans[ready.config.algorithm.exported]
+    if plan.spec is None or plan.spec.delta is None:
+        return ""
+    kernels = choose_ops(plan.config.torch_dtype(device), device, plan.config.attention).packed_delta
+    return f", linear attention {'torch' if kernels is None else kernels.name}"
 
 
 def _warnings(ready: Any) -> Iterator[str]:

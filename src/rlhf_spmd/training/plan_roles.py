@@ -85,8 +85,6 @@ def _may_capture(plan: RolePlan) -> bool:
     spec, generation = plan.spec, plan.config.generation
     if generation.attention in ("torch", "cpp") or generation.speculative_tokens:
         return False
-    if spec is not None and spec.delta is not None:  # torch computes linear attention
-        return False
     if spec is None or spec.experts is None:
         return True
     aligned = spec.hidden_size % ALIGNED == spec.experts.intermediate_size % ALIGNED == 0

@@ -1,0 +1,129 @@
+"""One token of linear attention in Triton: convolution, gates, delta rule and gated norm, one launch for all rows and heads.
+
+A program has a key head of a row, with its value heads: their states are read and written once, and nobody else reads them. Bits are as
+:mod:`triton_layers` says. What differs from :mod:`delta_rule` and the operations behind it in the last bits: the order of the sums, exp
+and rsqrt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_spmd.kernels.delta_rule import EPS, DeltaShape, MixerWeights, StateRows
+from rlhf_spmd.kernels.triton_layers import OPTIONS, rounded, scaled
+
+ELEMENTS = 2048  # of a state, for each warp
+PADDING = tl.constexpr(64)  # rows that are looked at together
+
+
+@triton.jit
+def _log_of_one_plus(x: tl.tensor) -> tl.tensor:
+    """Exact to some roundings also for small x, where 1 + x has lost digits: their loss is divided out."""
+    total = 1.0 + x
+    return tl.where(total == 1.0, x, tl.log(total) * (x / tl.where(total == 1.0, 1.0, total - 1.0)))
+
+
+@triton.jit
+def _convolved(
+    new: tl.tensor, before: tl.tensor, weight: tl.tensor, width: tl.tensor, known: tl.tensor,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """silu of the convolution of ``width`` channels, whose inputs ``before`` then are one token further. ``known``: whether there are
+    any."""
+    tap, channel = tl.arange(0, BLOCK_J)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = channel < width
+    place = before + tap * CHANNELS + channel
+    old = tl.load(place, mask=inside & (tap < KERNEL - 1) & known, other=0.0)
+    seen = tl.where(tap == KERNEL - 1, tl.load(new + channel, mask=inside, other=0.0), old)
+    factor = tl.load(weight + channel * KERNEL + tap, mask=inside & (tap < KERNEL), other=0.0).to(tl.float32)
+    total = tl.sum(seen.to(tl.float32) * factor, 0)
+    tl.debug_barrier()  # several threads may have read the same inputs
+    tl.store(place - CHANNELS, seen, mask=inside & (tap > 0) & (tap < KERNEL))
+    return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mix_token(
+    product: tl.tensor, conv: tl.tensor, decay: tl.tensor, decay_bias: tl.tensor, norm: tl.tensor, inputs: tl.tensor,
+    memory: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, rows: tl.tensor, query_scale: tl.tensor, eps: tl.tensor,
+    LENGTH_EPS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    OWN: tl.constexpr = KEYS // BLOCKS  # key heads of a block
+    VALUES: tl.constexpr = KEYS * GROUP
+    WIDTH: tl.constexpr = OWN * (2 * K + GROUP * D)  # channels of a block
+    CHANNELS: tl.constexpr = BLOCKS * WIDTH
+    block, number = head // OWN, head % OWN
+    slot = tl.load(slots + row)
+    known = tl.load(positions + row) > 0
+    if slot < 0:
+        return
+    at = product + row * (CHANNELS + VALUES * (D + 2)) + block * (WIDTH + OWN * GROUP * (D + 2))
+    channel = block * WIDTH
+    before = inputs + slot * ((KERNEL - 1) * CHANNELS) + channel
+    weight = conv + channel * KERNEL
+    first = number * K
+    q = _convolved(at + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
+    first = (OWN + number) * K
+    k = _convolved(at + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
+    q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * query_scale
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS)
+    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    inside = (i < K)[:, None] & (j < D)[None, :]
+    factor = tl.load(norm + j, mask=j < D, other=0.0).to(tl.float32)
+    for value in range(GROUP):
+        own = number * GROUP + value  # among the value heads of the block
+        whole = head * GROUP + value
+        first = 2 * OWN * K + own * D
+        v = _convolved(at + first, before + first, weight + first * KERNEL, D, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_D)
+        numbers = at + WIDTH + OWN * GROUP * D + own
+        rate = rounded(1.0 / (1.0 + tl.exp(-tl.load(numbers).to(tl.float32))), out)
+        step = tl.load(numbers + OWN * GROUP).to(tl.float32) + tl.load(decay_bias + whole).to(tl.float32)
+        step = tl.where(step > 20.0, step, _log_of_one_plus(tl.exp(tl.minimum(step, 20.0))))
+        keep = tl.exp(-tl.exp(tl.load(decay + whole).to(tl.float32)) * step)
+        place = memory + (slot * VALUES + whole) * (K * D) + i[:, None] * D + j[None, :]
+        state = tl.load(place, mask=inside & known, other=0.0) * keep
+        change = (v - tl.sum(k[:, None] * state, 0)) * rate
+        state += k[:, None] * change[None, :]
+        mixed = rounded(tl.sum(q[:, None] * state, 0), out)
+        tl.debug_barrier()
+        tl.store(place, state, mask=inside)
+        normal = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / D + eps)
+        gate = tl.load(at + WIDTH + own * D + j, mask=j < D, other=0.0).to(tl.float32)
+        result = (scaled(normal, factor, out, False) * (gate / (1.0 + tl.exp(-gate)))).to(out.dtype.element_ty)
+        to = out + whole * D + j
+        tl.store(to + row * VALUES * D, result, mask=j < D)
+        if row == 0:
+            for first in range(1, rows, PADDING):
+                other = first + tl.arange(0, PADDING)
+                empty = tl.load(slots + other, mask=other < rows, other=0) < 0
+                whole_rows = to[None, :] + other.to(tl.int64)[:, None] * (VALUES * D)
+                tl.store(
+                    whole_rows, tl.broadcast_to(result[None, :], [PADDING, BLOCK_D]), mask=empty[:, None] & (j < D)[None, :]
+                )
+
+
+def sizes_of(shape: DeltaShape) -> tuple[dict[str, Any], int]:
+    """Returns what the kernel is compiled for, and its warps."""
+    keys, group, block_j = shape.keys, shape.values // shape.keys, triton.next_power_of_2(shape.kernel)
+    block_k, block_d = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
+    sizes = {"LENGTH_EPS": EPS, "KEYS": keys, "GROUP": group, "K": shape.key_dim, "D": shape.value_dim, "KERNEL": shape.kernel}
+    sizes |= {"BLOCKS": shape.blocks, "BLOCK_J": block_j, "BLOCK_K": block_k, "BLOCK_D": block_d}
+    return sizes, min(max(block_k * block_d // ELEMENTS, 1), 16)
+
+
+def mix_token(product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+    """See :class:`~rlhf_spmd.kernels.delta_rule.MixesToken`."""
+    assert states.inputs.is_contiguous() and states.memory.is_contiguous(), "a layer's states lie together"
+    product, rows = product.contiguous(), len(product)
+    out = product.new_empty(rows, shape.values, shape.value_dim)
+    sizes, warps = sizes_of(shape)
+    tensors = weights.conv, weights.decay, weights.decay_bias, weights.norm, *states
+    scale = shape.key_dim**-0.5
+    _mix_token[(rows, shape.keys)](product, *tensors, out, rows, scale, weights.eps, **sizes, num_warps=warps, **OPTIONS)
+    return out
