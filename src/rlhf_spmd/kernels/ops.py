@@ -28,7 +28,6 @@ from rlhf_spmd.kernels.routing import RoutingRule
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
 ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
-
 Groups = Sequence[int] | Tensor  # of rows by expert, see Ops.expert_groups
 
 
@@ -44,8 +43,7 @@ class Ops:
 
     - name: the attention's name in ``models.<role>.attention``.
     - joins_layers: :meth:`layer` can run the attention over packed sequences as one of its steps.
-    - chunk_logits: the most logits that the head computes at once.
-    - backward_rows: the most rows of a chunk in the head's backward pass.
+    - chunk_logits: the most logits that the head computes at once; backward_rows: the most rows of a chunk in its backward pass.
     - small_head: up to this many logits, the head's backward pass computes a chunk of rows over the whole vocabulary.
     - keeps_logits: such a chunk's logits are kept from the forward pass instead of recomputed.
     - head_columns: larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this.

@@ -174,10 +174,8 @@ class ProblemBuilder:
                     pinned = memory.fullest(given, partial(memory.held_by_host, first.shape, given, role))
                     beaten |= self.machine.local_size * pinned > self.machine.host_memory
                 seconds, active, _ = zip(*estimates, strict=True)
-                by_ep = (
-                    given if not first.home else given.set(ep=1)
-                )  # a movable call meets its home's ep; a home has the best one
-                beaten |= dominated(by_ep, np.sum(seconds, axis=0), held, np.max(active, axis=0))
+                compared = given.set(ep=1) if first.home else given  # a home takes its best ep, which movable calls must meet
+                beaten |= dominated(compared, np.sum(seconds, axis=0), held, np.max(active, axis=0))
             for i in np.flatnonzero(~beaten).tolist():
                 one = given.one(i) | {"offload": offload, "optim_offload": optim_offload}
                 layout: dict[str, Any] = {name: one[name] for name in ("pp", "tp", "zero", "zero_size", "ep")}
@@ -197,9 +195,7 @@ class ProblemBuilder:
     def _layouts(self, call: ModelCall, size: int) -> list[tuple[int, int, int]]:
         slices = self.times.slices(call.shape)
         if not slices:
-            raise ValueError(
-                f"cluster.gpu: the profile has no times of {call.role}'s model; profile again with this configuration"
-            )
+            raise ValueError(f"cluster.gpu: the profile has no times of {call.role}'s model; profile again")
         if self.fixed is None:
             return layouts(call, size, slices)
         placed = self.fixed.calls[call.name]
@@ -246,12 +242,9 @@ class ProblemBuilder:
         shape, work, none, device = call.shape, call.work, np.zeros(len(given)), self.machine.device
         if call.kind == "generate":
             config = replace(call.generation, num_pages=None)
-
-            def needs_of(stage: Any) -> memory.Parts:
-                return {"work": memory.generate(shape, work, given, role, config, stage)[0]["work"]}
-
-            cache = memory.generate(shape, work, given, role, config, 0 * given.pp)[2]
-            needs = memory.fullest(given, needs_of)
+            parts_of = partial(memory.generate, shape, work, given, role, config)
+            cache = parts_of(0 * given.pp)[2]
+            needs = memory.fullest(given, lambda stage: {"work": parts_of(stage)[0]["work"]})
             if self.fixed is not None and self.fixed.calls[call.name].gpu_memory_utilization is None:  # the configuration's
                 share, most = config.memory_share(device.on_host), min(self.machine.memory)
                 room = share * (most - needs) if device.on_host else share * most - needs - self._resident(call, given)
@@ -290,9 +283,8 @@ def range_sizes(size: int, local_size: int) -> list[int]:
 def dominated(given: CallSettings, seconds: np.ndarray, held: np.ndarray, active: np.ndarray) -> np.ndarray:
     """bool [n]: True if another alternative in the same layout is as good in seconds, held and active."""
     beaten = np.ones(len(given), dtype=bool)
-    layout = ((given.pp * (1 + given.tp.max()) + given.tp) * (1 + given.ep.max()) + given.ep) * 4 + np.asarray(STORAGE)[
-        given.zero
-    ]
+    storage = np.asarray(STORAGE)[given.zero]
+    layout = ((given.pp * (1 + given.tp.max()) + given.tp) * (1 + given.ep.max()) + given.ep) * 4 + storage
     for one in np.unique(layout):
         at = np.flatnonzero(layout == one)
         kept: list[int] = []
