@@ -98,7 +98,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(sys.modules[name], function.__name__, function)
 
 
-@pytest.mark.parametrize(("name", "function"), STAND_INS, ids=str)
+@pytest.mark.parametrize(("name", "function"), STAND_INS, ids=[name for name, _ in STAND_INS])
 def test_the_package_takes_the_same_arguments(name: str, function: Callable[..., Any]) -> None:
     if find_spec("fla") is None:
         pytest.skip("flash-linear-attention is not installed")
