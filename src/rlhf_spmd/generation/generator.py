@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -301,9 +302,10 @@ class Generator:
     def _cache_shapes(self) -> list[tuple[int, int, int]]:
         """Layers with attention (at least one, so that there are pages), KV heads and head size on this rank, by kind of heads."""
         decoder, tp = self.decoder, self.decoder.tp
-        kinds = list(map(decoder.kind_of, decoder.layer_ids))
         shapes = [cache_shape(spec, tp.rank, tp.size) for spec in decoder.spec.kinds_of_heads()]
-        return [(max(kinds.count(kind), 1), *shape) for kind, shape in zip(("usual", "global"), shapes, strict=False)]
+        counts = Counter(map(decoder.kind_of, decoder.layer_ids))
+        numbers = [counts["usual"], counts["global"]] if len(shapes) > 1 else [counts["usual"] + counts["global"]]
+        return [(max(number, 1), *shape) for number, shape in zip(numbers, shapes, strict=True)]
 
     @property
     def _value_dim(self) -> int | None:
