@@ -34,8 +34,10 @@ from ranks import run_ranks
 from rlhf_spmd.generation import GenerationConfig, GenerationStats, Generator, Request, SamplingConfig, kv_cache
 from rlhf_spmd.generation.kv_cache import KVCache, room_on_device, step_bytes
 from rlhf_spmd.kernels import devices
-from rlhf_spmd.models.spec import read_eos_ids
+from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
 from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
@@ -146,6 +148,17 @@ def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monke
     assert 4 * SMALL.max_num_batched_tokens * generator.decoder.spec.hidden_size < step < 100 << 20
     page = KVCache.page_bytes(*generator._cache_shapes[0], SMALL.page_size, torch.float32)
     assert generator._affordable(1)[1] == int((512 - 100 - 50) * (1 << 20) - step) // page
+
+
+def test_a_step_has_rows_for_experts() -> None:
+    """Of each choice of a token: the token, its expert's products, and the result."""
+    spec = spec_from_config({**CONFIGS["qwen3-moe"], "num_experts_per_tok": 4}, "test")
+    sliced, whole = (
+        Decoder(spec, "lm", 0, 1, Group("tp", (0, 1), 0), torch.float32, "meta", whole_experts=w) for w in (False, True)
+    )
+    tokens, (a, b) = 1 << 20, (step_bytes(replace(SMALL, max_num_batched_tokens=1 << 20), one) for one in (sliced, whole))
+    inner = spec.experts.intermediate_size
+    assert a > 4 * tokens * 4 * (2 * spec.hidden_size + 3 * inner / 2) and b - a == 4 * tokens * 4 * 3 * inner / 2
 
 
 def test_fp64_draws_the_same_rows_and_bf16_runs(models: dict[str, str]) -> None:

@@ -190,7 +190,9 @@ def test_programs_that_share_a_row_change_no_bit(rule: AttentionRule, monkeypatc
     for programs, page_size, spare in ((1, 16, 0), (24, 5, 40), (4096, 64, 9)):
         monkeypatch.setattr(triton_attention, "PROGRAMS", programs)
         found.append(rows.decode(starts, rule, page_size, spare))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    monkeypatch.setattr(triton_attention, "PART_BYTES", 0)  # parts of so many rows take too much memory
+    found.append(rows.decode(starts, rule, 64, 9))
+    assert all(torch.equal(found[0], other) for other in found[1:])
     for row, start in enumerate(starts):
         torch.testing.assert_close(found[0][row : row + 1].double(), rows.expected(row, start, 1, rule), atol=1e-5, rtol=0)
     stepped = rows.attend([(row, start, 1) for row, start in enumerate(starts)], rule, 7)

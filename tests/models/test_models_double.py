@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from double_transformers import double_model, whole_gradients, wide
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
+from rlhf_spmd.models.sharding import cache_shape
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
@@ -61,3 +63,6 @@ def test_the_planner_counts_what_transformers_has(tmp_path: Path, name: str) -> 
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size  # which is looked up
     assert forward_flops(spec, 10, 0) == 10 * 2 * (matrices - embedding)
+    for tp in (1, 2, 4):  # heads and their sizes of each layer's cache
+        each = [2 * math.prod(cache_shape(spec.of_layer(layer), 0, tp)) for layer in range(spec.num_hidden_layers)]
+        assert shape_of(spec, "lm").cached(tp) * spec.num_hidden_layers == pytest.approx(sum(each), rel=0.01)

@@ -185,17 +185,19 @@ def test_training_is_the_same_in_layouts(
     assert_same(got, together(run_ranks(1, train, path, Layout(), [1], head, {})), 1e-9)
 
 
-def test_ppo_with_two_families(tmp_path: Path) -> None:
-    """A Gemma 2 learns with a critic that is a mixture of experts: the same run on one rank and, split, on two."""
+@pytest.mark.parametrize(("axis", "layers"), [("tp", 4), ("pp", 3)])
+def test_ppo_with_two_families(tmp_path: Path, axis: str, layers: int) -> None:
+    """A Gemma 2 learns with a critic that is a mixture of experts: the same run on one rank and, split, on two, where each generates
+    with the whole actor. Its stages may have two layers and one."""
     task = tasks.task()
     sizes = {"vocab_size": len(tasks.VOCABULARY), "eos_token_id": tasks.EOS, "initializer_range": 0.12}
     for role, name, kind in (("actor", "gemma2", "CausalLM"), ("critic", "qwen3-moe", "SequenceClassification")):
-        config = {**CONFIGS[name], **sizes, "architectures": [f"AFor{kind}"]}
+        config = {**CONFIGS[name], **sizes, "architectures": [f"AFor{kind}"], "num_hidden_layers": layers}
         write_random_model(tmp_path / role, config, 3)
         shutil.copytree(task / "tokenizer", tmp_path / role, dirs_exist_ok=True)
     common = [f"models.{role}.path={tmp_path / model}" for role, model in zip(ROLES, ("actor", "critic", "actor"), strict=True)]
     common += [f"models.{role}.dtype=float64" for role in ROLES]
-    split = ["models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.critic.layout.dp=2"]
+    split = [f"models.actor.layout.{axis}=2", f"models.actor.generation.{axis}=1", "models.critic.layout.dp=2"]
     split += ["models.critic.layout.zero=3", "models.reference.layout.pp=2"]
     for ranks, overrides in ((1, []), (2, split)):
         run_ranks(

@@ -172,3 +172,18 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
         grid = roles["actor"].generation
         assert grid is not None and grid.tp == call.tp and grid.whole_experts == (call.tp > 1)
         assert roles["actor"].config.generation.ep == call.tp
+
+
+def test_whole_experts_stay_beside_the_slices() -> None:
+    """In the home's layout, too, where a generation that slices experts copies nothing."""
+    given = ["cluster.gpu=h100", "models.actor.generation.tp=4"]
+    moved = []
+    for ep in (1, 4):
+        request = plan.read_run(PRESET, [*given, f"models.actor.generation.ep={ep}"])
+        problem = ProblemBuilder(request.calls, times(2).machine, times(2), 8192).problem()
+        call = next(call for call in problem.calls if call.name == "actor.generate_sequences")
+        option = next(option for option in call.options if (option.size, option.pp, option.tp) == (16, 1, 4))
+        home = option.layout
+        moved.append(problem.moved("actor", home, 16, option, near=False))
+    assert moved[0] == (0.0, 0.0)
+    assert moved[1][0] > 0 and moved[1][1] == problem.weights["actor"] / 4

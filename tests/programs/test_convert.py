@@ -436,6 +436,7 @@ def test_experts_of_the_pass_before(tmp_path: Path, mode: str) -> None:
     assert (f"{megatron}router_replay.mode: left out, there is no R4; models.actor.router_replay has R2" in said) == (
         mode == "R4"
     )
+    assert "rollout_routing_replay" not in said
     assert "moe_aux_loss_coeff: left out, models.<role>.router_aux_loss_coef is theirs times layers" in said
 
 

@@ -13,7 +13,7 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config
 from rlhf_spmd.planner.profile import sizes_of
 from rlhf_spmd.planner.shapes import Workload, shape_of
-from rlhf_spmd.training.plan_profile import kinds, most_layers, profile
+from rlhf_spmd.training.plan_profile import _zero, kinds, most_layers, profile
 from small_models import CONFIGS
 
 SIZES = {
@@ -73,6 +73,7 @@ def test_layers_that_do_not_fit_are_not_measured() -> None:
     spec = kinds(model(glm | {"n_routed_experts": 160, "num_experts_per_tok": 8, "n_shared_experts": 1}, 92))[-1][0]
     found = [most_layers(spec, "none", tp, Workload(64, 512, (512.0,)), 8192, torch.bfloat16, 80e9) for tp in (1, 2, 4, 8)]
     assert found == [0, 2, 3, 5]
+    assert _zero(None, spec, "none", Workload(64, 512, (512.0,)), torch.bfloat16, 80e9) == ([0.0] * 4, 0.0)  # type: ignore[arg-type]
 
 
 def test_models_of_other_layers_have_other_times() -> None:

@@ -267,10 +267,14 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     spec, size, blocks = decoder.spec, decoder.dtype.itemsize, [block for block in decoder.layers if isinstance(block, Block)]
     block = max(blocks, key=lambda block: (block.num_heads + block.num_kv_heads) * block.head_dim)
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
-    columns = spec.intermediate_size / decoder.tp.size
-    row = 4 * spec.hidden_size + queries + 2 * keys + max(3 * columns, 3 * queries + 3 * keys)
+    mlp = 3 * spec.intermediate_size / decoder.tp.size
+    if spec.experts is not None:  # a row for each choice, what its expert makes of it, and the result
+        slices = 1 if any(block.first_expert is not None for block in blocks) else decoder.tp.size
+        inner = 3 * spec.experts.intermediate_size / slices
+        mlp = max(mlp, spec.experts.per_token * (2 * spec.hidden_size + inner) + 3 * spec.experts.shared_size / decoder.tp.size)
+    row = 4 * spec.hidden_size + queries + 2 * keys + max(mlp, 3 * queries + 3 * keys)
     if spec.latent is not None:  # queries twice and their outputs, as wide as an entry of the cache
-        row = 4 * spec.hidden_size + queries + 2 * spec.latent.entry + max(3 * columns, 3 * block.num_heads * spec.latent.entry)
+        row = 4 * spec.hidden_size + queries + 2 * spec.latent.entry + max(mlp, 3 * block.num_heads * spec.latent.entry)
     if spec.delta is not None:
         row += (spec.delta.columns + spec.delta.kept / 2 * 4 / size) / decoder.tp.size
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)

@@ -11,6 +11,7 @@ Shape legend: T tokens of a step, N pages, M mixtures of this stage, K experts o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -98,16 +99,22 @@ class RowExperts:
 
     def __init__(self, pages: ExpertPages) -> None:
         self._pages, self._none = pages, pages.none[:, pages.columns]
-        self._found: dict[SequenceState, list[HostCopy]] = {}
+        self._found: dict[SequenceState, list[Tensor]] = {}
+        self._under_way = deque[tuple[SequenceState, HostCopy]]()  # in pinned memory, which must be free for further copies
         self._known: dict[SequenceState, int] = {}  # tokens, with those of earlier calls
 
     def collect(self, row: SequenceState) -> None:
         """Take from the pages what is not known yet of the row's computed tokens."""
         known = self._known.get(row, 0 if row.experts is None else len(row.experts))
         if row.pages and row.num_computed > known:
-            found = self._pages.of_row(row, known, row.num_computed)
-            self._found.setdefault(row, []).append(HostCopy(found))
+            self._under_way.append((row, HostCopy(self._pages.of_row(row, known, row.num_computed))))
             self._known[row] = row.num_computed
+        while self._under_way and self._under_way[0][1].has_ended:
+            self._take()
+
+    def _take(self) -> None:
+        row, copy = self._under_way.popleft()
+        self._found.setdefault(row, []).append(copy.values().clone())
 
     def of_ended(self, row: SequenceState) -> Tensor:
         """``Completion.experts`` of an ended row of this call, where this stage has all mixtures."""
@@ -130,7 +137,9 @@ class RowExperts:
             row.experts = self._whole(row, part) if row.ended else _joined(row.experts, part)
 
     def _new(self, row: SequenceState) -> Tensor:
-        return torch.cat([self._none, *(copy.values() for copy in self._found.get(row, ()))])
+        while any(each is row for each, _ in self._under_way):
+            self._take()
+        return torch.cat([self._none, *self._found.get(row, ())])
 
     def _whole(self, row: SequenceState, part: Tensor) -> Tensor:
         """One entry per token of the ended ``row``. The last token was never computed, and repeats those of the token before it."""

@@ -20,6 +20,7 @@ Grids are static for the width of a page table: programs without keys return at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,6 +35,7 @@ from rlhf_spmd.kernels.triton_latent import latent_tile
 from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
 
 PROGRAMS = 1 << 12  # for single tokens: an H100 holds some 400 at a time
+PART_BYTES = 256 << 20  # more are written by so many rows that these keep the GPU busy without sharing
 LATENT_PROGRAMS = 1 << 9  # the same of latent attention, of which it holds 132; their parts take up to 33 KB for each split
 
 
@@ -64,8 +66,10 @@ class TritonAttention:
         self.num_splits = -(-longest // triton_paged_attention.SPLIT_KEYS)
         programs = PROGRAMS if cache.planes == 2 else LATENT_PROGRAMS
         self.sharing = max(min(self.num_splits, programs // max(arrived.numel(), 1)), 1)
-        size = (len(arrived), num_heads, self.num_splits, cache.value_dim + 2) if self.sharing > 1 else (0,)
-        self.parts = torch.empty(size, dtype=torch.float32, device=positions.device)
+        size = len(arrived), num_heads, self.num_splits, cache.value_dim + 2
+        if 4 * math.prod(size) > PART_BYTES:
+            self.sharing = 1
+        self.parts = torch.empty(size if self.sharing > 1 else (0,), dtype=torch.float32, device=positions.device)
 
     @classmethod
     def for_step(

@@ -88,6 +88,10 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._event is None or self._event.query()
+
     def values(self) -> Tensor:
         """Waits for the copy."""
         if self._event is not None:

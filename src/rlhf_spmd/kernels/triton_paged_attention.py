@@ -42,7 +42,8 @@ class TileShape(NamedTuple):
         elements = max(triton.next_power_of_2(head_dim), 16)
         keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
         # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
-        return cls(rows, keys, elements, 8 if rows >= 32 or elements > 256 else 4, 5 if page_size % keys else 3)
+        stages = 2 if elements * itemsize > 1024 else 5 if page_size % keys else 3  # an A100's shared memory holds no more
+        return cls(rows, keys, elements, 8 if rows >= 32 or elements > 256 else 4, stages)
 
     @classmethod
     def of_singles(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:

@@ -260,7 +260,7 @@ class GenerationLayout(Grid):
                 raise ValueError(
                     f"generation.{name}={part} must divide the training layout's {name}={whole}: "
                     "every training shard has to be a slice of its generation shard (with layout.zero=3 any "
-                    "whose pp * tp divides the number of ranks, as with generation.ep={self.tp})"
+                    f"whose pp * tp divides the number of ranks, as with generation.ep={self.tp})"
                 )
         if self.train.size % (self.pp * self.tp):
             raise ValueError(
@@ -287,9 +287,8 @@ class GenerationLayout(Grid):
     def ranks(self) -> np.ndarray:
         """Pool indices by coordinate, [p_g, d_g * d * c, 1, t_g]."""
         ranks, shape = np.arange(self.train.size), (self.pp, self.dp, 1, self.tp)
-        parts = self.train.tp * (
-            self.train.ep if self.whole_experts else 1
-        )  # neighbours with different parts of a training stage
+        # neighbours with different parts of a training stage
+        parts = self.train.tp * (self.train.ep if self.whole_experts else 1)
         apart = self.train.pp % self.pp or parts % self.tp if self.whole_experts else self.consecutive
         if apart:
             return ranks.reshape(shape)

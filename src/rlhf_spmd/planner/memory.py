@@ -98,7 +98,7 @@ class _Slice:
         self.hidden, self.queries, self.columns = shape.hidden, shape.queries / tp, shape.intermediate / tp
         self.mixed = shape.mixed / tp
         self.to_experts = shape.expert_rows * shape.hidden  # rows for experts; their results are as many
-        self.keys = shape.keys / np.minimum(tp, shape.kv_heads)
+        self.keys = shape.rank_keys(tp)
         self.entered = shape.entered(tp)
         self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
         self.tp, self.layer = tp, shape.layer / tp

@@ -23,9 +23,9 @@ from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
-from rlhf_spmd.planner.problem import STORAGE, CallNode, Option, Plan, Problem, RankRange, Schedule, simulate
+from rlhf_spmd.planner.problem import CallNode, Option, Plan, Problem, RankRange, Schedule, simulate
 from rlhf_spmd.planner.search import NoPlanError, SearchResult
-from rlhf_spmd.planner.search.candidates import RankRanges
+from rlhf_spmd.planner.search.candidates import RankRanges, dominated
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings, divisors
 
 MOST_STAGES = 16
@@ -97,9 +97,13 @@ def layouts(call: ModelCall, size: int, slices: Sequence[int]) -> list[tuple[int
     return found
 
 
+def _keeps_experts_whole(call: ModelCall) -> bool:
+    return call.kind == "generate" and call.generation.ep > 1
+
+
 def _check_model(call: ModelCall, pp: int, tp: int, where: str) -> None:
-    """Raises ValueError if the model cannot be cut so. With ``generation.ep`` above 1 a plan's generation keeps experts whole."""
-    whole = call.kind == "generate" and call.generation.ep > 1
+    """Raises ValueError if the model cannot be cut so."""
+    whole = _keeps_experts_whole(call)
     check_layout(call.spec, pp, tp, where, whole_experts=whole)
     if whole:
         check_ep(call.spec, tp, where)
@@ -183,6 +187,7 @@ class ProblemBuilder:
                 for call, estimate in zip(tied, estimates, strict=True):
                     took, needs, cache = (float(each[i]) for each in estimate)
                     more: dict[str, Any] = {"in_place": call.kind == "infer", "cache": cache, "settings": one}
+                    more["whole_experts"] = _keeps_experts_whole(call)
                     options.append(Option(size, seconds=took, held=float(held[i]), active=needs, **layout, **more))
                 found.append(tuple(options))
         return found
@@ -278,21 +283,6 @@ def range_sizes(size: int, local_size: int) -> list[int]:
     """The numbers of ranks that a search may give a call."""
     node = CallNode("", "", frozenset(), tuple(Option(n, 1, 1, 0.0, 0.0, 0.0) for n in range(1, size + 1)), home=True)
     return list(RankRanges(Problem((node,), local_size, (1.0,) * size, {"": 0.0}, 1.0, 1.0)).by_size)
-
-
-def dominated(given: CallSettings, seconds: np.ndarray, held: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """bool [n]: True if another alternative in the same layout is as good in seconds, held and active."""
-    beaten = np.ones(len(given), dtype=bool)
-    storage = np.asarray(STORAGE)[given.zero]
-    layout = ((given.pp * (1 + given.tp.max()) + given.tp) * (1 + given.ep.max()) + given.ep) * 4 + storage
-    for one in np.unique(layout):
-        at = np.flatnonzero(layout == one)
-        kept: list[int] = []
-        for i in at[np.lexsort((active[at], held[at], seconds[at]))].tolist():
-            if not any(held[j] <= held[i] and active[j] <= active[i] for j in kept):
-                kept.append(i)
-        beaten[kept] = False
-    return beaten
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -29,7 +30,8 @@ class ModelShape:
 
     Where some layers have linear attention, ``queries`` and ``keys`` are averages over all. ``gates``: columns of the first product of
     an average layer beside queries, keys and values. ``mixing``: fp32 numbers that it keeps of a token beside them. ``state``: fp32
-    numbers that it keeps of a row in generation. ``linear``: share of such layers.
+    numbers that it keeps of a row in generation. ``linear``: share of such layers. ``global_keys``, ``global_kv_heads``: of ``keys``
+    and ``kv_heads``, in an average layer, what layers with ``ModelSpec.global_heads`` have.
     """
 
     layers: int
@@ -54,16 +56,23 @@ class ModelShape:
     state: float = 0.0
     mixed: float = 0.0
     linear: float = 0.0
+    global_keys: float = 0.0
+    global_kv_heads: int = 1
+
+    def rank_keys(self, tp: Any) -> Any:
+        """Of ``keys``, a rank's. If tp exceeds the KV heads, ranks hold copies."""
+        usual = (self.keys - self.global_keys) / np.minimum(tp, self.kv_heads)
+        return usual + self.global_keys / np.minimum(tp, self.global_kv_heads)
 
     def cached(self, tp: Any, planes: int = 1) -> Any:
         """Numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of entries.
         ``planes``: pages that hold an entry."""
-        return planes * self.entry if self.entry else 2 * self.keys / np.minimum(tp, self.kv_heads)
+        return planes * self.entry if self.entry else 2 * self.rank_keys(tp)
 
     def entered(self, tp: Any) -> Any:
         """Numbers that a layer's first products make of a token on a rank, without ``gates``."""
         if not self.entry:
-            return self.queries / tp + 2 * self.keys / np.minimum(tp, self.kv_heads)
+            return self.queries / tp + 2 * self.rank_keys(tp)
         return self.entry + self.q_rank / np.where(self.q_rank == self.queries, tp, 1)
 
     @property
@@ -132,7 +141,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         spec.hidden_size,
         queries,
         keys,
-        min(one.num_key_value_heads for one in spec.kinds_of_heads()),
+        spec.num_key_value_heads,
         int(columns),
         spec.vocab_size,
         active,
@@ -150,6 +159,9 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
         mixed / spec.num_hidden_layers,
         1 - share,
+        sum(math.prod(spec.global_heads or ()) for layer in range(spec.num_hidden_layers) if spec.has_global_heads(layer))
+        / spec.num_hidden_layers,
+        spec.global_heads[0] if spec.global_heads else 1,
     )
 
 

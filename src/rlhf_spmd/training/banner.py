@@ -65,7 +65,8 @@ def describe_roles(ready: Any, launch: Launch) -> str:
         where = f"  {role:<10} pool {plan.pool}, {plan.shape.layout}"
         if plan.shape.generation is not None:
             g = plan.shape.generation
-            where += f", generation pp({g.pp}) * tp({g.tp}) * micro_dp({g.micro_dp}) * dp({g.train.copies})"
+            copies = f"dp({g.dp})" if g.consecutive else f"micro_dp({g.micro_dp}) * dp({g.train.copies})"
+            where += f", generation pp({g.pp}) * tp({g.tp}) * {copies}"
         lines.append(where)
         for method, call in plan.calls.items():
             delta = ", delta" if plan.config.calls[method].delta else ""

@@ -118,8 +118,11 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
     config, layout, spec = plan.config.generation, plan.shape.layout, plan.spec
     assert spec is not None
     whole = check_generation_ep(spec, config.ep, config.tp, f"{where}.generation", f"{where}.generation.tp")
+    # stages of different sizes do not join to those of generation
+    uneven = config.pp != layout.pp and spec.num_hidden_layers % layout.pp != 0
     try:
-        generation = generation_layout(layout, config.pp, config.tp, METHODS[config.reshard_method].consecutive, whole)
+        consecutive = METHODS[config.reshard_method].consecutive or uneven
+        generation = generation_layout(layout, config.pp, config.tp, consecutive, whole)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation", whole_experts=whole)
@@ -128,11 +131,6 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
             f"{where}.generation.overlap=true: weights come layer by layer only if reshard_method=zero_redundancy regroups ranks in "
             f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by reshard_method={config.reshard_method}"
             f"{f' and generation.ep={config.ep}' * whole}; leave it out"
-        )
-    if not generation.consecutive and generation.pp != layout.pp and spec.num_hidden_layers % layout.pp:
-        raise ValueError(
-            f"{where}.generation.pp={generation.pp} regroups stages, so layout.pp={layout.pp} must divide the model's "
-            f"{spec.num_hidden_layers} layers"
         )
     return generation
 

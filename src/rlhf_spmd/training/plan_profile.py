@@ -48,7 +48,8 @@ def profile(
     as in a run. Collective over the world: every rank of it must call, in program order.
     """
     measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
-    room = _memory(world)
+    own = torch.tensor([_memory(world)], dtype=torch.float64, device=world.device)
+    room = float(world.all.all_reduce(own, "profile", "min"))  # all ranks measure the same
     for (spec, head), generation in models.items():
         sizes = sizes_of(shape_of(spec, head))
         for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
@@ -84,7 +85,7 @@ def profile(
         not has_streams,
         groups_experts,
     )
-    zero = _zero(world, *next(iter(models)), work, dtype) if world.size > 1 else ([0.0] * 4, 0.0)
+    zero = _zero(world, *next(iter(models)), work, dtype, room) if world.size > 1 else ([0.0] * 4, 0.0)
     return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, layers)
 
 
@@ -195,11 +196,17 @@ def _measure(
     return found, updates
 
 
-def _zero(world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype) -> tuple[list[float], float]:
+def _zero(
+    world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype, room: float
+) -> tuple[list[float], float]:
     """Seconds per parameter that a micro-batch over all ranks takes longer with ZeRO 0 to 3: forward and backward, and forward
     with 3."""
     forward, both = [0.0] * 4, [0.0] * 4
-    small = min((_alike(one, 0, MORE[0]) for one, _ in kinds(spec)), key=lambda one: shape_of(one, head).params)
+    few = [(one, most_layers(one, head, 1, work, round(work.length), dtype, room)) for one, _ in kinds(spec)]
+    fitting = [_alike(one, 0, layers) for one, layers in few if layers]
+    if not fitting:  # what no device could hold is not run so either
+        return both, 0.0
+    small = min(fitting, key=lambda one: shape_of(one, head).params)
     for stage in range(4):
         mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
         engine = TrainEngine(small, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)

@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, WeightLayout
+from rlhf_spmd.planner.problem import STORAGE, Choice, Plan, Problem, RankRange, WeightLayout
+from rlhf_spmd.planner.shapes import CallSettings
 
 Held = tuple[tuple[RankRange, float], ...]  # bytes that homes hold on each rank of a range
 
@@ -249,3 +250,18 @@ def fill(
 
 def whole_plan(choices: Mapping[int, Choice]) -> Plan:
     return tuple(choices[node] for node in sorted(choices))
+
+
+def dominated(given: CallSettings, seconds: np.ndarray, held: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """bool [n]: True if another alternative in the same layout is as good in seconds, held and active."""
+    beaten = np.ones(len(given), dtype=bool)
+    storage = np.asarray(STORAGE)[given.zero]
+    layout = ((given.pp * (1 + given.tp.max()) + given.tp) * (1 + given.ep.max()) + given.ep) * 4 + storage
+    for one in np.unique(layout):
+        at = np.flatnonzero(layout == one)
+        kept: list[int] = []
+        for i in at[np.lexsort((active[at], held[at], seconds[at]))].tolist():
+            if not any(held[j] <= held[i] and active[j] <= active[i] for j in kept):
+                kept.append(i)
+        beaten[kept] = False
+    return beaten
