@@ -195,7 +195,7 @@ DOUBLE = {name: 1e-12 for name in FAMILIES if not {"num_experts_per_tok", "linea
 CASES = [
     *((family, torch.float64, most) for family, most in DOUBLE.items()),
     *(
-        (name, torch.float32, 1e-3 if name == "qwen3-5" else 1e-4) for name in FAMILIES
+        (name, torch.float32, 3e-3 if name == "qwen3-5" else 1e-4) for name in FAMILIES
     ),  # their order of sums; float64 holds the formula
 ]
 
