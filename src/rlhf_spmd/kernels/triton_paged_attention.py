@@ -1,8 +1,7 @@
 """Attention of generation, over the pages of the KV cache, in Triton.
 
 ``generation/triton_attention`` launches these kernels and says how bits come about. ``batch_invariant_gpu`` writes packed sequences
-to pages and launches them too. :class:`TileShape` says how much a program computes at a time, and so in which order a query's sums are
-taken.
+to pages and launches them too. :class:`TileShape` says how much a program computes at a time, and so the order of a query's sums.
 
 Shape legend: H KV heads of this rank, G (``GROUP``) query heads per KV head, D (``DIM``) elements of a head's values, M (``BLOCK_M``)
 matrix rows of a tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` int32 [n, 4]: first token of the step, its position,
