@@ -43,8 +43,7 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
                 return self.answer(401, {"error": "wrong or no bearer token"})
             try:
                 return self.answer(200, {"scores": score(bound, json.loads(body))})
-            # The boundary to the function: whatever it raises is told to who asked.
-            except Exception as error:
+            except Exception as error:  # the boundary to the user's function: its error is the answer
                 return self.answer(400, {"error": f"{type(error).__name__}: {error}"})
 
         def answer(self, code: int, value: dict[str, Any]) -> None:

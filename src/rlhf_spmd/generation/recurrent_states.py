@@ -40,7 +40,7 @@ class RecurrentStates:
         self._on_host: list[Tensor] | None = None
 
     def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> TokenMixing:
-        """Of the tokens of ``work``, which are packed in this order, at ``positions`` [T]."""
+        """Returns how the layers mix the tokens of ``work``, packed in this order, at ``positions`` [T]."""
         if all(item.num_tokens == 1 for item in work):
             slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
             return DecodeMixing(self, slots, positions)

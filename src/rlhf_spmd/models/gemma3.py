@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.models import gemma3_text
+from rlhf_spmd.models.keys import read_text_config
 from rlhf_spmd.models.spec import ModelSpec
 
 DEFAULTS = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}  # transformers' Gemma3TextConfig
@@ -14,8 +15,5 @@ DEFAULTS = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embedd
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     """That of ``text_config``."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ValueError(f"{source}: 'text_config' is {text!r}; model_type 'gemma3' must have one")
-    spec = gemma3_text.build_spec({**DEFAULTS, **text, "model_type": "gemma3_text"}, source)
+    spec = gemma3_text.build_spec({**DEFAULTS, **read_text_config(config, source), "model_type": "gemma3_text"}, source)
     return replace(spec, text_prefix="language_model.")

@@ -42,6 +42,14 @@ def read_positive(value: Any, source: str, key: str) -> float:
     return float(value)
 
 
+def read_text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The language model of a model that sees. Raises ValueError if it is not there."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{source}: 'text_config' is {text!r}; model_type {config['model_type']!r} must have one")
+    return text
+
+
 PART = "partial_rotary_factor"
 # the numbers that each kind needs; a kind's optional ones are read by name
 _KEYS: dict[str, tuple[str, ...]] = {

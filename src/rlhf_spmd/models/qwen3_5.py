@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.models import qwen3_5_text
+from rlhf_spmd.models.keys import read_text_config
 from rlhf_spmd.models.spec import ModelSpec
 
 
 def build_spec(config: Mapping[str, Any], source: str) -> ModelSpec:
     """That of ``text_config``."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ValueError(f"{source}: 'text_config' is {text!r}; model_type 'qwen3_5' must have one")
-    spec = qwen3_5_text.build_spec({**text, "model_type": "qwen3_5_text"}, source)
+    spec = qwen3_5_text.build_spec({**read_text_config(config, source), "model_type": "qwen3_5_text"}, source)
     return replace(spec, text_prefix="language_model.")
