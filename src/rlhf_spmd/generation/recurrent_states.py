@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, StateRows, mix_tokens, on_device
-from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
+from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.packing import Packing
 from rlhf_spmd.kernels.pinned_memory import host_like
 from rlhf_spmd.models.block import Block
@@ -132,7 +132,7 @@ class StepMixing:
 class PackedStepMixing:
     """As :class:`StepMixing`, by kernels that take all sequences as they are packed."""
 
-    def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork], kernels: PackedDelta) -> None:
+    def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork], kernels: FlashLinearAttention) -> None:
         self._states, self._kernels, device = states, kernels, states.memory.device
         lengths, kept = np.array([item.num_tokens for item in work]), states.inputs.shape[2]
         self._packing = Packing(lengths.tolist(), device)

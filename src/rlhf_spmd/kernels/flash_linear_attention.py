@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +22,10 @@ from rlhf_spmd.kernels.packing import Packing
 PACKAGE, LEAST = "flash-linear-attention", (0, 5)  # since when value heads may outnumber key heads
 
 
-class PackedDelta(Protocol):
-    """Linear attention over packed sequences. ``name``: in the log line at the start of a run."""
+class FlashLinearAttention:
+    """Two functions of the package: the convolution and the rule. ``name``: in the log line at the start of a run."""
 
-    name: str
+    name = "fla"
 
     def mix(
         self,
@@ -43,24 +42,6 @@ class PackedDelta(Protocol):
         ``before``: the states of the sequences, which all have tokens; the memory behind these is returned, too. None: sequences
         begin.
         """
-
-
-class FlashLinearAttention:
-    """Two functions of the package: the convolution and the rule."""
-
-    name = "fla"
-
-    def mix(
-        self,
-        x: Tensor,
-        decay: Tensor,
-        rate: Tensor,
-        weight: Tensor,
-        shape: DeltaShape,
-        packing: Packing,
-        before: DeltaStates | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See :class:`PackedDelta`."""
         from fla.modules.convolution import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -85,7 +66,7 @@ class FlashLinearAttention:
 
 
 @cache
-def choose_packed_delta(dtype: torch.dtype) -> PackedDelta | None:
+def choose_packed_delta(dtype: torch.dtype) -> FlashLinearAttention | None:
     """Returns the package's linear attention for models of ``dtype`` on this process's device, or None if it does not serve."""
     device = model_device()
     if device.type != "cuda" or dtype not in DTYPES or find_spec("fla") is None:

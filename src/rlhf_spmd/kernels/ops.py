@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import expert_rows, routing
 from rlhf_spmd.kernels.dense_attention import attend_dense
-from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
+from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
@@ -52,7 +52,7 @@ class Ops:
     - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.mix_tokens`.
     """
 
-    packed_delta: PackedDelta | None = None
+    packed_delta: FlashLinearAttention | None = None
     name, joins_layers, alike_chunks = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1

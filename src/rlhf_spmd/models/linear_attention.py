@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import DeltaShape, MixerWeights, MixesToken, Ops, StateRows, mix_tokens
-from rlhf_spmd.kernels.flash_linear_attention import PackedDelta
+from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.models.attention import Attention, PackedAttention
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.layers import Linear, RMSNorm
@@ -44,7 +44,7 @@ class KeepsStates(Protocol):
 class PackedMixing:
     """All sequences of a packed batch from their first tokens on (training and scoring)."""
 
-    def __init__(self, attention: Attention, kernels: PackedDelta | None = None) -> None:
+    def __init__(self, attention: Attention, kernels: FlashLinearAttention | None = None) -> None:
         assert isinstance(attention, PackedAttention), f"{type(attention).__name__} does not say which tokens follow each other"
         self._attention, self._kernels = attention, kernels
 
