@@ -12,7 +12,7 @@ from ranks import run_ranks
 STEPS = 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_nodes_are_one_node_with_as_many_ranks(tmp_path: Path):
     apart = tmp_path / "two_nodes"
     tasks.task()
@@ -32,7 +32,7 @@ def test_two_nodes_are_one_node_with_as_many_ranks(tmp_path: Path):
     tasks.assert_bit_equal(tasks.read_run(together), tasks.read_run(apart))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts_with_different_numbers_of_ranks_are_refused(tmp_path: Path):
     """Each rank would derive other hosts, and so other placements and other senders of weights."""
     tasks.task()

@@ -233,7 +233,7 @@ def await_step(run_dir: Path) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm, tmp_path):
     """A job on one node gets the signal that warns of its time limit; another runs on two nodes."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -253,7 +253,7 @@ def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm, tmp_path):
     assert status_of(two)["class"] == "done"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slurm_bad_input_and_cancelled_jobs_are_not_requeued(slurm, tmp_path):
     cancelled, refused = tmp_path / "cancelled", tmp_path / "refused"
     job = submit(slurm, "slurm_one_node.sbatch", cancelled, 500, ranks=1)
@@ -267,7 +267,7 @@ def test_slurm_bad_input_and_cancelled_jobs_are_not_requeued(slurm, tmp_path):
     assert status_of(cancelled)["class"] == "preempted"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_through_slurm_on_two_nodes_is_training_on_one(slurm, tmp_path):
     """The two-node template with the real program: the bits of two ranks on one node."""
     run_dir = tmp_path / "two"

@@ -118,7 +118,7 @@ def test_a_package_that_is_missing_is_told_before_the_run(tmp_path: Path, monkey
 # -- Weights & Biases
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_offline_has_metrics_samples_settings_and_console(tmp_path: Path) -> None:
     more = ["logger.wandb=offline", "logger.wandb_init={group: grouped, tags: [tagged], notes: noted}"]
     config = tracked_by("wandb", *more)
@@ -142,7 +142,7 @@ def test_wandb_offline_has_metrics_samples_settings_and_console(tmp_path: Path) 
     assert (tmp_path / "run" / "wandb" / "run_id").read_text().strip() != run_id, "a new run is another one"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_online_without_a_network_goes_on_offline(
     tmp_path: Path, home: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +164,7 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_online_with_a_server_that_never_answers(tmp_path: Path, home: pytest.MonkeyPatch, silent_server: str) -> None:
     home.setenv("WANDB_BASE_URL", silent_server)
     during, at_end = run_steps(tmp_path / "run", tracked_by("wandb", "logger.timeout_s=2"))
@@ -172,7 +172,7 @@ def test_wandb_online_with_a_server_that_never_answers(tmp_path: Path, home: pyt
     assert steps_of(tmp_path / "run") == [1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_online_without_an_account_asks_nobody(
     tmp_path: Path, home: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +185,7 @@ def test_wandb_online_without_an_account_asks_nobody(
 # -- the others
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tensorboard_shows_what_was_written(tmp_path: Path) -> None:
     config = tracked_by("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -210,7 +210,7 @@ def test_tensorboard_shows_what_was_written(tmp_path: Path) -> None:
     assert "wrote 2" in texts["validation/text_summary"][0] and "name: mine" in texts["config/text_summary"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mlflow_has_a_run_that_a_resume_goes_on_with(
     tmp_path: Path, home: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +236,7 @@ def test_mlflow_has_a_run_that_a_resume_goes_on_with(
     assert [file.path for file in client.list_artifacts(run.info.run_id, "validation")] == ["validation/step_2.json"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mlflow_with_a_server_that_never_answers(tmp_path: Path, silent_server: str, capfd: pytest.CaptureFixture[str]) -> None:
     config = tracked_by("mlflow", f"logger.mlflow.uri={silent_server}", "logger.timeout_s=2")
     during, at_end = run_steps(tmp_path / "run", config)
@@ -244,7 +244,7 @@ def test_mlflow_with_a_server_that_never_answers(tmp_path: Path, silent_server: 
     assert "mlflow: given up; metrics.jsonl has every step" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trackio_has_a_run_that_a_resume_goes_on_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tracked_by("trackio", "logger.project=sorting", "logger.trackio.group=ours")
     during, _ = run_steps(tmp_path / "run", config)
@@ -259,7 +259,7 @@ def test_trackio_has_a_run_that_a_resume_goes_on_with(tmp_path: Path, capfd: pyt
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tracker_that_is_killed_ends_alone(tmp_path: Path) -> None:
     config = tracked_by("tensorboard")
     (tmp_path / "run").mkdir()

@@ -124,7 +124,7 @@ MOMENTS = (  # of one run, which is started again after each
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_killed_at_any_moment_of_a_save_goes_on_bit_for_bit(tmp_path: Path) -> None:
     steps, script, run_dir = ("run.steps=7", "run.keep_checkpoints=2"), tmp_path / "kills.py", tmp_path / "killed"
     script.write_text(KILLS)

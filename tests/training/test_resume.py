@@ -111,14 +111,14 @@ def test_the_run_has_what_a_resume_could_lose(uninterrupted):
     assert {kind for _, kind, _ in uninterrupted["fp32"].weights} == {"param", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, ended):
     was = ended["killed before the first checkpoint"]
     assert 0 < was.steps < STEPS and not was.status
     tasks.assert_bit_equal(uninterrupted["fp32"], train(2, was.run_dir, *LAYOUT, "run.resume=auto"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, ended):
     was = ended["killed"]
     assert 2 <= was.steps < STEPS and not was.status
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, ended):
     tasks.assert_bit_equal(uninterrupted["fp32"], tasks.read_run(was.run_dir))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SIGTERM to torchrun", "SIGTERM to a rank", "Ctrl-C"])
 def test_a_preempted_run_saves_and_goes_on_bit_for_bit(uninterrupted, ended, name):
     was = ended[name]
