@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -95,7 +94,3 @@ def test_help_shows_ranges_and_the_defaults_of_a_piece() -> None:
         "of the ratio",
     )
     assert keys["bounded.kind"].kind == "fixed or adaptive" and keys["bounded.steps"].kind == "an integer, at least 1, or null"
-
-
-def test_a_configuration_without_other_defaults_can_be_pickled() -> None:
-    assert pickle.loads(pickle.dumps(Bounded())) == Bounded()

@@ -179,6 +179,9 @@ BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] *
         ("[" * 5000, "cannot be read: it is nested deeper than 64 levels"),
         ("args: " + "[" * 70 + "]" * 70, "cannot be read: it is nested deeper than 64 levels"),
         ("args: &a {b: *a}", "cannot be read: it is nested deeper than 64 levels"),
+        ("args: 1\ntexts: [1\nkeep: 2\n", ":3 is not valid YAML"),
+        ("\tx", "is not valid YAML"),
+        ("- 1\n", "must hold a mapping (key: value), not a list"),
         ("text: a\ntext: b", ":2 is not valid YAML: found duplicate key text"),
         ("args:\n  x: !!python/name:os.system", ":2 is not valid YAML: there is no tag:yaml.org,2002:python/name:os.system here"),
         ("[a]: b", ":1 is not valid YAML: a key must be text"),
@@ -193,6 +196,11 @@ def test_hostile_files_are_one_line(text: str, said: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         load(Keys, file)
     assert str(caught.value).startswith(f"config file '{file}'") and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml' does not exist"):
+        load(Keys, tmp_path / "none.yaml")
 
 
 def test_hostile_overrides_are_one_line() -> None:
