@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +62,8 @@ def test_the_example_works_and_every_key_of_it_is_listed(
     assert ending.value.code == 0 and "2 ranks" in capsys.readouterr().out
 
 
-def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_types_defaults_and_explanations_are_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     lines = help_of(train, capsys).splitlines()
     for line in (
         "run.steps = 100 (an integer, at least 1, or null)",
@@ -76,39 +74,27 @@ def test_types_and_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None
         "placement.pools = {} (a mapping, each value a list, each entry an integer)",
     ):
         assert f"  {line}" in lines
+    number = lines.index("  models.<role>.layout.vpp = 1 (an integer, at least 1)")
+    assert lines[number + 1] == "      chunks of layers per pipeline rank (interleaved 1F1B), see docs/parallelism.md"
+    assert "| keys" not in lines and max(map(len, lines[number:])) < 200
     assert "  model.path must be given (text)" in help_of(generate, capsys).splitlines()
 
 
-def test_each_key_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    lines = help_of(train, capsys).splitlines()
-    at = lines.index("  models.<role>.layout.vpp = 1 (an integer, at least 1)")
-    assert lines[at + 1] == "      chunks of layers per pipeline rank (interleaved 1F1B), see docs/parallelism.md"
-    assert "| keys" not in lines and max(map(len, lines[at:])) < 200
-
-
 def test_a_word_chooses_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the algorithm's own defaults, also in sections."""
     with pytest.raises(SystemExit) as ending:
         train.main(["algorithm.name=rloo", "--help", "kl_ctrl"])
-    keys = re.findall(r"^  ([\w.<>]+) ", told := capsys.readouterr().out, flags=re.MULTILINE)
+    text = capsys.readouterr().out
+    keys = re.findall(r"^  ([\w.<>]+) ", text, flags=re.MULTILINE)
     assert ending.value.code == 0 and keys and all("kl_ctrl" in key for key in keys)
-    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number, at least 0)" in told and "usage" not in told
+    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number, at least 0)" in text and "usage" not in text
     with pytest.raises(SystemExit) as ending:
         train.main(["--help", "zebra"])
     assert ending.value.code == 2 and "--help zebra: no key contains that" in capsys.readouterr().err
 
 
-def test_two_ranks_say_it_once() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", *tasks.one_node(2), "-m", "rlhf_spmd.sft", "--help"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("usage: rlhf-spmd sft") == ended.stdout.count("  run.steps = 100") == 1
-
-
-def test_an_algorithm_s_own_defaults_are_told_also_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        train.main(["algorithm.name=rloo", "--help"])
-    told = capsys.readouterr().out
-    assert "algorithm.kl_ctrl.kl_coef = 0.05 (a number, at least 0)" in told
-    assert 'algorithm.loss_agg_mode = "seq-mean-token-sum" (token-mean or seq-mean-token-sum or' in told
+def test_the_first_rank_alone_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, usages in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        assert help_of(sft, capsys).count("usage: rlhf-spmd sft") == usages
