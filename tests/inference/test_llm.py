@@ -7,8 +7,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from generate_runs import arguments, read_output, write_rows, write_tokenizer
 from generate_runs import model as model  # a fixture
 from generators import transformers_greedy
 from places import ROOT
-from ranks import run_ranks
+from ranks import Program, run_ranks
 from rlhf_spmd import LLM, RequestOutput, SamplingParams, generate
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.data.encoding import PromptEncoder
@@ -44,7 +42,7 @@ def llm(model: Path) -> Iterator[LLM]:
     tasks.leave_world()
 
 
-def whole(outputs: list[RequestOutput], *without: str) -> list[dict[str, Any]]:
+def contents(outputs: list[RequestOutput], *without: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in dataclasses.asdict(o).items() if k not in ("request_id", *without)} for o in outputs]
 
 
@@ -122,17 +120,16 @@ def test_draws_are_those_of_generate_and_follow_a_seed_of_their_own(model: Path,
     settings = ["sampling.n=3", "sampling.max_response_length=10", "sampling.seed=4", "sampling.temperature=0.8"]
     generate.main(arguments(model, rows, tmp_path / "out.jsonl", *settings))
     llm.processor._num_rows = 0  # as in a new one
-    found = llm.generate(PROMPTS, SamplingParams(n=3, max_tokens=10, temperature=0.8))
-    assert [its.token_ids for o in found for its in o.outputs] == [
-        r["response_ids"] for r in read_output(tmp_path / "out.jsonl")
-    ]
-    again = llm.generate(PROMPTS, SamplingParams(n=3, max_tokens=10, temperature=0.8))
-    assert whole(again) != whole(found)
-    own = [SamplingParams(n=2, max_tokens=10, seed=seed) for seed in (7, 7, -3, 2**62)]
-    seeded = whole(llm.generate(PROMPTS, own))
-    assert seeded == [whole(llm.generate(p, params))[0] for p, params in zip(PROMPTS, own, strict=True)]
-    assert seeded[0]["outputs"][0]["token_ids"] != seeded[0]["outputs"][1]["token_ids"]
-    assert whole(llm.generate(PROMPTS[0], dataclasses.replace(own[0], seed=8))) != seeded[:1]
+    params = SamplingParams(n=3, max_tokens=10, temperature=0.8)
+    outputs = llm.generate(PROMPTS, params)
+    drawn = [row["response_ids"] for row in read_output(tmp_path / "out.jsonl")]
+    assert [completion.token_ids for output in outputs for completion in output.outputs] == drawn
+    assert contents(llm.generate(PROMPTS, params)) != contents(outputs)
+    seeded = [SamplingParams(n=2, max_tokens=10, seed=seed) for seed in (7, 7, -3, 2**62)]
+    together = contents(llm.generate(PROMPTS, seeded))
+    assert together == [contents(llm.generate(*pair))[0] for pair in zip(PROMPTS, seeded, strict=True)]
+    assert together[0]["outputs"][0]["token_ids"] != together[0]["outputs"][1]["token_ids"]
+    assert contents(llm.generate(PROMPTS[0], dataclasses.replace(seeded[0], seed=8))) != together[:1]
 
 
 def test_prompts_that_are_asked_differently_run_together(llm: LLM) -> None:
@@ -140,38 +137,36 @@ def test_prompts_that_are_asked_differently_run_together(llm: LLM) -> None:
     (plain,) = llm.generate("abc", base)
     text, ids = plain.outputs[0].text, plain.outputs[0].token_ids
     assert len(text) == 24  # a character for each token, so that what follows stops where it says
-    middle = text[9:12]
-    at = text.index(middle)
-    token = ids[10]
-    first = ids.index(token)
-    asked = [
-        base,
-        dataclasses.replace(base, stop=middle),
-        dataclasses.replace(base, stop=[middle], include_stop_str_in_output=True),
-        dataclasses.replace(base, stop_token_ids=[token]),
-        dataclasses.replace(base, stop_token_ids=[token], include_stop_str_in_output=True),
-        dataclasses.replace(base, presence_penalty=5.0),
-        dataclasses.replace(base, max_tokens=None),
-        dataclasses.replace(base, allowed_token_ids=[50, 51]),
+    stop, token = text[9:12], ids[10]
+    start, first = text.index(stop), ids.index(token)
+    answers: list[tuple[dict[str, Any], tuple[str, str, Any]]] = [
+        ({}, (text, "length", None)),
+        ({"stop": stop}, (text[:start], "stop", stop)),
+        ({"stop": [stop], "include_stop_str_in_output": True}, (text[: start + 3], "stop", stop)),
+        ({"stop_token_ids": [token]}, (text[:first], "stop", token)),
+        ({"stop_token_ids": [token], "include_stop_str_in_output": True}, (text[: first + 1], "stop", token)),
     ]
-    got = [(o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in llm.generate(["abc"] * 8, asked)]
-    assert got[:3] == [(text, "length", None), (text[:at], "stop", middle), (text[: at + 3], "stop", middle)]
-    assert got[3:5] == [(text[:first], "stop", token), (text[: first + 1], "stop", token)]
-    assert got[5][0] != text and set(got[7][0]) <= {chr(79), chr(80)}
-    assert got[6][0].startswith(text) and len(got[6][0]) + len("abc") <= 64
+    others: list[dict[str, Any]] = [{"presence_penalty": 5.0}, {"max_tokens": None}, {"allowed_token_ids": [50, 51]}]
+    params = [dataclasses.replace(base, **more) for more in (*(more for more, _ in answers), *others)]
+    completions = [output.outputs[0] for output in llm.generate(["abc"] * len(params), params)]
+    for completion, (_, answer) in zip(completions, answers, strict=False):
+        assert (completion.text, completion.finish_reason, completion.stop_reason) == answer
+    penalised, longest, limited = (completion.text for completion in completions[5:])
+    assert penalised != text and set(limited) <= {chr(79), chr(80)}
+    assert longest.startswith(text) and len(longest) + len("abc") <= 64
 
 
 def test_special_tokens_and_the_end_of_text(llm: LLM) -> None:
-    force = {2: 100.0}
-    (end,) = llm.generate("abc", SamplingParams(max_tokens=5, logit_bias=force))
-    (on,) = llm.generate("abc", SamplingParams(max_tokens=3, logit_bias=force, ignore_eos=True, skip_special_tokens=False))
-    (off,) = llm.generate("abc", SamplingParams(max_tokens=3, logit_bias=force, ignore_eos=True))
-    (named,) = llm.generate("abc", SamplingParams(max_tokens=3, logit_bias=force, ignore_eos=True, stop="</s>"))
-    (later,) = llm.generate("abc", SamplingParams(max_tokens=5, logit_bias=force, min_tokens=3))
-    tell = [(its.text, its.token_ids, its.finish_reason, its.stop_reason) for o in (end, on, off, named) for its in o.outputs]
-    assert tell[:2] == [("", [2], "stop", None), ("</s></s></s>", [2, 2, 2], "length", None)]
-    assert tell[2:] == [("", [2, 2, 2], "length", None), ("", [2], "stop", "</s>")]
-    assert len(later.outputs[0].token_ids) == 4 and later.outputs[0].token_ids[-1] == 2
+    for more, answer in (
+        ({}, ("", [2], "stop", None)),
+        ({"ignore_eos": True, "skip_special_tokens": False}, ("</s></s></s>", [2, 2, 2], "length", None)),
+        ({"ignore_eos": True}, ("", [2, 2, 2], "length", None)),
+        ({"ignore_eos": True, "stop": "</s>"}, ("", [2], "stop", "</s>")),
+    ):
+        ((completion,),) = (o.outputs for o in llm.generate("abc", SamplingParams(max_tokens=3, logit_bias={2: 100.0}, **more)))
+        assert (completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason) == answer
+    (output,) = llm.generate("abc", SamplingParams(max_tokens=5, logit_bias={2: 100.0}, min_tokens=3))
+    assert len(output.outputs[0].token_ids) == 4 and output.outputs[0].token_ids[-1] == 2
 
 
 def test_a_processor_says_what_is_drawn(llm: LLM) -> None:
@@ -186,7 +181,7 @@ def test_a_processor_says_what_is_drawn(llm: LLM) -> None:
     )
     assert with_it.outputs[0].token_ids == wanted and seen == [wanted[:i] for i in range(4)]
     assert without.outputs[0].token_ids != wanted
-    assert whole([without]) == whole(llm.generate("abc", SamplingParams(seed=1)))
+    assert contents([without]) == contents(llm.generate("abc", SamplingParams(seed=1)))
 
 
 def test_a_library_for_structured_output_fits_in(llm: LLM) -> None:
@@ -201,19 +196,25 @@ def test_a_library_for_structured_output_fits_in(llm: LLM) -> None:
 
 
 def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
+    """By an error in a processor, or by one that leaves nothing to draw."""
+
     def fail(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(ids) == 3:
             raise RuntimeError("stopped")
         return logits
 
-    before = whole(llm.generate(PROMPTS, SamplingParams(seed=1)))
+    before = contents(llm.generate(PROMPTS, SamplingParams(seed=1)))
     with pytest.raises(RuntimeError, match="stopped"):
         llm.generate(PROMPTS, SamplingParams(logits_processors=[fail]))
-    assert whole(llm.generate(PROMPTS, SamplingParams(seed=1))) == before
+    for value in (math.nan, -math.inf):
+        spoil = [lambda ids, logits, value=value: torch.full_like(logits, value) if len(ids) == 2 else logits]
+        with pytest.raises(NotFinite, match="logits_processors"):
+            llm.generate("abc", SamplingParams(logits_processors=spoil))
+    assert contents(llm.generate(PROMPTS, SamplingParams(seed=1))) == before
 
 
 @pytest.mark.parametrize(
-    ("prompts", "params", "said"),
+    ("prompts", "params", "message"),
     [
         ("abc", {"temperature": -1.0}, "sampling_params.temperature=-1.0: must be 0 (greedy) or at least 0.001"),
         ("abc", {"max_tokens": 0}, "sampling_params.max_tokens=0: must be at least 1"),
@@ -230,45 +231,25 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ([[np.int64(5), 6]], {}, "prompt 0: 'prompt_token_ids' must be a non-empty list of token ids"),
         ("a" * 64, {}, "prompt 0 has 64 tokens, and a row may have 64"),
         ([[1, 200]], {}, "prompt 0: token id 200 in 'prompt_token_ids' must be less than the vocabulary size 200"),
-        ([5], {}, None),
         ([None], {}, "prompt 0: a prompt must be text or a list of chat messages, not NoneType"),
     ],
 )
-def test_what_cannot_be_is_said(llm: LLM, prompts: Any, params: dict[str, Any], said: str | None) -> None:
-    if said is None:
-        assert len(llm.generate(prompts, SamplingParams(**params))) == 1  # one prompt of one token
-        return
+def test_what_cannot_be_is_said(llm: LLM, prompts: Any, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=r"^\w") as refusal:
         llm.generate(prompts, SamplingParams(**params))
-    assert str(refusal.value).startswith(said)
-
-
-@pytest.mark.parametrize("talk", ["hi", ["hi", "you"], [5]])
-def test_a_conversation_is_a_list_of_messages(llm: LLM, talk: Any) -> None:
-    with pytest.raises(ValueError, match=r"^a conversation is a list of messages"):
-        llm.chat(talk)
+    assert str(refusal.value).startswith(message)
 
 
 def test_numbers_may_be_those_of_numpy(llm: LLM) -> None:
-    plain = llm.generate([[5, 6]], SamplingParams(n=2, temperature=0.5, seed=1, logit_bias={7: 1.0}, stop=["x", "y"]))
-    given = SamplingParams(
-        n=np.int64(2), temperature=np.float32(0.5), seed=np.int64(1), logit_bias={"7": np.float64(1)}, stop=("x", "y")
-    )
-    assert whole(llm.generate([np.array([5, 6])], given)) == whole(plain)
-
-
-@pytest.mark.parametrize("left", [math.nan, -math.inf])
-def test_a_processor_that_leaves_nothing_to_draw_is_an_error(llm: LLM, left: float) -> None:
-    def spoil(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(logits, left) if len(ids) == 2 else logits
-
-    with pytest.raises(NotFinite, match="logits_processors"):
-        llm.generate("abc", SamplingParams(logits_processors=[spoil]))
-    assert len(llm.generate("abc")) == 1
+    plain = SamplingParams(n=2, temperature=0.5, seed=1, logit_bias={7: 1.0}, stop=["x", "y"])
+    numbers = {"n": np.int64(2), "temperature": np.float32(0.5), "seed": np.int64(1), "logit_bias": {"7": np.float64(1)}}
+    of_numpy = SamplingParams(**numbers, stop=("x", "y"))
+    assert contents(llm.generate([np.array([5, 6])], of_numpy)) == contents(llm.generate([[5, 6]], plain))
+    assert len(llm.generate([5], plain)) == 1  # one prompt of one token
 
 
 def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
-    for more, said in (
+    for more, message in (
         ({"max_model_len": 65}, "max_model_len=65: the model's context is max_position_embeddings=64; lower it"),
         ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
         ({"tokenizer": "nowhere"}, "tokenizer directory 'nowhere' does not exist"),
@@ -283,7 +264,10 @@ def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"^\w") as refusal:
             LLM(model, **more)
-        assert str(refusal.value).startswith(said), refusal.value
+        assert str(refusal.value).startswith(message), refusal.value
+    for talk in ("hi", ["hi", "you"], [5]):
+        with pytest.raises(ValueError, match=r"^a conversation is a list of messages"):
+            llm.chat(talk)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompts are a NoneType: give a text, token ids"):
         llm.generate(None)
     with pytest.raises(ValueError, match="sampling_params are a dict: give SamplingParams"):
@@ -297,7 +281,7 @@ def answer_on_rank(world: World, path: str, layout: LayoutConfig) -> Any:
     config = EngineConfig(ModelConfig(path=path), layout=layout, generation=generation, seed=4)
     check_tree(config)
     processor = RequestProcessor(prepare_model(config, world.launch), world)
-    return whole(processor.generate(processor.requests(processor.encode(PROMPTS), mixed())))
+    return contents(processor.generate(processor.requests(processor.encode(PROMPTS), mixed())))
 
 
 def mixed() -> list[SamplingParams]:
@@ -312,7 +296,7 @@ def mixed() -> list[SamplingParams]:
 @pytest.mark.parametrize("layout", [LayoutConfig(dp=2), LayoutConfig(tp=2)], ids=["dp2", "tp2"])
 def test_two_ranks_answer_as_one_and_both_know_all(llm: LLM, model: Path, layout: LayoutConfig) -> None:
     llm.processor._num_rows = 0
-    alone = whole(llm.generate(PROMPTS, mixed()))
+    alone = contents(llm.generate(PROMPTS, mixed()))
     for found in run_ranks(2, answer_on_rank, str(model), layout):
         for a, b in zip(alone, found, strict=True):
             assert b == rounded(a)
@@ -327,18 +311,14 @@ def rounded(told: Any) -> Any:
     return pytest.approx(told, abs=1e-4) if isinstance(told, float) else told
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_vllm_s_settings_of_sampling_are_refused_with_what_to_do() -> None:
+    for settings, message in (
         ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
         ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a library's"),
         ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
-    ],
-)
-def test_vllm_s_settings_of_sampling_are_refused_with_what_to_do(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=r"^\w") as refusal:
-        SamplingParams(**given)
-    assert str(refusal.value).startswith(said)
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            SamplingParams(**settings)
     usual = SamplingParams(best_of=1, bad_words=[], structured_outputs=None, detokenize=True, n=2)
     assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2) and usual.read() == usual
 
@@ -384,15 +364,10 @@ sys.stdout.write(f"{output.outputs[0].token_ids}\\n")
 """
 
 
-def test_a_script_under_torchrun(llm: LLM, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "ask.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", *tasks.one_node(2), str(tmp_path / "ask.py"), str(model)]
-    ended = subprocess.run(command, env=tasks.environment(), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    wanted = llm.generate("abc", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids
-    assert ended.stdout.splitlines() == [str(wanted)] * 2
-
-
-def test_the_package_itself_imports_nothing_heavy() -> None:
-    code = "import sys, rlhf_spmd; assert not {'torch', 'numpy', 'omegaconf'} & set(sys.modules); rlhf_spmd.SamplingParams(n=2)"
-    subprocess.run([sys.executable, "-c", code], env=tasks.environment(), check=True, timeout=120)
+def test_a_script_on_two_ranks(llm: LLM, model: Path, tmp_path: Path) -> None:
+    script, output = tmp_path / "ask.py", tmp_path / "output.txt"
+    script.write_text(SCRIPT)
+    program = Program(2, [str(model)], output, tasks.environment(), str(script))
+    assert tasks.finish(program, tmp_path) == 0, output.read_text()
+    ids = llm.generate("abc", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids
+    assert output.read_text().splitlines() == [str(ids)] * 2
