@@ -175,23 +175,22 @@ def test_keeping_of_responses_without_a_score(model: Path, tmp_path: Path, capsy
         generate.prepare(None, [*settings, "keep=9"], Launch())
 
 
-def test_a_job_of_several_sets_reads_its_journal_once(
+def test_a_job_of_several_sets_that_was_killed_reads_its_journal_once(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was killed before its end; nothing is made again."""
-    paths = [write_rows(tmp_path / f"{name}.jsonl", ROWS[:number]) for name, number in (("first", 3), ("second", 2))]
-    argv = arguments(model, tmp_path / "out", "data.path=[" + ",".join(map(str, paths)) + "]")
+    """Nothing is made again."""
+    paths = [write_rows(tmp_path / f"{size}.jsonl", ROWS[:size]) for size in (3, 2)]
+    argv = arguments(model, tmp_path / "out", f"data.path=[{paths[0]},{paths[1]}]")
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "remove", lambda self: None)
         program.main(argv)
-    rows, parsed = (tmp_path / "out" / "rows.jsonl").read_bytes(), list[str]()
+    rows, lines = (tmp_path / "out" / "rows.jsonl").read_bytes(), list[str]()
     capsys.readouterr()
     monkeypatch.setattr(Journal, "append", lambda *_: pytest.fail("a row was made again"))
-    monkeypatch.setattr(
-        output_files, "json", SimpleNamespace(loads=lambda line: parsed.append(line) or json.loads(line), dumps=json.dumps)
-    )
+    counted = SimpleNamespace(loads=lambda line: lines.append(line) or json.loads(line), dumps=json.dumps)
+    monkeypatch.setattr(output_files, "json", counted)
     program.main(argv)
-    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows and len(parsed) == 5 * K
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows and len(lines) == 5 * K
     assert f"{5 * K} of them were there from an earlier start" in capsys.readouterr().err
 
 

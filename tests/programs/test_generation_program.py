@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.model_runner import ModelRunner
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.spec import read_spec
@@ -240,36 +239,18 @@ def test_a_job_that_was_killed_goes_on(
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes() and not part.parent.exists()
 
 
-def test_a_job_of_many_rows_builds_few_runners(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i % 20]} for i in range(64)])
-    built: list[Any] = []
-    build = ModelRunner.__init__
-    monkeypatch.setattr(ModelRunner, "__init__", lambda *given: built.append(given) or build(*given))
-    more = ["generation.max_num_seqs=4", "generation.steps_per_sync=4", "sampling.max_response_length=12"]
-    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
-    assert len(read_output(tmp_path / "out.jsonl")) == 64
-    assert len(built) <= 8  # 64 rows are 16 times as many as run together
-
-
 def test_rows_are_made_while_others_are_scored(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i]} for i in range(12)])
-    calls: list[int] = []
-    second, met = threading.Event(), []
-    generate, score = Generator.generate_until, RewardRunner.score
-
-    def generated(*given: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 2:
-            second.set()
-        return generate(*given)
-
-    def scored(*given: Any) -> Any:
-        met.append(second.wait(20.0))
-        return score(*given)
-
-    monkeypatch.setattr(Generator, "generate_until", generated)
-    monkeypatch.setattr(RewardRunner, "score", scored)
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i]} for i in range(12)])
+    calls, waits = Semaphore(0), list[bool]()
+    generate_until, score = Generator.generate_until, RewardRunner.score
+    monkeypatch.setattr(Generator, "generate_until", lambda *a: calls.release() or generate_until(*a))
+    # the first score waits until the generator has been called twice
+    monkeypatch.setattr(RewardRunner, "score", lambda *a: waits.append(bool(waits) or twice(calls)) or score(*a))
     more = ["generation.max_num_seqs=1", "sampling.max_response_length=5", "reward.function=reward_functions:length"]
-    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
-    assert len(calls) > 2 and met and all(met)
+    program.main(arguments(model, prompts, tmp_path / "out.jsonl", *more))
+    assert waits and all(waits)
     assert all(row["score"] == len(row["text"]) / 10 for row in read_output(tmp_path / "out.jsonl"))
+
+
+def twice(calls: Semaphore) -> bool:
+    return all(calls.acquire(timeout=20.0) for _ in range(2))

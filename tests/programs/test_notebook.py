@@ -203,7 +203,9 @@ def test_rows_are_written_where_data_have_a_path(tmp_path: Path) -> None:
     config = written(tmp_path, data=sections, texts={"path": tuple(rows)})
     data = config["data"]
     first, second = data["path"]
-    lines = [[json.loads(line) for line in Path(file).read_bytes().splitlines()] for file in (first, data["val_path"]["held out"])]
+    lines = [
+        [json.loads(line) for line in Path(file).read_bytes().splitlines()] for file in (first, data["val_path"]["held out"])
+    ]
     assert lines == [[{**rows[0], "score": None}, rows[1]], [{"prompt": "c"}, {"prompt": "d"}]]
     assert second == "other.jsonl" and data["template"] == [{"role": "user"}]
     assert Path(config["texts"]["path"]).read_text() == Path(first).read_text()

@@ -169,23 +169,6 @@ def test_refusals_over_http(address: str) -> None:
             assert client.recv(100).split()[1] == str(status).encode()
 
 
-def test_the_openai_package(address: str, model: Path) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
-    text = greedy_text(model, RENDERED_TALK, 12)
-    chat = client.chat.completions.create(model="small", messages=TALK, **GREEDY)
-    assert chat.choices[0].message.content == text and chat.usage.completion_tokens == 12
-    stream = client.chat.completions.create(model="small", messages=TALK, stream=True, **GREEDY)
-    assert "".join(part.choices[0].delta.content for part in stream) == text
-    completion = client.completions.create(model="small", prompt="abc", extra_body={"top_k": 1}, max_tokens=12)
-    assert completion.choices[0].text == greedy_text(model, "abc", 12)
-    assert [each.id for each in client.models.list()] == ["small"]
-    with pytest.raises(openai.BadRequestError, match="must be at least 1"):
-        client.completions.create(model="small", prompt="abc", max_tokens=0)
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=address, api_key="guessed", max_retries=0).models.list()
-
-
 # -- the service in this process, without an endpoint
 
 
@@ -289,7 +272,6 @@ def test_what_cannot_be_answered_is_one_line(service: services.Service) -> None:
     bodies: list[tuple[Any, str]] = [
         ({"prompt": "a", "temperature": -1}, "sampling_params.temperature=-1.0: must be 0"),
         (b'{"prompt": "a", "temperature": NaN}', "sampling_params.temperature=nan: must be 0"),
-        ({"prompt": "a", "temperature": 1e39}, "sampling_params.temperature=1e+39: must be 0"),
         ({"prompt": "a" * 2000}, "prompt 0 has 2000 characters, and no more than 320 can fit"),
         ({"prompt": "a" * 64}, "prompt 0 has 64 tokens"),
         ({"prompt": "${oc.env:HOME}", "stop": "${oc.env:HOME}", "n": 0}, "sampling_params.n=0"),
@@ -420,18 +402,6 @@ def test_numbers_that_are_not_finite_end_requests_and_not_the_service(service: s
     assert text_of(waiting.get_nowait()) == greedy_response(model, "x", 5)
 
 
-def test_the_pages_of_prompts_stay_while_nothing_runs(service: services.Service) -> None:
-    hits, prompt = [], "a prompt of some pages"
-    for number in range(3):
-        if number == 2:
-            service.engine.generator.before_training()  # as after many requests
-        arrive(service, number, prompt=prompt, max_tokens=1)
-        service.turn()
-        assert not service.engine.generator.kept
-        hits.append(service.engine.generator.stats.hit_tokens)
-    assert hits == [0, len(prompt) - 1, 0]
-
-
 def test_what_is_noted_of_tokens_is_bounded(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "MOST_LOG_PROBS", 4 * 20 * 3)
     bodies = ({"max_tokens": 20, "n": 3}, {"max_tokens": 21, "n": 4}, {"max_tokens": 2}, {"max_tokens": 2})
@@ -494,27 +464,6 @@ def test_a_client_that_does_not_wait_or_does_not_read_frees_its_place(
         await_that(lambda: not service.replies and not endpoint.server.server_state.connections)
     service.turn()
     assert not service.running and not service.engine.generator.kept
-
-
-def test_a_long_text_is_tokenised_while_others_are_answered(
-    service: services.Service, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, encode = threading.Event(), service.processor.encode
-
-    def encode_slowly(prompts: Any, **more: Any) -> Any:
-        assert prompts != ["long"] or go_on.wait(60)
-        return encode(prompts, **more)
-
-    monkeypatch.setattr(service.processor, "encode", encode_slowly)
-    with ThreadPoolExecutor(2) as pool:
-        long, short = (pool.submit(ask, endpoint.url, "/completions", {"prompt": text, **GREEDY}) for text in ("long", "x"))
-        while not short.done():
-            service.turn()
-        assert short.result()[0] == 200 and not long.done()
-        go_on.set()
-        while not long.done():
-            service.turn()
-        assert long.result()[0] == 200
 
 
 def test_a_connection_answers_more_than_one_request(endpoint: Endpoint) -> None:
@@ -582,8 +531,6 @@ def test_connections_that_ask_for_nothing_cost_no_thread_and_end(
         (["port=70000"], 1, "port=70000: must be at least 0 and at most 65535"),
         (["allowed_origins=[chat.example.org]"], 1, "allowed_origins: 'chat.example.org' must be as https://"),
         (["allowed_origins=['*',https://a.example.org/]"], 1, "allowed_origins: 'https://a.example.org/' must be as https://"),
-        (["allowed_origins=https://a.example.org"], 1, "allowed_origins='https://a.example.org' must be a list"),
-        (["max_model_len=65"], 1, "max_model_len=65: the model's context is max_position_embeddings=64"),
         (["token_env=NOT_THERE"], 1, "token_env='NOT_THERE': there is no such variable in the environment"),
         ([], 2, "layout.tp=1 on 2 ranks: they hold one model; set layout.tp=2"),
         (["layout.pp=2"], 2, "layout.pp=2: a model that is asked has no stages"),
