@@ -245,9 +245,11 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, name: str, text: s
 
 
 def test_bash_expands_the_script_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arithmetic, tests and quotes are no redirections. Values of the environment stay references."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MODEL", raising=False)
-    text = """max=$((1024 * 2))
+    monkeypatch.setenv("MY_API_KEY", "hunter2")
+    text = """max=$((1024 * 2)); name='a>b'
 export OUT=${NOWHERE_SET:-/tmp/here}
 DATA=(
   data.train_files=[/d/a.parquet,/d/b.parquet]
@@ -255,38 +257,29 @@ DATA=(
 )
 LAUNCH=(torchrun --nnodes 1)
 if [ "$max" -gt 2000 ]; then steps=7; else steps=8; fi
+if (( max > 4000 )); then size=2048; else size=512; fi
+if [[ $max > 3000 ]]; then seed=1; else seed=2; fi  # > what
 ray status || exit 1
 echo "$max" > LOG.txt
 "${LAUNCH[@]}" -m recipe.dapo.main_dapo "${DATA[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
-    trainer.total_training_steps=$steps trainer.experiment_name=$(basename /a/mine.sh .sh) \\
+    trainer.total_training_steps=$steps trainer.experiment_name="$name" trainer.project_name=$(basename /a/mine.sh .sh) \\
     actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$OUT algorithm.filter_groups.enable=True \\
+    data.train_batch_size=$size data.seed=$seed custom_reward_function.reward_kwargs.key=$MY_API_KEY \\
     algorithm.filter_groups.metric=acc 2>&1 | tee log
 """
     (tmp_path / "run.sh").write_text(text)
     _, result, errors = run_program("run.sh")
-    assert "path: ${oc.env:MODEL}" in result and "takes them from the environment: MODEL\n" in errors
+    assert "path: ${oc.env:MODEL}" in result and "takes them from the environment: MODEL" in errors
+    assert "${oc.env:MY_API_KEY}" in result and "hunter2" not in result + errors
     assert "not run, so what they do or answer is missing: ray\n" in errors
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
     monkeypatch.setenv("MODEL", "/m")
-    config, _, _ = convert(tmp_path, text)
-    assert config.algorithm.name == "dapo" and config.data.path == ["/d/a.parquet", "/d/b.parquet"]
-    assert (config.data.max_prompt_length, config.run.dir, config.models["actor"].path) == (2048, "/tmp/here", "/m")
-    assert (config.run.steps, config.run.name) == (7, "mine")
-
-
-def test_arithmetic_tests_and_quotes_of_a_script_are_no_redirections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_API_KEY", "hunter2")
-    text = """nodes=1; name='a>b'
-if (( nodes > 1 )); then size=2048; else size=512; fi
-if [[ $nodes > 2 ]]; then steps=7; else steps=8; fi  # > what
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=$size trainer.experiment_name="$name" \\
-    trainer.total_training_steps=$steps actor_rollout_ref.model.path=/m custom_reward_function.reward_kwargs.key=$MY_API_KEY > log 2>&1
-"""
-    (tmp_path / "run.sh").write_text(text)
-    _, result, errors = run_program(str(tmp_path / "run.sh"))
-    for line in ("train_batch_size: 512", "steps: 8", "name: a>b", "${oc.env:MY_API_KEY}"):
-        assert line in result
-    assert "hunter2" not in result + errors
+    config, _, _ = convert(tmp_path, text.replace("custom_reward_function.reward_kwargs.key=$MY_API_KEY", ""))
+    data, run = config.data, config.run
+    assert config.algorithm.name == "dapo" and data.path == ["/d/a.parquet", "/d/b.parquet"]
+    assert (data.max_prompt_length, data.train_batch_size, data.seed) == (2048, 512, 2)
+    assert (run.dir, config.models["actor"].path) == ("/tmp/here", "/m")
+    assert (run.steps, run.name, config.logger.project) == (7, "a>b", "mine")
 
 
 def test_dapo_is_what_the_script_turns_on(tmp_path: Path) -> None:
@@ -350,29 +343,19 @@ def test_what_a_script_demands_is_a_reference(tmp_path: Path) -> None:
 # -- YAML
 
 
-def test_text_of_a_yaml_stays_what_was_written(tmp_path: Path) -> None:
-    """YAML 1.1 has 750 for 12:30 and 202401 for 2024_01; a switch is what verl reads."""
-    config, result, _ = convert(
-        tmp_path,
-        "algorithm: {adv_estimator: grpo}\n"
-        "actor_rollout_ref: {model: {path: /m}, actor: {use_kl_loss: yes, optim: {lr: 1e-6}}, rollout: {temperature: 0.7}}\n"
-        "data: {train_files: /d, val_files: null, apply_chat_template_kwargs: {enable_thinking: false}}\n"
-        "trainer: {experiment_name: 12:30, project_name: 2024_01, nnodes: 3, total_training_steps: 9}\n",
-        "verl.yaml",
-    )
-    assert (config.run.name, config.logger.project, config.run.steps) == ("12:30", "2024_01", 9)
-    assert config.algorithm.kl.use_kl_loss is True and config.models["actor"].optim.lr == 1e-6
-    assert (config.sampling.temperature, config.data.train_batch_size) == (0.7, 1024)
-    assert config.data.chat_template_kwargs == {"enable_thinking": False} and "--nnodes 3" in result
-
-
-def test_values_of_the_environment_stay_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_yaml_stays_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML 1.1 has 750 for 12:30 and 202401 for 2024_01; a switch is what verl reads. References stay."""
     monkeypatch.setenv("MODEL_SECRET", "hidden")
     config, result, _ = convert(
         tmp_path,
-        "actor_rollout_ref: {model: {path: '/models/${oc.env:MODEL_SECRET}'}}\ntrainer: {experiment_name: '${data.seed}x'}\n"
-        "data: {seed: 3, train_batch_size: '${oc.env:BATCH,64}', train_files: a.parquet}\n",
-        "ppo.yaml",
+        "algorithm: {adv_estimator: grpo}\n"
+        "actor_rollout_ref: {model: {path: '/m/${oc.env:MODEL_SECRET}'}, actor: {use_kl_loss: yes, optim: {lr: 1e-6}}}\n"
+        "data: {seed: 3, train_batch_size: '${oc.env:BATCH,64}', train_files: /d, apply_chat_template_kwargs: {x: false}}\n"
+        "trainer: {experiment_name: 12:30, project_name: 2024_01, default_local_dir: 'runs/${data.seed}x', nnodes: 3}\n",
+        "verl.yaml",
     )
-    assert "hidden" not in result and "path: /models/${oc.env:MODEL_SECRET}" in result and "dir: runs/3x" in result
-    assert (config.models["actor"].path, config.data.train_batch_size) == ("/models/hidden", 64)
+    assert (config.run.name, config.logger.project, config.run.dir) == ("12:30", "2024_01", "runs/3x")
+    assert config.algorithm.kl.use_kl_loss is True and config.models["actor"].optim.lr == 1e-6
+    assert "path: /m/${oc.env:MODEL_SECRET}" in result and "hidden" not in result and "--nnodes 3" in result
+    assert (config.models["actor"].path, config.data.train_batch_size) == ("/m/hidden", 64)
+    assert config.data.chat_template_kwargs == {"x": False}
