@@ -51,12 +51,6 @@ class PPO:
 
 
 @dataclass(frozen=True)
-class Compute:
-    dtype: str = "auto"
-    text: str = ""
-
-
-@dataclass(frozen=True)
 class Main:
     data: Data = field(default_factory=Data)
     algorithm: Any = None
@@ -87,10 +81,6 @@ def test_translations_lead_to_keys() -> None:
             for ours in re.findall(sections, text):
                 prefix = re.sub(r"^models\.\w+", "models.<role>", ours) + "."
                 assert any(f"{key}.".startswith(prefix) for key in keys), f"{project}: {text}"
-
-
-def test_short_names_of_dtypes_are_torch_s() -> None:
-    assert load(Compute, None, ["dtype=bf16", "text=bf16"]) == Compute("bfloat16", "bf16")
 
 
 def test_file_then_overrides(tmp_path: Path) -> None:

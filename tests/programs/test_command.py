@@ -6,14 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tasks
-from places import ROOT
 from rlhf_spmd import __main__ as command
 from rlhf_spmd import __version__
 from rlhf_spmd.config.load import flatten_yaml
@@ -33,11 +31,6 @@ def run_here(*arguments: str) -> object:
     with pytest.raises(SystemExit) as ending:
         command.main(arguments)
     return ending.value.code
-
-
-def test_the_command_is_installed() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"rlhf-spmd": f"{command.__name__}:main"}
 
 
 @pytest.mark.parametrize(

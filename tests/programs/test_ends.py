@@ -10,7 +10,7 @@ import pytest
 
 from generate_runs import CONFIG, TEMPLATE, read_output, write_rows, write_tokenizer
 from reward_models import write_reward_model
-from rlhf_spmd import LLM, SamplingParams, evaluate, generate
+from rlhf_spmd import evaluate, generate
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, prepare_model
@@ -18,7 +18,7 @@ from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare
-from tasks import leave_world, other_task, settings
+from tasks import other_task, settings
 
 OF_CONFIG, OF_TOKENIZER, OF_TEMPLATE = 5, 2, 98
 ENDS = (OF_TOKENIZER, OF_CONFIG, OF_TEMPLATE)
@@ -83,12 +83,3 @@ def test_a_response_stops_at_each_end(model: Path, tmp_path: Path) -> None:
         (row,) = read_output(tmp_path / "out.jsonl")
         response = ([token] * 3, "length") if ignored else ([token], "stop")
         assert (row["response_ids"], row["finish_reason"]) == response
-
-
-def test_an_engine_stops_at_each_end(model: Path) -> None:
-    llm = LLM(model)
-    for token in ENDS:
-        (answer,) = llm.generate(["abc"], SamplingParams(logit_bias={token: 100}, max_tokens=3))
-        (output,) = answer.outputs
-        assert (output.token_ids, output.finish_reason, output.stop_reason) == ([token], "stop", None)
-    leave_world()

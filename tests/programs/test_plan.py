@@ -21,6 +21,7 @@ from rlhf_spmd import plan
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu, Machine
+from rlhf_spmd.planner.plan_file import PlanFile
 from rlhf_spmd.planner.plan_page import compare, measured_seconds, read_trace
 from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_profile, sizes_of, write_profile
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
@@ -116,37 +117,31 @@ def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixtu
     grpo, lora = str(CONFIGS / "quickstart_grpo.yaml"), "models.actor.lora={rank: 16, bits: 4}"
     settings = *large("actor", "reference")[:-1], lora, "sampling.n=8", "data.train_batch_size=64"
     cluster = ("cluster.nodes=1", "cluster.gpu=h100", f"plan.out={tmp_path / 'plan.yaml'}")
-    found = planned_by(capsys, *settings, *cluster, config=grpo)
-    calls = {name: call for name, call in found["calls"].items() if name.startswith("actor.")}
-    assert len(calls) >= 2
-    assert len({(tuple(call["ranks"]), call["pp"], call["tp"]) for call in calls.values()}) == 1
+    calls = planned_by(capsys, *settings, *cluster, config=grpo)["calls"]
+    placements = [(call["ranks"], call["pp"], call["tp"]) for name, call in calls.items() if name.startswith("actor.")]
+    assert len(placements) >= 2 and all(placement == placements[0] for placement in placements)
 
 
-def test_a_configuration_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_configuration_that_does_not_fit_or_may_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What is named makes it fit. As in training, a run that may not fit is warned of."""
     arguments = [*large("actor", "reward"), "cluster.nodes=1", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
-    with pytest.raises(SystemExit) as ended:
-        plan.main(["--config", PPO, *arguments])
-    printed = capsys.readouterr().out
-    assert ended.value.code == 2 and "does not fit: rank 0" in printed and "it would fit with" in printed
-    remedy = printed.partition("it would fit with ")[2].splitlines()[0].split()
-    found = planned_by(capsys, *arguments, *remedy)
-    assert found["fits"] is True, "what is named makes it fit"
-
-
-def test_a_configuration_that_may_not_fit_is_warned_of_as_in_training(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    arguments = [*large("actor", "reward"), "cluster.nodes=1", "plan.fixed=config", f"plan.out={tmp_path / 'plan.yaml'}"]
-    arguments += [f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward")]
-    with pytest.raises(SystemExit):
-        plan.main(["--config", PPO, *arguments, "cluster.gpu=a10"])
-    needed = re.search(r"would need ([\d.]+) GiB", capsys.readouterr().out)
-    assert needed is not None
-    tight = [*arguments, "cluster.gpu=b200", f"cluster.memory_gb={float(needed[1]) / 1.03:.2f}"]
+    zero = [f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward")]
+    printed = []
+    for more in ([], [*zero, "cluster.gpu=a10"]):
+        with pytest.raises(SystemExit) as ending:
+            plan.main(["--config", PPO, *arguments, *more])
+        assert ending.value.code == 2
+        printed.append(capsys.readouterr().out)
+    assert "does not fit: rank 0" in printed[0]
+    remedy = printed[0].partition("it would fit with ")[2].splitlines()[0].split()
+    assert remedy and planned_by(capsys, *arguments, *remedy)["fits"] is True
+    need = re.search(r"would need ([\d.]+) GiB", printed[1])
+    assert need is not None
+    tight = [*arguments, *zero, "cluster.gpu=b200", f"cluster.memory_gb={float(need[1]) / 1.03:.2f}"]
     plan.main(["--config", PPO, *tight])
     assert "\nwarning: rank 0" in capsys.readouterr().out
-    found = planned_by(capsys, *tight)
-    assert found["fits"] is True and found["refusal"] is None and "that may be too much" in found["warning"]
+    planned = planned_by(capsys, *tight)
+    assert planned["fits"] is True and planned["refusal"] is None and "that may be too much" in planned["warning"]
 
 
 @pytest.mark.parametrize(
@@ -212,18 +207,19 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str) -
 
 def test_a_plan_offloads_no_more_than_a_host_has(tmp_path: Path) -> None:
     """8B on one GPU, whose optimizer rests in host memory: 12 bytes of each parameter, 90 GiB. A copy for a checkpoint has more."""
-    roles = [one for one in large("actor") if one.startswith("models.")]
-    given = ["cluster.nodes=1", "cluster.gpus_per_node=1", f"plan.out={tmp_path / 'plan.yaml'}", *roles]
-    config = str(CONFIGS / "quickstart_grpo.yaml")
-    found = plan.plan(plan.read_run(config, given)).file
-    assert any(call.optim_offload for call in found.calls.values() if call.home)
+    roles = [setting for setting in large("actor") if setting.startswith("models.")]
+    settings = ["cluster.nodes=1", "cluster.gpus_per_node=1", f"plan.out={tmp_path / 'plan.yaml'}", *roles]
+
+    def plan_with(*more: str) -> PlanFile:
+        return plan.plan(plan.read_run(str(CONFIGS / "quickstart_grpo.yaml"), [*settings, *more])).file
+
+    calls = plan_with().calls
+    assert any(call.optim_offload for call in calls.values() if call.home)
     with pytest.raises(ValueError, match=r"no plan fits: .*; run\.background_save=false needs no copies in host memory"):
-        plan.plan(plan.read_run(config, [*given, "cluster.host_memory_gb=128"]))
-    given.append("run.background_save=false")
-    enough = plan.plan(plan.read_run(config, [*given, "cluster.host_memory_gb=128"])).file
-    assert enough.calls.keys() == found.calls.keys()
+        plan_with("cluster.host_memory_gb=128")
+    assert plan_with("cluster.host_memory_gb=128", "run.background_save=false").calls.keys() == calls.keys()
     with pytest.raises(ValueError, match=r"no plan fits: .* needs at least [\d.]+ GiB on each of 1 ranks"):
-        plan.plan(plan.read_run(config, [*given, "cluster.host_memory_gb=64"]))
+        plan_with("cluster.host_memory_gb=64", "run.background_save=false")
 
 
 def test_a_home_in_rows_is_gathered_for_its_calls(tmp_path: Path) -> None:
