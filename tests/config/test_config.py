@@ -134,15 +134,15 @@ def test_mistakes_are_one_line(override: str, message: str) -> None:
 
 
 def test_values_are_read_as_their_types_and_interpolations_see_the_defaults() -> None:
-    overrides = [
+    values = (
         "bias.5=1",
         "shuffle='off'",
         "pools={1: ['3']}",
         "data.path=7",
         "warm.lr='1e-3'",
         "models.a.path=${models.a.chat}",
-    ]
-    config = load(Main, None, overrides, sections)
+    )
+    config = load(Main, None, values, sections)
     assert (config.bias, config.shuffle, config.pools, config.data.path) == ({5: 1.0}, False, {"1": [3]}, "7")
     assert isinstance(config.bias[5], float)
     assert config.warm == Optim(1e-3, "7") and config.models["a"].path == "auto"

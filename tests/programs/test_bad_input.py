@@ -37,6 +37,8 @@ CONFIG = [
     (["reward.timeout_s=1e30"], 1, ["reward.timeout_s=1e+30", "at most 100000000"]),
     (["run.resume=/nowhere"], 1, ["run.resume='/nowhere'", "auto", "never", "directory"]),
     (["run.dir=@file/run"], 1, ["run.dir=", "not a directory"]),
+    (["run.steps=3", "data.epochs=2"], 1, ["run.steps=3 and data.epochs=2.0 both say how long the run is; set run.steps=null"]),
+    (["run.steps=null"], 1, ["run.steps=null needs data.epochs"]),
     (["run.test_freq=2"], 1, ["run.test_freq=2", "data.val_path"]),
     (["run.name"], 1, ["'run.name'", "key.subkey=value"]),
     (["models.critic.path=configs"], 1, ["models.critic.path: ", "config.json: no such file"]),

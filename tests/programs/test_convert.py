@@ -110,11 +110,8 @@ becomes logger.wandb: disabled, logger.trackers: [tensorboard], run.resume: auto
 says trainer.logger=swanlab,vemlp_wandb: left out, there is wandb, tensorboard, mlflow, trackio
 says trainer.resume_mode: left out, maybe is not known
 
-rloo
-becomes algorithm.loss_agg_mode: token-mean, algorithm.use_kl_in_reward: false
-
-opo algorithm.use_kl_in_reward=True
-becomes algorithm.kl_ctrl.kl_coef: 0.001, algorithm.use_kl_in_reward: true
+rloo algorithm.use_kl_in_reward=True
+becomes algorithm.loss_agg_mode: token-mean, algorithm.use_kl_in_reward: true, algorithm.kl_ctrl.kl_coef: 0.001
 
 grpo reward.custom_reward_function.path=OWN +reward.custom_reward_function.reward_kwargs.scale=2 reward.reward_manager.name=dapo \
     +reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=32
@@ -147,10 +144,6 @@ grpo EXPERTS actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
 becomes models.actor.layout.ep: 4, models.reference.layout.ep: 2
 says expert_tensor_parallel_size: left out, layout.tp splits each expert
 
-grpo EXPERTS
-becomes models.actor.layout.ep: 8, models.reference.layout.ep: 2
-not expert_tensor_parallel_size
-
 grpo ROLLOUT.expert_parallel_size=8 actor_rollout_ref.rollout.tensor_model_parallel_size=4
 becomes models.actor.generation.ep: 4, models.actor.generation.tp: 4, models.actor.layout.zero: 0
 not generation shares experts
@@ -171,9 +164,6 @@ says actor_rollout_ref.actor.megatron.router_replay.mode: left out, there is no 
 
 grpo CORRECTION=token_k1 CORRECTION_threshold=0.6_1.6
 becomes CORRECTION_threshold: 1.6, CORRECTION_threshold_lower: 0.6
-
-grpo CORRECTION=token_k1 CORRECTION_threshold=1.6
-becomes CORRECTION_threshold: 1.6, CORRECTION_threshold_lower: null
 
 grpo +data.apply_chat_template_kwargs.enable_thinking=False +data.apply_chat_template_kwargs.effort=high
 becomes data.chat_template_kwargs.enable_thinking: false, data.chat_template_kwargs.effort: high
