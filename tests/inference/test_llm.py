@@ -38,67 +38,63 @@ def llm(model: Path) -> Iterator[LLM]:
     tasks.leave_world()
 
 
-def contents(outputs: list[RequestOutput], *without: str) -> list[dict[str, Any]]:
-    return [{k: v for k, v in dataclasses.asdict(o).items() if k not in ("request_id", *without)} for o in outputs]
+def contents(outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(output) | {"request_id": None} for output in outputs]
 
 
 def test_greedy_answers_are_those_of_transformers(llm: LLM, model: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    wanted = transformers_greedy(str(model), ids, 20)
-    assert [o.prompt_token_ids for o in found] == ids and [o.prompt for o in found] == PROMPTS
-    for output, tokens in zip(found, wanted, strict=True):
-        (its,) = output.outputs
-        assert its.token_ids == tokens and its.text == tokenizer.decode(tokens, skip_special_tokens=True)
-        assert (its.finish_reason, its.stop_reason) == ("stop" if tokens[-1] == 2 else "length", None)
+    assert [output.prompt_token_ids for output in outputs] == ids and [output.prompt for output in outputs] == PROMPTS
+    for output, tokens in zip(outputs, transformers_greedy(str(model), ids, 20), strict=True):
+        (completion,) = output.outputs
+        assert completion.token_ids == tokens and completion.text == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert (completion.finish_reason, completion.stop_reason) == ("stop" if tokens[-1] == 2 else "length", None)
     (chat,) = llm.chat(TALK, SamplingParams(temperature=0, max_tokens=9))
-    ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False)
-    assert chat.prompt == ids and [chat.outputs[0].token_ids] == transformers_greedy(
-        str(model), [tokenizer(ids)["input_ids"]], 9
-    )
-    (one,) = llm.generate(found[0].prompt_token_ids, SamplingParams(temperature=0, max_tokens=20))
-    assert one.outputs == found[0].outputs and one.prompt is None
+    assert chat.prompt == tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False)
+    assert [chat.outputs[0].token_ids] == transformers_greedy(str(model), [tokenizer(chat.prompt)["input_ids"]], 9)
+    (by_ids,) = llm.generate(ids[0], SamplingParams(temperature=0, max_tokens=20))
+    assert by_ids.outputs == outputs[0].outputs and by_ids.prompt is None
 
 
 def test_log_probs_of_prompts_and_responses_are_those_of_transformers(llm: LLM, model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    asked = [
+    params = [
         SamplingParams(max_tokens=12, n=2, temperature=0.7, logprobs=3, prompt_logprobs=2, repetition_penalty=1.3),
         SamplingParams(max_tokens=7, logprobs=0),
         SamplingParams(max_tokens=5, prompt_logprobs=0),
         SamplingParams(max_tokens=5),
     ]
-    for output, params in zip(llm.generate(PROMPTS, asked), asked, strict=True):
+    for output, asked in zip(llm.generate(PROMPTS, params), params, strict=True):
         prompt = output.prompt_token_ids
-        for its in output.outputs:
+        for completion in output.outputs:
             with torch.no_grad():
-                wanted = reference(torch.tensor([prompt + its.token_ids])).logits[0].log_softmax(-1)
-            chosen = wanted[len(prompt) - 1 : -1].gather(1, torch.tensor(its.token_ids)[:, None])[:, 0]
-            assert its.cumulative_logprob == pytest.approx(float(chosen.sum()), abs=1e-4)
-            if params.logprobs is None:
-                assert its.logprobs is None
-            else:
-                check_entries(its.logprobs, its.token_ids, wanted[len(prompt) - 1 : -1], params.logprobs)
-        if params.prompt_logprobs is None:
-            assert output.prompt_logprobs is None
-        else:
-            assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
-            check_entries(output.prompt_logprobs[1:], prompt[1:], wanted[: len(prompt) - 1], params.prompt_logprobs)
+                table = reference(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
+            of_response = table[len(prompt) - 1 : -1]
+            log_probs = of_response.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert completion.cumulative_logprob == pytest.approx(float(log_probs.sum()), abs=1e-4)
+            check_entries(completion.logprobs, completion.token_ids, of_response, asked.logprobs)
+        assert output.prompt_logprobs is None or output.prompt_logprobs[0] is None
+        entries = output.prompt_logprobs and output.prompt_logprobs[1:]
+        check_entries(entries, prompt[1:], table[: len(prompt) - 1], asked.prompt_logprobs)
 
 
-def check_entries(entries: Any, tokens: list[int], wanted: torch.Tensor, many: int) -> None:
-    assert len(entries) == len(tokens)
-    for entry, token, row in zip(entries, tokens, wanted, strict=True):
-        best = row.topk(many).indices.tolist()
+def check_entries(entries: Any, tokens: list[int], table: torch.Tensor, likeliest: int | None) -> None:
+    """None were asked for: there are none."""
+    if likeliest is None:
+        assert entries is None
+        return
+    for entry, token, row in zip(entries, tokens, table, strict=True):
+        best = row.topk(likeliest).indices.tolist()
         assert next(iter(entry)) == token and set(entry) == {token, *best}
-        for each, its in entry.items():
-            assert its.logprob == pytest.approx(float(row[each]), abs=2e-5)
-            assert its.rank == (best.index(each) + 1 if each in best else None)
+        for other, log_prob in entry.items():
+            assert log_prob.logprob == pytest.approx(float(row[other]), abs=2e-5)
+            assert log_prob.rank == (best.index(other) + 1 if other in best else None)
 
 
 def test_draws_are_those_of_generate_and_follow_a_seed_of_their_own(model: Path, llm: LLM, tmp_path: Path) -> None:
@@ -156,18 +152,16 @@ def test_special_tokens_and_the_end_of_text(llm: LLM) -> None:
 
 
 def test_a_processor_says_what_is_drawn(llm: LLM) -> None:
-    wanted, seen = [60, 61, 62, 2], []
+    tokens, prefixes = [60, 61, 62, 2], []
 
     def follow(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        seen.append(list(ids))
-        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor(wanted[len(ids)]), 0.0)
+        prefixes.append(list(ids))
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor(tokens[len(ids)]), 0.0)
 
-    with_it, without = llm.generate(
-        ["abc", "abc"], [SamplingParams(logits_processors=[follow], seed=1), SamplingParams(seed=1)]
-    )
-    assert with_it.outputs[0].token_ids == wanted and seen == [wanted[:i] for i in range(4)]
-    assert without.outputs[0].token_ids != wanted
-    assert contents([without]) == contents(llm.generate("abc", SamplingParams(seed=1)))
+    plain = SamplingParams(seed=1)
+    led, free = llm.generate(["abc", "abc"], [SamplingParams(logits_processors=[follow], seed=1), plain])
+    assert led.outputs[0].token_ids == tokens and prefixes == [tokens[:i] for i in range(4)]
+    assert free.outputs[0].token_ids != tokens and contents([free]) == contents(llm.generate("abc", plain))
 
 
 def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
@@ -248,39 +242,36 @@ def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
         llm.generate(["a", "b"], [SamplingParams()] * 3)
 
 
+MIXED = [
+    SamplingParams(n=2, max_tokens=9, temperature=0.7, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=30, seed=3, top_p=0.9),
+    SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.2, prompt_logprobs=0),
+    SamplingParams(n=3, max_tokens=5),
+]
+
+
 def answer_on_rank(world: World, path: str, layout: LayoutConfig) -> Any:
     generation = GenerationConfig(page_size=8, max_num_seqs=4)
     config = EngineConfig(ModelConfig(path=path), layout=layout, generation=generation, seed=4)
     check_tree(config)
     processor = RequestProcessor(prepare_model(config, world.launch), world)
-    return contents(processor.generate(processor.requests(processor.encode(PROMPTS), mixed())))
-
-
-def mixed() -> list[SamplingParams]:
-    return [
-        SamplingParams(n=2, max_tokens=9, temperature=0.7, logprobs=2, prompt_logprobs=1),
-        SamplingParams(max_tokens=30, seed=3, top_p=0.9),
-        SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.2, prompt_logprobs=0),
-        SamplingParams(n=3, max_tokens=5),
-    ]
+    return contents(processor.generate(processor.requests(processor.encode(PROMPTS), MIXED)))
 
 
 @pytest.mark.parametrize("layout", [LayoutConfig(dp=2), LayoutConfig(tp=2)], ids=["dp2", "tp2"])
 def test_two_ranks_answer_as_one_and_both_know_all(llm: LLM, model: Path, layout: LayoutConfig) -> None:
     llm.processor._num_rows = 0
-    alone = contents(llm.generate(PROMPTS, mixed()))
-    for found in run_ranks(2, answer_on_rank, str(model), layout):
-        for a, b in zip(alone, found, strict=True):
-            assert b == rounded(a)
+    answers = rounded(contents(llm.generate(PROMPTS, MIXED)))
+    assert run_ranks(2, answer_on_rank, str(model), layout) == [answers] * 2
 
 
-def rounded(told: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Log-probs differ in their last digits between layouts."""
-    if isinstance(told, dict):
-        return {key: rounded(value) for key, value in told.items()}
-    if isinstance(told, list):
-        return [rounded(value) for value in told]
-    return pytest.approx(told, abs=1e-4) if isinstance(told, float) else told
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
 
 
 def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
