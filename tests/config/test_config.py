@@ -127,10 +127,8 @@ def test_file_then_overrides(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(override: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"\A{re.escape(message)}[^\n]*\Z"):
         load(Main, None, [override], sections)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
 
 
 def test_values_are_read_as_their_types_and_interpolations_see_the_defaults() -> None:

@@ -66,8 +66,8 @@ def test_a_value_out_of_its_range_is_one_line(override: str, message: str) -> No
 
 
 def test_values_within_their_ranges_are_taken() -> None:
-    given = ["steps=null", "share=1", "betas=[0,0.5]", "ratios.a=1", "kind=adaptive", "bits=8", "template=no", "weight=-3"]
-    config = load(Whole, None, [f"bounded.{one}" for one in given])
+    values = ["steps=null", "share=1", "betas=[0,0.5]", "ratios.a=1", "kind=adaptive", "bits=8", "template=no", "weight=-3"]
+    config = load(Whole, None, [f"bounded.{value}" for value in values])
     check_tree(config)
     assert config.bounded == Bounded(None, 1.0, [0.0, 0.5], {"a": 1.0}, "adaptive", 8, False, -3.0)
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +17,6 @@ from rlhf_spmd.config.load import flatten_yaml
 from rlhf_spmd.train import read_config
 
 CONFIG = ("--config", str(tasks.task() / "ppo.json"))
-
-
-def run_fresh(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """In an interpreter of its own."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=tasks.environment(), capture_output=True, text=True, timeout=600, **options)
 
 
 def run_here(*arguments: str) -> object:
@@ -72,9 +65,10 @@ def test_one_s_own_modules_are_found_beside_it_as_by_python_m(tmp_path: Path) ->
     script.parent.mkdir(), module.parent.mkdir()
     script.write_text("from rlhf_spmd.__main__ import main\nmain()\n")
     module.write_text("from rlhf_spmd.algorithms.dpo import Config, step\n")
-    ended = run_fresh(str(script), "train", "--help", "algorithm.name=my_project.mixed", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "  algorithm.label_smoothing = 0.0 (a number, at least 0, below 0.5)" in ended.stdout
+    arguments = [sys.executable, str(script), "train", "--help", "algorithm.name=my_project.mixed"]
+    process = subprocess.run(arguments, env=tasks.environment(), capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "  algorithm.label_smoothing = 0.0 (a number, at least 0, below 0.5)" in process.stdout
 
 
 def test_under_torchrun_it_is_a_rank_and_starts_none(
@@ -92,8 +86,8 @@ def test_the_number_of_ranks_is_that_of_the_gpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert command.usual_ranks("train", ["run.steps=1", "--dry-run"]) == ["--nproc-per-node", "8"]
     assert command.usual_ranks("plan", ["profile"]) == ["--nproc-per-node", "8"]
-    for said in (["--nproc-per-node=4"], ["--nproc_per_node", "4"], ["--help"], ["--print-config"]):
-        assert command.usual_ranks("sft", said) == []
+    for arguments in (["--nproc-per-node=4"], ["--nproc_per_node", "4"], ["--help"], ["--print-config"]):
+        assert command.usual_ranks("sft", arguments) == []
     assert command.usual_ranks("plan", []) == command.usual_ranks("report", ["runs/x"]) == []
     assert command.usual_ranks("serve", ["model.path=x", "layout.tp=2"]) == ["--nproc-per-node", "2"]
     config = tmp_path / "serve.yaml"

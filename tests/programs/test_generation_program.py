@@ -174,11 +174,12 @@ def test_more_ranks_than_gpus_is_said_before_their_memory_is_asked(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [1]}])
-    given = arguments(model, file, tmp_path / "out.jsonl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"--nproc-per-node=3, but this node has 2 GPUs"):
-        program.prepare(None, given, Launch(rank=2, size=3, local_rank=2, local_size=3))
+        program.prepare(
+            None, arguments(model, file, tmp_path / "out.jsonl"), Launch(rank=2, size=3, local_rank=2, local_size=3)
+        )
 
 
 def test_the_file_of_another_job_is_kept(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,9 +40,9 @@ def test_the_example_works_and_every_key_of_it_is_listed(
 ) -> None:
     text = help_of(PROGRAMS[name], capsys)
     command = next(part for part in text.replace("\\\n", "").split("\n") if part.startswith("rlhf-spmd"))
-    said = shlex.split(command)
-    assert said[:4] == ["rlhf-spmd", name, "--nproc-per-node", "2"]
-    arguments = said[4:]
+    words = shlex.split(command)
+    assert words[:4] == ["rlhf-spmd", name, "--nproc-per-node", "2"]
+    arguments = words[4:]
     config = arguments[1] if arguments[0] == "--config" else None
     overrides = arguments[2 * (config is not None) :]
     if name in ("train", "sft"):
@@ -58,7 +58,7 @@ def test_the_example_works_and_every_key_of_it_is_listed(
     assert set(flatten_yaml(yaml.safe_dump(tree))) <= set(keys)
 
     with pytest.raises(SystemExit) as ending:
-        PROGRAMS[name].main([*said[2:], "--dry-run"])
+        PROGRAMS[name].main([*words[2:], "--dry-run"])
     assert ending.value.code == 0 and "2 ranks" in capsys.readouterr().out
 
 

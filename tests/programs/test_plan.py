@@ -191,16 +191,11 @@ def test_edited_plans_are_checked(tmp_path: Path, call: str, message: str) -> No
 def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str) -> None:
     """Of 8B models: what is found is placed, its batches are checked, and its memory is measured as training does it."""
     roles = [setting for setting in large("actor") if setting.startswith("models.")]
-    sized = [
-        "cluster.nodes=1",
-        f"cluster.gpus_per_node={24 if algorithm == 'remax' else 16}",
-        f"plan.out={tmp_path / 'plan.yaml'}",
-        *roles,
-    ]
-    run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), sized)
-    found = plan.plan(run)
+    gpus = f"cluster.gpus_per_node={24 if algorithm == 'remax' else 16}"
+    settings = ["cluster.nodes=1", gpus, f"plan.out={tmp_path / 'plan.yaml'}", *roles]
+    run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), settings)
     machine, _ = plan.machine_of(run.config.cluster)
-    plans = placed_roles(run.described, found.file, lambda: run.graph, 0)
+    plans = placed_roles(run.described, plan.plan(run).file, lambda: run.graph, 0)
     checks.check_batches(run.config, plans)
     assert check_memory(plans, plan.step_of(run, machine), machine.memory, machine.local_size) is None
 
@@ -234,13 +229,14 @@ def test_a_home_in_rows_is_gathered_for_its_calls(tmp_path: Path) -> None:
 
 
 def test_a_configuration_with_copies_of_shards_is_planned_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, found = tmp_path / "plan.yaml", dict[int, Any]()
+    out, memory = tmp_path / "plan.yaml", []
     cluster = ("cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.gpu=h200", f"plan.out={out}", "plan.fixed=config")
-    zero = [f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward")]
+    layouts = [f"models.{role}.layout" for role in ("actor", "critic", "reference", "reward")]
     for size in (16, 8):
-        sizes = [f"{one.replace('zero=3', 'zero_size')}={size}" for one in zero]
-        found[size] = planned_by(capsys, *large("actor", "reward"), *cluster, *zero, *sizes)["calls"]["actor.update_actor"]
-    assert found[8]["memory_gb"] > found[16]["memory_gb"]
+        zero = [f"{layout}={{zero: 3, zero_size: {size}}}" for layout in layouts]
+        calls = planned_by(capsys, *large("actor", "reward"), *cluster, *zero)["calls"]
+        memory.append(calls["actor.update_actor"]["memory_gb"])
+    assert memory[1] > memory[0]
     layout = plan.read_plan(str(out)).settings()["models"]["actor"]["layout"]
     assert layout == {"pp": 1, "tp": 1, "dp": 16, "zero": 3, "zero_size": 8, "sequence_parallel": False}
 
@@ -360,16 +356,18 @@ def measured_profile(world: Any, directory: str) -> float:
     from rlhf_spmd.training.plan_profile import profile
 
     spec = read_spec(tasks.task() / "actor")
-    found = profile(world, {(spec, "lm"): GenerationConfig()}, Workload(4, 12, (12.0,), group=2), 64, torch.float32)
+    measured = profile(world, {(spec, "lm"): GenerationConfig()}, Workload(4, 12, (12.0,), group=2), 64, torch.float32)
     if world.rank == 0:
-        write_profile(found, Path(directory) / "measured.json")
-    return found.layers[-1].forward[-1]
+        write_profile(measured, Path(directory) / "measured.json")
+    return measured.layers[-1].forward[-1]
 
 
 @pytest.mark.long  # tests/training/test_plan_profile.py measures layers on two ranks, too
 def test_a_measured_profile(tmp_path: Path) -> None:
     seconds = run_ranks(2, measured_profile, str(tmp_path))
-    found = read_profile(str(tmp_path / "measured.json"))
+    measured = read_profile(str(tmp_path / "measured.json"))
     assert seconds[0] == seconds[1] > 0, "all ranks agree on the slowest one's time"
-    assert sorted({one.tp for one in found.layers}) == [1, 2] and found.device.on_host and found.device.itemsize == 4
-    assert all(min(one.forward + one.both + one.decode) > 0 for one in found.layers)
+    assert (
+        sorted({layer.tp for layer in measured.layers}) == [1, 2] and measured.device.on_host and measured.device.itemsize == 4
+    )
+    assert all(min(layer.forward + layer.both + layer.decode) > 0 for layer in measured.layers)

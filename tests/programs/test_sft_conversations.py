@@ -77,12 +77,12 @@ def test_masks_are_those_of_transformers(tokenizer: Any, name: str) -> None:
     for _ in range(60):
         messages = conversation(rng)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        wanted = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True, **options)
+        expected = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True, **options)
         for template in (TEMPLATES[name], unmarked(TEMPLATES[name])):
             encoder = ConversationEncoder(PromptEncoder(tokenizer, EncodingConfig(chat_template=template)))
             ids, mask = encoder.encode(messages, 0, "row 1")
-            assert ids == wanted["input_ids"]
-            assert mask == [bool(said) for said in wanted["assistant_masks"]], messages
+            assert ids == expected["input_ids"]
+            assert mask == [bool(mark) for mark in expected["assistant_masks"]], messages
 
 
 def learnt(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **options: Any) -> list[tuple[str, str, str]]:
@@ -208,9 +208,9 @@ def test_a_run_learns_the_assistants_tokens_and_no_others(tmp_path: Path) -> Non
     total, count = 0.0, 0
     for text in texts:
         ids = torch.tensor([[*(tasks.VOCABULARY.index(c) for c in text.lower()), tasks.EOS]])
-        said = torch.tensor([*(c.isupper() for c in text), True])[1:]
+        learns = torch.tensor([*(c.isupper() for c in text), True])[1:]
         with torch.no_grad():
             log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        total, count = total - float(log_probs[said].sum()), count + int(said.sum())
+        total, count = total - float(log_probs[learns].sum()), count + int(learns.sum())
     assert runs[0].metrics[0]["val/loss"] == pytest.approx(total / count, abs=1e-6)  # whose norms are in float32
     assert runs[0].metrics[-1]["val/loss"] < runs[0].metrics[0]["val/loss"]
