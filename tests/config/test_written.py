@@ -1,7 +1,8 @@
-"""A key of text gets what was written, one of numbers what is meant; broken and hostile YAML is one line."""
+"""A key of text gets what was written, one of numbers what is meant; broken and hostile YAML and JSON is one line."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_spmd.config.json_input import MOST_LEVELS, parse_json
 from rlhf_spmd.config.load import load, to_yaml
 from rlhf_spmd.config.schema import PART, ConfigError
 from rlhf_spmd.config.written import parse, resolve
@@ -192,3 +194,22 @@ def test_hostile_overrides_are_one_line() -> None:
     tree["args"] = tree
     with pytest.raises(ConfigError, match="nested deeper"):
         load(Keys, tree)
+
+
+# -- JSON: any depth gives a value or one line, wherever the limit of recursion lies
+
+
+@pytest.mark.parametrize("kind", [str, str.encode])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a": ', "}"), ('[{"a": 1}, ', "]")])
+@pytest.mark.parametrize("levels", [MOST_LEVELS - 1, MOST_LEVELS + 1, 900, 100_000])
+def test_depth(kind: type, opening: str, closing: str, levels: int) -> None:
+    text = kind(opening * levels + "1" + closing * levels)
+    if levels < MOST_LEVELS:
+        assert parse_json(text) == json.loads(text)
+        return
+    with pytest.raises(ValueError, match=r"^nested more than 100 levels deep$"):
+        parse_json(text)
+
+
+def test_what_is_wide_is_not_deep() -> None:
+    assert parse_json("[" + "[[1]]," * 1000 + "{}]") == [*([[[1]]] * 1000), {}]
