@@ -31,6 +31,22 @@ def run_here(*arguments: str) -> object:
     return ending.value.code
 
 
+@pytest.mark.long  # test_serve starts two ranks by this command, test_launcher ranks that train
+def test_it_trains_as_ranks_of_torchrun_do_bit_for_bit(tmp_path: Path) -> None:
+    """docs/benchmarks.md names this test."""
+    layout = ("models.actor.layout.tp=2", "models.critic.layout.dp=2")
+    by_command, by_torchrun = tmp_path / "command", tmp_path / "torchrun"
+    arguments = ["train", "--nproc-per-node", "2", *CONFIG, *tasks.settings(by_command, 2, *layout)]
+    program = tasks.start_program(2, by_torchrun, tasks.settings(by_torchrun, 2, *layout))
+    process = subprocess.run(
+        [sys.executable, "-m", "rlhf_spmd", *arguments], env=tasks.environment(), capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert tasks.finish(program, by_torchrun) == 0, (by_torchrun / "output.txt").read_text()
+    assert "\n  2 ranks on cpu, 1 thread each, attention " in process.stderr
+    tasks.assert_bit_equal(tasks.read_run(by_command), tasks.read_run(by_torchrun))
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
