@@ -119,7 +119,7 @@ def test_values_are_what_the_type_of_their_key_makes_of_them(key: str, value: st
 
 
 def test_values_from_python_are_their_types() -> None:
-    values = {"texts": ["007"], "number": 3, "args": {"a": "1"}, "keep": "1"}
+    values: dict[str, Any] = {"texts": ["007"], "number": 3, "args": {"a": "1"}, "keep": "1"}
     assert load(Keys, values) == Keys(**values)
     with pytest.raises(ConfigError, match=r"^number=True must be an integer$"):
         load(Keys, {"number": True})
