@@ -12,7 +12,7 @@ import torch
 
 from rlhf_spmd import kernels
 from rlhf_spmd.data.tokenizer import Decoding
-from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -133,6 +133,32 @@ def assert_recorded(decoder: Decoder, requests: Sequence[Request], completions: 
 
 def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids for c in completions]
+
+
+def assert_same(completions: Sequence[Completion], expected: Sequence[Completion], tolerance: float = 0.0) -> None:
+    """The same rows in the same order; log-probs differ by at most ``tolerance``."""
+    for ours, reference in zip(completions, expected, strict=True):
+        assert (ours.row_id, ours.token_ids) == (reference.row_id, reference.token_ids)
+        assert ours.finish_reason == reference.finish_reason and len(ours.versions) == len(ours.token_ids)
+        torch.testing.assert_close(ours.log_probs, reference.log_probs, atol=tolerance, rtol=0)
+        torch.testing.assert_close(ours.log_probs_t1, reference.log_probs_t1, atol=tolerance, rtol=0)
+        assert (ours.top_log_probs is None) == (reference.top_log_probs is None)
+        if ours.top_log_probs is not None and reference.top_log_probs is not None:
+            assert torch.equal(ours.top_log_probs[0], reference.top_log_probs[0])
+            torch.testing.assert_close(ours.top_log_probs[1], reference.top_log_probs[1], atol=tolerance, rtol=0)
+
+
+def generate_in_pieces(
+    generator: Generator, requests: Sequence[Request], sampling: SamplingConfig, limits: GenerationLimits
+) -> list[Completion]:
+    """Half of the rows at first, the others with the second call, and calls until all rows have ended; sorted by row."""
+    half = len(requests) // 2
+    portions = [requests[:half], requests[half:]]
+    completions: list[Completion] = []
+    while portions or generator.kept:
+        completions += generator.generate_until(portions.pop(0) if portions else [], sampling, 3, 5, limits, 1)
+        generator.before_training()
+    return sorted(completions, key=lambda completion: completion.row_id)
 
 
 def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
