@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from rlhf_spmd.data.files import Row
     from rlhf_spmd.parallel.world import World
 
+    # of a checkpoint: (role, kind, name), the global tensor's shape, where the values begin, values
+    _Piece = tuple[tuple[str, str, str], tuple[int, ...], tuple[int, ...], Tensor]
+
 VOCABULARY = ("<eos>", *"0123456789abcdefghijklmnopqrstuvwxyz")
 EOS = 0
 MAX_RESPONSE = 12
@@ -211,6 +214,38 @@ def train_here(world: World, config: str, overrides: Sequence[str]) -> None:
     train(ProgramContext(world, Board(world.launch, world.store), prepared))
 
 
+def train(ranks: int, run_dir: Path, steps: int, *more: str, config: Path | str | None = None) -> Run:
+    """A training run that writes no checkpoint, trace and report; :func:`train_here` and :func:`read_run` are for tests of these.
+    ``config``: its file, if not that of :func:`task`. ``more``: overrides.
+    """
+    from ranks import run_ranks
+
+    drafts = run_ranks(ranks, _train_without_files, str(config or task() / "ppo.json"), settings(run_dir, steps, *more))
+    return _run_of(run_dir, [piece for pieces, _ in drafts for piece in pieces], drafts[0][1])
+
+
+def _train_without_files(world: World, config: str, overrides: Sequence[str]) -> tuple[list[_Piece], dict[str, Any]]:
+    """Returns what this rank would have written of the last checkpoint, and the checkpoint's state."""
+    from unittest.mock import patch
+
+    from rlhf_spmd.checkpoint.save import Draft
+    from rlhf_spmd.training.checkpoint_writer import CheckpointWriter
+
+    drafts: list[Draft] = []
+    with (
+        patch.object(CheckpointWriter, "write", lambda writer, draft: drafts.append(draft)),
+        patch("rlhf_spmd.training.trainer.write_trace"),
+        patch("rlhf_spmd.training.trainer.write_report"),
+    ):
+        train_here(world, config, overrides)
+    pieces = [
+        ((role, kind, box.name), box.shape, box.start, values.detach().clone())
+        for role, boxes in drafts[-1].pieces.items()
+        for kind, box, values in boxes
+    ]
+    return pieces, dict(drafts[-1].state)
+
+
 def leave_world() -> None:
     """After ``LLM`` in the test process itself, which a script would leave at its end."""
     import torch
@@ -342,28 +377,34 @@ class Run:
 
 
 def read_run(run_dir: Path) -> Run:
-    import torch
-
+    """With the weights of its latest checkpoint."""
     from rlhf_spmd.checkpoint.directory import read_manifest
     from rlhf_spmd.checkpoint.load import read_pieces
-    from rlhf_spmd.checkpoint.manifest import DTYPES
+
+    directory = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    manifest = read_manifest(directory)
+    stored = read_pieces(directory, [piece for key in manifest.lines for piece in manifest.pieces_in(key)])
+    pieces = [((piece.role, piece.kind, piece.name), piece.shape, piece.start, tensor) for piece, tensor in stored]
+    return _run_of(run_dir, pieces, manifest.state)
+
+
+def _run_of(run_dir: Path, pieces: Iterable[_Piece], state: dict[str, Any]) -> Run:
+    import torch
+
     from rlhf_spmd.training.resume import ROWS_IN_FLIGHT
 
     raw, samples = _lines(run_dir / "metrics.jsonl"), _lines(run_dir / "rollouts.jsonl")
     metrics = [{key: value for key, value in row.items() if not key.startswith(NOT_THE_SAME)} for row in raw]
     responses = {(row["step"], row["row_id"]): token_ids(row["response"]) for row in samples}
-    directory = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
-    manifest = read_manifest(directory)
     weights: dict[tuple[str, str, str], Any] = {}
     in_flight = {}
-    for piece, tensor in read_pieces(directory, [piece for key in manifest.lines for piece in manifest.pieces_in(key)]):
-        if piece.role == ROWS_IN_FLIGHT:
-            in_flight[piece.name] = tensor
+    for key, shape, start, tensor in pieces:
+        if key[0] == ROWS_IN_FLIGHT:
+            in_flight[key[2]] = tensor
             continue
-        key = piece.role, piece.kind, piece.name
-        whole = weights.setdefault(key, torch.full(piece.shape, torch.nan, dtype=DTYPES[piece.dtype]))
-        whole[tuple(slice(at, at + n) for at, n in zip(piece.start, piece.size, strict=True))] = tensor
-    return Run(metrics, raw, responses, weights, in_flight, manifest.state)
+        global_tensor = weights.setdefault(key, torch.full(shape, torch.nan, dtype=tensor.dtype))
+        global_tensor[tuple(slice(first, first + n) for first, n in zip(start, tensor.shape, strict=True))] = tensor
+    return Run(metrics, raw, responses, weights, in_flight, state)
 
 
 def token_ids(response: str) -> list[int]:
