@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from dataclasses import replace
@@ -9,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tasks
-from generate_runs import ROWS, arguments, read_output, run_program_on_rank, write_rows
 from generators import (
     SMALL,
     LastDigits,
@@ -187,15 +186,12 @@ def generate_skewed(
 
 @pytest.mark.parametrize(
     ("layout", "changes"),
-    tiers(
-        [
-            (Layout(dp=2), {"rebalance_steps": 6, "num_pages": 9, "page_size": 6}),
-            (Layout(dp=2, pp=2), {"rebalance_steps": 5}),
-            (Layout(dp=4), {"rebalance_steps": 3}),
-            (Layout(dp=2, tp=2), {"rebalance_steps": 5}),
-        ],
-        lambda case: case[0].dp == 2 and case[0].tp == 1,
-    ),
+    [
+        (Layout(dp=2), {"rebalance_steps": 6, "num_pages": 9, "page_size": 6}),
+        (Layout(dp=2, pp=2), {"rebalance_steps": 5}),
+        pytest.param(Layout(dp=4), {"rebalance_steps": 3}, marks=pytest.mark.long),
+        pytest.param(Layout(dp=2, tp=2), {"rebalance_steps": 5}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_moved_rows_are_the_same_rows(path: str, layout: Layout, changes: dict[str, Any]) -> None:
@@ -221,10 +217,22 @@ def test_moved_rows_are_the_same_rows(path: str, layout: Layout, changes: dict[s
     assert sum(tokens) == layout.size / layout.dp * sum(len(c.token_ids) for (step, _), c in expected.items() if step == 1)
 
 
-def test_the_programs_move_rows(path: str, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [row for row in ROWS if "prompt_ids" in row] * 5)
-    common = ["sampling.max_response_length=30", "generation.max_num_seqs=4"]
-    for name, more in (("one", []), ("two", ["layout.dp=2", "generation.rebalance_steps=2"])):
-        argv = arguments(Path(path), rows, tmp_path / f"{name}.jsonl", *common, *more)
-        run_ranks(1 + (name == "two"), run_program_on_rank, argv)
-    assert read_output(tmp_path / "one.jsonl") == read_output(tmp_path / "two.jsonl")
+def test_a_run_says_how_long_replicas_waited_for_each_other(tmp_path: Path) -> None:
+    more = ("models.actor.generation.rebalance_steps=1", "models.actor.generation.max_num_seqs=4")
+    overrides = tasks.settings(tmp_path, 2, "sampling.logit_bias={0: 2.0}", *layout_of("actor", dp=2), *more)
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row["generation/moved_rows"] for row in rows) > 0
+    for row in rows:
+        assert 0 <= row["generation/idle_fraction"] < 1
+        assert row["generation/prefix_hit_rate"] > 0.2  # two samples of each prompt
+        assert row["generation/prefix_hit_tokens"] < row["generation/prompt_tokens"]
+        assert row["generation/draft_tokens"] == row["generation/stage_idle_fraction"] == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["name"] == "actor.generate_sequences" and event["ph"] == "X"]
+    assert len(spans) == 2 * len(rows)
+    for span in spans:
+        busy, idle = span["args"]["busy_seconds"], span["args"]["idle_seconds"]
+        assert busy > 0 < idle and busy + idle < span["dur"] / 1e6
+    fractions = [event["args"]["idle_fraction"] for event in events if event["name"] == "generation"]
+    assert fractions == [pytest.approx(row["generation/idle_fraction"], abs=1e-4) for row in rows]

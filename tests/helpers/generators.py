@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -149,7 +149,11 @@ def assert_same(completions: Sequence[Completion], expected: Sequence[Completion
 
 
 def generate_in_pieces(
-    generator: Generator, requests: Sequence[Request], sampling: SamplingConfig, limits: GenerationLimits
+    generator: Generator,
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    limits: GenerationLimits,
+    after_call: Callable[[Generator], None] = lambda generator: None,
 ) -> list[Completion]:
     """Half of the rows at first, the others with the second call, and calls until all rows have ended; sorted by row."""
     half = len(requests) // 2
@@ -157,7 +161,7 @@ def generate_in_pieces(
     completions: list[Completion] = []
     while portions or generator.kept:
         completions += generator.generate_until(portions.pop(0) if portions else [], sampling, 3, 5, limits, 1)
-        generator.before_training()
+        after_call(generator)
     return sorted(completions, key=lambda completion: completion.row_id)
 
 
