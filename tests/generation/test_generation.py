@@ -27,11 +27,9 @@ from generators import (
     skip_unless_exact,
     tokens_of,
     training_log_probs,
-    transformers_greedy,
 )
 from generators import backend as backend  # a fixture, as the next
 from generators import matmul_precision as matmul_precision
-from places import SHARED
 from ranks import run_ranks
 from rlhf_spmd.generation import GenerationConfig, GenerationStats, Generator, Request, SamplingConfig, kv_cache
 from rlhf_spmd.generation.kv_cache import KVCache, room_on_device, step_bytes
@@ -46,7 +44,6 @@ from rlhf_spmd.parallel.world import World
 from small_models import CONFIGS, make_model
 from tiers import tiers
 
-TINYSTORIES = SHARED / "models" / "tinystories-656k"
 SAMPLED = SamplingConfig(temperature=1.0)
 
 
@@ -56,18 +53,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, config in MODELS.items():
         write_random_model(root / name, config, seed=7)
     return {name: str(root / name) for name in MODELS}
-
-
-@pytest.mark.skipif(not TINYSTORIES.is_dir(), reason="needs shared/models/tinystories-656k")
-def test_greedy_equals_transformers_on_a_pretrained_model() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(TINYSTORIES)
-    texts = ["Once upon a time, there was a little girl named Lily. ", "One day, Tom and his dog went to the ", "The "]
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
-    requests = [Request(i, i, prompt, 120) for i, prompt in enumerate(prompts)]
-    completions = build_generator(str(TINYSTORIES)).generate(requests, SamplingConfig(temperature=0.0), 0, 0)
-    assert tokens_of(completions) == transformers_greedy(str(TINYSTORIES), prompts, 120)
 
 
 def test_log_probs_are_bit_equal_to_a_training_forward(models: dict[str, str], matmul_precision: str) -> None:

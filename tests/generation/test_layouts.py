@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import tasks
 from generators import (
+    RULES,
     SMALL,
     LastDigits,
     alone,
@@ -23,13 +24,14 @@ from generators import (
     load,
     num_unequal,
     ragged_requests,
+    with_overrides,
 )
 from overrides import layout as layout_of
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, GenerationStats, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.balancing import plan_moves
 from rlhf_spmd.generation.decode_micro_batches import partition_groups
-from rlhf_spmd.generation.sequence import SamplingOverrides, SequenceState
+from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
@@ -40,20 +42,6 @@ STOPPING = SamplingConfig(
     temperature=0.8, allowed_token_ids=[2, 5, 6, 7, 15, 27], stop=["757"], stop_token_ids=[15], logprobs=2
 )
 PENALISED = SamplingConfig(temperature=0.9, repetition_penalty=1.2, min_response_length=3)
-RULES = SamplingConfig(
-    temperature=1.3,
-    repetition_penalty=0.7,
-    frequency_penalty=0.4,
-    presence_penalty=0.5,
-    logit_bias={3: 1.5, 4: 2.0, 11: 2.0},
-    forbidden_token_ids=[8],
-    min_response_length=5,
-    stop_token_ids=[4],
-    min_p=0.02,
-    top_k=12,
-    top_p=0.9,
-    logprobs=3,
-)
 CASES: dict[str, tuple[SamplingConfig, dict[str, Any]]] = {  # name -> sampling, generation settings
     "plain": (SamplingConfig(temperature=0.9), {}),
     "preemption": (PENALISED, {"num_pages": 54, "max_num_seqs": 18}),
@@ -66,7 +54,6 @@ CASES: dict[str, tuple[SamplingConfig, dict[str, Any]]] = {  # name -> sampling,
     "rows with other settings": (replace(PENALISED, logprobs=2), {}),
     "several tokens at once": (STOPPING, {"steps_per_sync": 6}),
 }
-OVERRIDES = (None, SamplingOverrides(0.0), SamplingOverrides(1.4, top_p=0.7), SamplingOverrides(1.0, top_k=3))
 Results = dict[str, tuple[list[Completion], GenerationStats]]
 
 
@@ -78,7 +65,7 @@ def generate_cases(world: World, path: str, layout: Layout) -> Results:
         generator = Generator(decoder, mesh, replace(SMALL, **changes), {2}, LastDigits(None))
         requests = ragged_requests()
         if name == "rows with other settings":
-            requests = [replace(request, overrides=OVERRIDES[i % 4]) for i, request in enumerate(requests)]
+            requests = with_overrides(requests)
         if name == "pieces":
             completions = generate_in_pieces(generator, requests, sampling, GenerationLimits(tokens=60))
         else:
@@ -171,7 +158,7 @@ MOVED = SamplingConfig(repetition_penalty=1.1, logprobs=2, ignore_eos=True)
 def requests_of(replica: int) -> list[Request]:
     """The first replica has nearly all of the work; the second, if there is one, two short rows."""
     prompts = [[3 + i, 5, 7 + i % 3] * (1 + i % 9) for i in range(14)]
-    rows = [Request(i, i // 2, prompts[i // 2], 20 + i % 7, overrides=OVERRIDES[i % 4]) for i in range(14)]
+    rows = with_overrides([Request(i, i // 2, prompts[i // 2], 20 + i % 7) for i in range(14)])
     return rows[:12] if replica == 0 else [replace(row, max_new_tokens=3) for row in rows[12:]] if replica == 1 else []
 
 

@@ -8,15 +8,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from generators import SMALL, assert_same, build_generator, ragged_requests, row_of, tokens_of, transformers_greedy
+from generate_runs import ROWS, arguments, read_output, run_program_on_rank, write_rows
+from generate_runs import model as model  # a fixture
+from generators import (
+    OVERRIDES,
+    RULES,
+    SMALL,
+    alone,
+    assert_same,
+    build_generator,
+    load,
+    ragged_requests,
+    row_of,
+    tokens_of,
+    transformers_greedy,
+    with_overrides,
+)
+from ranks import run_ranks
+from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import check_section
-from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.logit_rules import LogitRules
 from rlhf_spmd.generation.sampler import filter_weights, row_keys, sample, uniform
 from rlhf_spmd.generation.sequence import SamplingOverrides
@@ -30,6 +50,7 @@ OPTIONS = {
     "top_k": SamplingConfig(top_k=4, temperature=2.0),
     "top_p": SamplingConfig(top_p=0.7),
     "min_p": SamplingConfig(min_p=0.1),
+    "filters": SamplingConfig(temperature=1.3, top_k=8, top_p=0.8, min_p=0.05),
     "repetition": SamplingConfig(repetition_penalty=1.7),
     "frequency": SamplingConfig(frequency_penalty=0.9),
     "presence": SamplingConfig(presence_penalty=-1.1, temperature=0.8),
@@ -37,20 +58,7 @@ OPTIONS = {
     "allowed": SamplingConfig(allowed_token_ids=list(range(0, 20, 2))),
     "forbidden": SamplingConfig(forbidden_token_ids=[3, 4, 5, 6, 11]),
     "minimum": SamplingConfig(min_response_length=9, stop_token_ids=[4, 5]),
-    "all": SamplingConfig(
-        repetition_penalty=0.7,
-        frequency_penalty=-0.3,
-        presence_penalty=0.5,
-        logit_bias={3: 1.5, 4: 2.0, 11: 2.0},
-        allowed_token_ids=list(range(1, 19)),
-        forbidden_token_ids=[8],
-        min_response_length=9,
-        stop_token_ids=[4],
-        temperature=1.3,
-        min_p=0.02,
-        top_k=12,
-        top_p=0.9,
-    ),
+    "all": replace(RULES, allowed_token_ids=list(range(1, 19)), min_response_length=9),
 }
 
 
@@ -89,13 +97,7 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     assert chi_square_z(counts, p) < 4.0
 
 
-FILTERS = [
-    SamplingConfig(temperature=0.6),
-    SamplingConfig(top_k=4),
-    SamplingConfig(top_p=0.7),
-    SamplingConfig(min_p=0.1),
-    SamplingConfig(temperature=1.3, top_k=8, top_p=0.8, min_p=0.05),
-]
+FILTERS = [OPTIONS[name] for name in ("temperature", "top_k", "top_p", "min_p", "filters")]
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
@@ -201,15 +203,12 @@ def test_bad_settings_are_named() -> None:
             check_section(config, "sampling")
 
 
-MANY = replace(OPTIONS["all"], allowed_token_ids=None, min_response_length=5, frequency_penalty=0.4, logprobs=3)
-
-
 def redrawn(logits: np.ndarray, request: Request, number: int) -> list[int]:
     """The tokens of a row again from the training forward's logits, the rules in loops, and the inverse of the distribution."""
     tokens: list[int] = []
     for position in range(number):
-        ruled = rules_in_loops(logits[position], request.prompt_ids, tokens, MANY, {EOS, 4})
-        cumulative = np.cumsum(kept_weights(ruled.astype(np.float32), MANY))
+        ruled = rules_in_loops(logits[position], request.prompt_ids, tokens, RULES, {EOS, 4})
+        cumulative = np.cumsum(kept_weights(ruled.astype(np.float32), RULES))
         u = float(uniform(row_keys(3, torch.tensor(5), torch.tensor([request.row_id])), torch.tensor([position]))[0])
         tokens.append(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")))
     return tokens
@@ -218,7 +217,7 @@ def redrawn(logits: np.ndarray, request: Request, number: int) -> list[int]:
 def test_tokens_are_those_of_the_definition(path: str) -> None:
     """The likeliest tokens and log-probs at temperature 1 are those without the rules."""
     generator, requests = build_generator(path), ragged_requests(samples=2)
-    decoder, completions = generator.decoder, generator.generate(requests, MANY, 3, 5)
+    decoder, completions = generator.decoder, generator.generate(requests, RULES, 3, 5)
     assert min(len(c.token_ids) for c in completions) >= 5 and {c.finish_reason for c in completions} == {"stop", "length"}
     for request, completion in zip(requests, completions, strict=True):
         ids, drawn = torch.tensor([*request.prompt_ids, *completion.token_ids]), torch.tensor(completion.token_ids)
@@ -244,14 +243,6 @@ def test_greedy_with_rules_equals_transformers_generate(path: str) -> None:
 
 
 MIXED_SAMPLING = SamplingConfig(temperature=0.8, logprobs=2, repetition_penalty=1.2)
-OVERRIDES = (
-    None,
-    SamplingOverrides(0.0),
-    SamplingOverrides(1.4, top_p=0.7),
-    SamplingOverrides(1.0, top_k=3),
-    SamplingOverrides(0.8, min_p=0.2),
-    SamplingOverrides(0.8),
-)
 
 
 def generate(path: str, requests: list[Request], sampling: SamplingConfig, **changes: Any) -> list[Completion]:
@@ -259,7 +250,7 @@ def generate(path: str, requests: list[Request], sampling: SamplingConfig, **cha
 
 
 def test_a_mixed_batch_is_the_batches_of_each_kind(path: str) -> None:
-    requests = [replace(request, overrides=OVERRIDES[i % 6]) for i, request in enumerate(ragged_requests())]
+    requests = with_overrides(ragged_requests())
     expected: list[Completion] = []
     for kind in OVERRIDES:  # in a call whose settings are theirs
         alike = [replace(request, overrides=None) for request in requests if request.overrides == kind]
@@ -295,3 +286,126 @@ def test_guesses_change_no_bit_and_save_steps(path: str) -> None:
         assert_same(completions, expected)
         assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert plain.draft_tokens == 0 and guessed[0][1].steps < plain.steps and guessed[1][1].preemptions > 0
+
+
+# -- stop strings, and the program ``generate``
+
+
+def byte_tokenizer() -> Any:
+    """256 bytes and some merges, so that characters come in pieces and stop strings cross token borders."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("ab", "a"), ("\u0120", "a"), ("b", "\u0120a")]
+    vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges), "</s>"])}
+    inner = Tokenizer(models.BPE(vocabulary, merges))
+    inner.add_special_tokens(["</s>"])
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+TOKENIZER = byte_tokenizer()
+PIECES = [TOKENIZER.convert_tokens_to_ids(t) for t in ("a", "b", "ab", "aba", "\u0120a", "b\u0120a", "\u0120", "c", "</s>")]
+PIECES += TOKENIZER.convert_tokens_to_ids(["\u00c3", "\u00a9"])  # the two bytes of é
+
+
+def decode_bytes(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(st.sampled_from(PIECES), max_size=40),
+    stops=st.lists(st.sampled_from(["ba a", "é", "aé", "cc", " ", "b a b a", "éc"]), min_size=1, max_size=2),
+    ignored=st.integers(0, 10),
+)
+def test_stop_strings_are_found_at_the_token_that_completes_them(ids: list[int], stops: list[str], ignored: int) -> None:
+    def new_match(n: int) -> int | None:
+        """Where in the first n tokens' text the first stop string begins that the first n - 1 tokens do not hold whole."""
+        before, text = decode_bytes(ids[: n - 1]).rstrip("\ufffd"), decode_bytes(ids[:n])
+        starts = [i for s in stops for i in range(len(text)) if text.startswith(s, i) and i + len(s) > len(before)]
+        return min(starts, default=None)
+
+    watch = StopStrings(stops, decode_bytes)
+    for n in range(ignored + 1, len(ids) + 1):
+        start = new_match(n)
+        assert watch.completed_by_last(ids[:n]) == (start is not None)
+        assert watch.cut(ids[:n])[0] == decode_bytes(ids[:n])[:start]
+
+
+def test_a_stop_string_is_found_across_tokens_without_text() -> None:
+    b, nothing, a = TOKENIZER.convert_tokens_to_ids(["b", "</s>", "a"])
+    watch = StopStrings(["ba"], decode_bytes)
+    assert watch.completed_by_last([b, *[nothing] * 40, a]) and not watch.completed_by_last([a, *[nothing] * 40, a])
+
+
+def test_the_program_stops_at_strings_and_writes_the_likeliest(model: Path, tmp_path: Path) -> None:
+    """Also at a special token, and through stages that draw several tokens at once."""
+    limits = [{"min_response_length": i, "max_response_length": max(i, 5) if i % 3 == 0 else 40} for i in range(24)]
+    rows = write_rows(tmp_path / "in.jsonl", [row | limit for row, limit in zip(ROWS[:3] * 8, limits, strict=True)])
+    common = [
+        "sampling.max_response_length=40",
+        "sampling.logprobs=2",
+        "sampling.ignore_eos=true",
+        f"sampling.allowed_token_ids={[0, EOS, *range(68, 94)]}",  # <unk>, </s>, a to z
+    ]
+    program.main(arguments(model, rows, tmp_path / "plain.jsonl", *common))
+    plain = read_output(tmp_path / "plain.jsonl")
+    letters = plain[1]["text"][2:4]  # two tokens here
+    stops = [letters, "e", "<unk>"]
+    common.append(f"sampling.stop=[{letters!r},'e','<unk>']")
+    program.main(arguments(model, rows, tmp_path / "cut.jsonl", *common, "generation.steps_per_sync=4"))
+    common.append("sampling.include_stop_str_in_output=true")
+    run_ranks(2, run_program_on_rank, arguments(model, rows, tmp_path / "whole.jsonl", *common, "layout.pp=2"))
+    cut, whole = (read_output(tmp_path / f"{name}.jsonl") for name in ("cut", "whole"))
+    endings = set()
+    for i, (row, full, long) in enumerate(zip(cut, whole, plain, strict=True)):
+        assert long["response_ids"][: len(row["response_ids"])] == row["response_ids"] == full["response_ids"]
+        assert [len(pairs) for pairs in row["top_log_probs"]] == [2] * len(row["response_ids"])
+        assert "e" not in full["text"][i:-1] and 0 not in row["response_ids"][i:-1]
+        if row["finish_reason"] == "stop":
+            ending = full["text"].removeprefix(row["text"])
+            assert len(row["response_ids"]) >= i and ending in stops
+            endings.add(ending)
+        else:
+            assert len(row["response_ids"]) == limits[i]["max_response_length"]
+    assert endings == set(stops) and any(EOS in row["response_ids"] for row in cut)
+
+
+def test_a_rows_own_minimum_leaves_tokens_to_draw(model: Path, tmp_path: Path) -> None:
+    """Otherwise a token that is not allowed would be drawn."""
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4]}, {"prompt_ids": [4], "min_response_length": 2}])
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        program.prepare(None, arguments(model, rows, tmp_path / "o", "sampling.allowed_token_ids=[2]"), alone()[0].launch)
+    mesh, only_end = alone()[1], SamplingConfig(allowed_token_ids=[EOS])
+    generator, row = Generator(load(str(model), mesh), mesh, SMALL, [EOS]), Request(0, 0, [4], 3)
+    assert generator.generate([row], only_end, 0, 0)[0].token_ids == [EOS]
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        generator.generate([row, Request(1, 1, [4], 3, min_new_tokens=1)], only_end, 0, 0)
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        generator.generate([row], SamplingConfig(stop=["x"]), 0, 0)
+
+
+def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4]}])
+    for override, message in (
+        ("repetition_penalty=1e-39", r"sampling\.repetition_penalty=1e-39: must be at least 1e-06 and at most 1000000"),
+        ("frequency_penalty=-1e39", r"sampling\.frequency_penalty=-1e\+39: must be at least -1000000000"),
+        ("presence_penalty=.inf", r"sampling\.presence_penalty=inf"),
+        ("logit_bias={5: 0, 3: 1e39}", r"sampling\.logit_bias=\{3: 1e\+39\}: must be between -1000000000"),
+        ("logit_bias={300: 1}", r"sampling\.logit_bias: token id 300 must lie in 0 \.\. 199"),
+        ("stop_token_ids=[-1]", r"sampling\.stop_token_ids: token id -1"),
+        ("stop=['x</s>']", r"sampling\.stop: 'x</s>' contains the special token '</s>'.*its id 2 in sampling\.stop_token_ids"),
+        ("stop=['']", "a stop string must not be empty"),
+        ("logprobs=-1", r"sampling\.logprobs=-1"),
+        ("allowed_token_ids=[]", "leave no token to draw"),
+        ("min_response_length=3", r"min_response_length=3: .* at most sampling\.max_response_length=2"),
+    ):
+        argv = arguments(model, rows, tmp_path / "out.jsonl", "sampling.max_response_length=2", f"sampling.{override}")
+        with pytest.raises(ValueError, match=message):
+            program.prepare(None, argv, alone()[0].launch)
+    with pytest.raises(ValueError, match=r"val_sampling\.logprobs=11: must be between 0 and 10, the model's vocabulary"):
+        SamplingConfig(logprobs=11).check_ids(10, [], False, "val_sampling")
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        SamplingConfig(allowed_token_ids=[EOS], min_response_length=1).check_ids(10, [EOS], False, "sampling")

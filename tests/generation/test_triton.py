@@ -4,6 +4,10 @@ compiled.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from generate_runs import arguments, read_output, write_rows
-from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of
-from launches import counted_launches
-from rlhf_spmd import generate as program
-from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
+from generators import row_of
+from places import ROOT
+from rlhf_spmd.generation import GenerationConfig, backends, triton_attention
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.paged_attention import PagedAttention
@@ -27,8 +29,7 @@ from rlhf_spmd.kernels import AttentionRule, Ops, PageTarget, triton_paged_atten
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.triton_paged_attention import TileShape
-from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
-from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.models.spec import spec_from_config
 from small_models import CONFIGS
 from tiers import tiers
 from triton_device import DEVICE
@@ -167,31 +168,28 @@ class Rows:
 LENGTHS = [1, 7, 64, 65, 130, 203]
 CHUNKS = [(0, 0, 1), (1, 0, 7), (2, 63, 1), (3, 40, 25), (4, 129, 1), (5, 190, 1), (4, 60, 17)]
 LATENT = AttentionRule(0.1)
-RAGGED = [  # page size, rows, rule
-    (16, (2, 2, 16), PLAIN),
-    (1, (1, 4, 24), PLAIN),
-    (64, (1, 8, 128), PLAIN),
-    (256, (1, 2, 96), PLAIN),
-    (16, (3, 1, 80), replace(PLAIN, softcap=5.0)),
+SHORT_CASES = [  # page size, rows, rule
     (5, (2, 3, 32), replace(PLAIN, window=37)),
     (64, (1, 1, 64), replace(PLAIN, window=1)),
     (16, (1, 20, 16), replace(PLAIN, softcap=2.0, window=64)),
     (16, (2, 3, 32), replace(PLAIN, window=37, sinks=SINKS)),
-    (16, (2, 2, 32, FP16), PLAIN),
     (16, (2, 2, 32, BF16), PLAIN),
-]
-RAGGED_LATENT = [
-    (16, (4, 16, 6), LATENT),
     (5, (3, 24, 10), LATENT),
     (64, (20, 16, 4), LATENT),  # tiles of some of a token's heads
-    (1, (1, 40, 2), LATENT),
     (64, (40, 32, 8, BF16), LATENT),
+]
+LONG_CASES = [
+    (1, (1, 4, 24), PLAIN),
+    (64, (1, 8, 128), PLAIN),
+    (256, (1, 2, 96), PLAIN),
+    (16, (3, 1, 80), replace(PLAIN, softcap=5.0)),
+    (16, (2, 2, 32, FP16), PLAIN),
+    (1, (1, 40, 2), LATENT),
     (16, (3, 24, 16, FP16), LATENT),
 ]
-SHORT = [*RAGGED[5:9], RAGGED[10], *RAGGED_LATENT[1:3], RAGGED_LATENT[4]]
 
 
-@pytest.mark.parametrize("case", tiers([*RAGGED, *RAGGED_LATENT], lambda case: any(case is other for other in SHORT)), ids=str)
+@pytest.mark.parametrize("case", [*SHORT_CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)], ids=str)
 def test_ragged_work_equals_float64(case: tuple[int, tuple[int, ...], AttentionRule]) -> None:
     """Single tokens, and chunks of prompts of which a part lies in the pages."""
     page_size, sizes, rule = case
@@ -249,20 +247,6 @@ def test_programs_that_share_a_row_change_no_bit(
     outputs += [rows.decode(starts, rule, 64, 9), torch.cat(rows.attend(chunks, rule, 7))]
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
     rows.check(chunks, outputs[0].split(1), rule)
-
-
-def test_a_decoding_step_launches_once_and_twice_a_layer() -> None:
-    cache = KVCache(2, 2, 16, 24, 16, FP32, DEVICE, build_backend("triton", FP32, DEVICE))
-    table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)
-    positions = torch.tensor([3, 66, 127], device=DEVICE)
-    q, k, v = torch.randn(3, 10, 16, device=DEVICE).split([6, 2, 2], 1)
-    with counted_launches() as launches:
-        context = TritonAttention.decoding(positions, table, cache, 6)
-        assert context.sharing > 1, "rows whose splits several programs share are counted, too"
-        assert launches.names == ["locate_rows"]
-        for layer in range(2):
-            context.attend(layer, q, k, v, PLAIN)
-    assert launches.names == ["locate_rows", *["write", "attend_singles"] * 2]
 
 
 @pytest.mark.parametrize(
@@ -323,36 +307,6 @@ def test_latent_keys_and_queries_equal_float64(
         assert lines.isnan().all(1).sum() == len(lines) - written
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("triton") / "qwen3"
-    write_random_model(path, {**MODELS["qwen3"], "num_hidden_layers": 2}, seed=7)
-    return path
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with the CPU's numbers; test_gpu.py generates on a GPU")
-def test_the_generator_draws_the_same_tokens(model: Path) -> None:
-    requests = ragged_requests(num_prompts=6, samples=2, max_new_tokens=6)
-    changes = {"page_size": 5, "max_num_batched_tokens": 33, "num_pages": 45, "steps_per_sync": 3}
-    results = []
-    for attention in ("torch", "triton"):
-        config = replace(SMALL, attention=attention, **changes)
-        generator = Generator(load(str(model), alone()[1]), alone()[1], config, read_eos_ids(model))
-        results.append(generator.generate(requests, SamplingConfig(temperature=0.9), 3, 5))
-    assert tokens_of(results[0]) == tokens_of(results[1])
-    for torchs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours.log_probs, torchs.log_probs, atol=2e-5, rtol=0)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="generates on the CPU, in the interpreter")
-def test_the_command_line_takes_it_and_names_it(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7]}])
-    more = "sampling.max_response_length=3", "generation.attention=triton"
-    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
-    assert "attention triton" in capfd.readouterr().err
-    assert len(read_output(tmp_path / "out.jsonl")[0]["response_ids"]) == 3
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the backends are there on a GPU")
 def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, allowed = torch.device("cpu"), "allowed here: auto, torch, cpp"
@@ -373,3 +327,46 @@ def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch:
     with pytest.raises(ValueError, match=r"^here\.page_size=64: flash_attn's pages are multiples of 256 tokens"):
         GenerationConfig(attention="flash_attn").check("here")
     assert choose_backend("auto", "torch", torch.float32, torch.device("cuda"), "attention") == "triton"
+
+
+def output_of(cache: Path, script: str, *arguments: str) -> list[str]:
+    """The lines that a script of ``tests/started`` prints."""
+    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, f"tests/started/{script}.py", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout.splitlines()
+
+
+# the most registers of a thread that Triton 3.6 and its ptxas gave for sm_90
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "dtype", "registers"),
+    [("triton", "bf16", 255), ("triton", "fp32", 111), ("latent", "bf16", 255), ("latent", "fp32", 107)],
+)
+def test_compiled_attention(script: str, dtype: str, registers: int, tmp_path: Path) -> None:
+    """Nothing spills, at DeepSeek's sizes neither, a multiprocessor's registers and shared memory hold a program, and keys arrive while
+    others are computed. Chunks take Hopper's products of warp groups. Multiplications and additions are fused in the matrix products
+    alone: elsewhere both forms must round alike."""
+    kernels = [json.loads(line) for line in output_of(tmp_path, f"compile_{script}", dtype)]
+    assert len(kernels) > 4
+    for kernel in kernels:
+        name, counts, attends = kernel["name"], kernel["instructions"], kernel["name"].startswith("attend")
+        assert kernel["stack"] == 0 and kernel["registers"] <= (registers if attends else 64), kernel
+        assert kernel["registers"] * kernel.get("threads", 0) <= 1 << 16 and kernel["shared"] <= 227 << 10, kernel
+        assert not attends or counts["cp.async"] > 0, kernel
+        if dtype == "bf16" and attends:
+            product = "wgmma" if script == "triton" and "chunks" in name and "wide" not in name else "mma.sync"
+            assert counts[product] > 0, kernel
+        if script == "triton":
+            assert counts["fma"] == (kernel["products"] if dtype == "fp32" else 0), kernel
+
+
+@pytest.mark.long
+def test_compiled_draws(tmp_path: Path) -> None:
+    """Without spills, with few enough registers, and with no addition fused with a multiplication, so that weights round alike."""
+    rows = [line.split() for line in output_of(tmp_path, "compile_draw")]
+    names = ["_sum_tiles", "_sum_tiles", "_pick", "_count_weights", "_gather_candidates", "_pick_filtered"]
+    assert [row[0] for row in rows] == names
+    for name, registers, stack, shared, fused in rows:
+        assert int(registers) <= 128 and int(stack) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name

@@ -20,11 +20,10 @@ from generators import MODELS, alone, load
 from launches import counted_launches
 from ranks import run_ranks
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sampler import build_sampling_tensors, draw_rows, group_by_sampling, row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import build_sampling_tensors, draw_rows, row_keys, sample, uniform
 from rlhf_spmd.kernels import triton_draw, triton_filter
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.sampling_tensors import Drawn
-from rlhf_spmd.models.heads import log_probs_of
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -259,27 +258,3 @@ def test_slices_of_the_vocabulary_draw_what_the_whole_draws(model: str, ruled: b
     scores = whole.masked_fill(torch.arange(301) % 3 == 0, -torch.inf) if ruled else whole
     check_tokens(first[0], scores, samplings, 1e-6)
     check_log_probs((first[0], first[1], first[2]), whole, samplings)
-
-
-def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
-    decoder, logits = load(model, alone()[1]), normal(8, 301).cpu()
-    kinds = np.array([0, 1, 2, 1, 0, 2, 2, 1])
-    samplings = [SamplingConfig(), SamplingConfig(temperature=0.6, top_p=0.9), SamplingConfig(temperature=0.0)]
-    keys, positions = (each.cpu() for each in numbers(8))
-    cpu = torch.device("cpu")
-    tensors, alike = build_sampling_tensors(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
-    tokens, log_probs, at_one = draw_rows(decoder.ops, logits, logits, tensors, keys, positions, decoder, alike)
-    u = uniform(keys, positions)
-    for row, kind in enumerate(kinds):
-        one, s = logits[row : row + 1], samplings[kind]
-        assert torch.equal(sample(one, s, u[row : row + 1]), tokens[row : row + 1])
-        for got, t in ((log_probs, s.log_prob_temperature), (at_one, 1.0)):
-            assert torch.equal(log_probs_of(decoder, one, tokens[row : row + 1], t), got[row : row + 1])
-    ruled = logits.clone()
-    ruled[3] = -torch.inf
-    at_one = draw_rows(decoder.ops, ruled, logits, tensors, keys, positions, decoder, alike)[2]
-    assert at_one.isnan().nonzero().tolist() == [[3]]
-    kind, zeros = SamplingConfig(temperature=0.7), np.zeros(8, dtype=np.int64)
-    tensors, alike = build_sampling_tensors([kind], zeros, cpu), group_by_sampling([kind], zeros, cpu)
-    parts = draw_rows(decoder.ops, logits, logits, tensors, keys, positions, decoder, alike)
-    assert torch.equal(parts[0], sample(logits, kind, u)) and parts[1] is not parts[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from rlhf_spmd import kernels
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.generation.sequence import SamplingOverrides, SequenceState
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -47,6 +48,27 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 SMALL = GenerationConfig(page_size=8, max_num_seqs=16, max_num_batched_tokens=512)
+RULES = SamplingConfig(
+    temperature=1.3,
+    repetition_penalty=0.7,
+    frequency_penalty=0.4,
+    presence_penalty=0.5,
+    logit_bias={3: 1.5, 4: 2.0, 11: 2.0},
+    forbidden_token_ids=[8],
+    min_response_length=5,
+    stop_token_ids=[4],
+    min_p=0.02,
+    top_k=12,
+    top_p=0.9,
+    logprobs=3,
+)
+OVERRIDES = (
+    None,
+    SamplingOverrides(0.0),
+    SamplingOverrides(1.4, top_p=0.7),
+    SamplingOverrides(1.0, top_k=3),
+    SamplingOverrides(0.8, min_p=0.2),
+)
 
 
 class LastDigits(Decoding):
@@ -93,6 +115,11 @@ def ragged_requests(num_prompts: int = 7, samples: int = 3, max_new_tokens: int 
         for j in range(samples):
             requests.append(Request(group * samples + j, group, prompt, max_new_tokens - 4 * j))
     return requests
+
+
+def with_overrides(requests: Sequence[Request]) -> list[Request]:
+    """Rows whose sampling settings differ, by turns."""
+    return [replace(request, overrides=OVERRIDES[i % len(OVERRIDES)]) for i, request in enumerate(requests)]
 
 
 def training_log_probs(
