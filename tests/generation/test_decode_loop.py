@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from generators import RULES, SMALL, alone, assert_same, load, ragged_requests, tokens_of, with_overrides
+from generators import RULES, SMALL, alone, assert_same, load, ragged_requests, with_overrides
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig, config, model_runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.finished_groups import FinishedGroups
@@ -103,12 +103,6 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(tmp_path_factory.mktemp("linear") / "model", {**CONFIGS["qwen3-next"], "vocab_size": 301}))
 
 
-def largest_difference(completions: list[Completion], expected: list[Completion]) -> float:
-    """Of log-probs of the same tokens."""
-    assert tokens_of(completions) == tokens_of(expected)
-    return max(float((a.log_probs - b.log_probs).abs().max()) for a, b in zip(completions, expected, strict=True))
-
-
 @pytest.mark.parametrize(
     ("changes", "least", "dtype"),
     [
@@ -125,7 +119,7 @@ def test_linear_attention_shares_prompts(linear: str, changes: dict[str, Any], l
     requests = ragged_requests(samples=5)
     expected, single = generate(linear, SAMPLED, requests, dtype, enable_prefix_caching=False)
     completions, shared = generate(linear, SAMPLED, requests, dtype, **changes)
-    assert largest_difference(completions, expected) < (1e-10 if dtype == torch.float64 else NARROW)
+    assert_same(completions, expected, 1e-10 if dtype == torch.float64 else NARROW)
     shareable = sum(len(request.prompt_ids) - 1 for request in requests) * 4 / 5
     assert single.stats.hit_tokens == 0 and shared.stats.hit_tokens >= least * shareable
     assert (shared.stats.preemptions > 0) == ("num_pages" in changes)
@@ -256,7 +250,8 @@ def test_all_that_a_gpu_runs_draws_the_same(
     load_pretrained(decoder, path)
     generator = Generator(decoder, mesh, replace(SMALL, attention="triton", **changes), STOPS)
     completions = generator.generate(requests, sampling, 3, 5)
-    assert largest_difference(completions, expected) < (NARROW if decoder.num_linear else 2e-5) and captured
+    assert_same(completions, expected, NARROW if decoder.num_linear else 2e-5)
+    assert captured
     for launches in counts:
         assert len(launches.names) <= layer_launches * len(decoder.layers) + 30, " ".join(launches.names)
         assert launches.names.count("_mix_token") == decoder.num_linear and not launches.waits

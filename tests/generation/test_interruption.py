@@ -180,31 +180,30 @@ def live_bytes() -> int:
     ("backend", "kv_cache"), [("torch", "offload"), ("cpp", "keep"), ("cpp", "offload")], indirect=["backend"]
 )
 def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
+    """No token is computed twice."""
     gc.collect()
     gc.freeze()  # what lives already is not looked at again and again
     requests = ragged_requests(samples=2, max_new_tokens=30)
-    wanted = build(path).generate(requests, PENALISED, 3, 5)
+    expected = build(path).generate(requests, PENALISED, 3, 5)
     generator = build(path, kv_cache=kv_cache, max_num_batched_tokens=50, num_pages=300)
-    found, computed, fresh = [], 0, requests
-    before = live_bytes()
-    while fresh or generator.kept:
-        found += generator.generate_until(fresh, PENALISED, 3, 5, GenerationLimits(steps=7), version=1)
-        computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
-        fresh = []
-        pool = generator._micro_batches.micro_batches[0].cache if generator._micro_batches is not None else None
-        if pool is None:
-            break
-        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._micro_batches.micro_batches[0].scheduler.pages.used)
-        generator.before_training()
-        given_back = whole - live_bytes()
+    computed, before = 0, live_bytes()
+
+    def wait(it: Generator) -> None:
+        nonlocal computed
+        computed += it.stats.prefill_tokens + it.stats.decode_tokens
+        if it._micro_batches is None:
+            return
+        micro_batch, total = it._micro_batches.micro_batches[0], live_bytes()
+        size, used = micro_batch.cache.pages.nbytes, len(micro_batch.scheduler.pages.used)
+        it.before_training()
+        freed = total - live_bytes()
         if kv_cache == "keep":
-            assert given_back == 0
+            assert freed == 0
         else:  # all of the pool but the pages of rows in flight, and what the torch attention gathers into
-            assert size * (300 - used) // 300 - 8 * used <= given_back and used < 150
-        found += generator.generate_until([], PENALISED, 3, 5, GenerationLimits(steps=1), version=1)
-        computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
-    assert_same(sorted(found, key=lambda c: c.row_id), wanted)
-    assert computed <= sum(len(r.prompt_ids) for r in requests) + sum(len(c.token_ids) for c in found)  # no token twice
+            assert size * (300 - used) // 300 - 8 * used <= freed and used < 150
+
+    assert_same(generate_in_pieces(generator, requests, PENALISED, GenerationLimits(steps=4), wait), expected)
+    assert computed <= sum(len(each) for r, c in zip(requests, expected, strict=True) for each in (r.prompt_ids, c.token_ids))
     assert generator._micro_batches is None and live_bytes() < before + 100_000
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,19 +142,15 @@ def test_rows_in_flight_are_saved_by_those_who_hold_them(checkpoint: Path) -> No
     assert len(files) == 2, files
 
 
-def rollouts(*rows: SequenceState, records_experts: bool = False) -> PartialRollouts:
-    generator = SimpleNamespace(kept=list(rows), records_experts=records_experts)
+def rollouts(requests: Sequence[Request] = (), records_experts: bool = False) -> PartialRollouts:
+    generator = SimpleNamespace(kept=[SequenceState(request, 3) for request in requests], records_experts=records_experts)
     return PartialRollouts(generator)  # type: ignore[arg-type]
 
 
-def test_a_replica_goes_on_with_its_own_rows_only() -> None:
+def test_a_replica_goes_on_with_its_rows_only() -> None:
     """Of what all replicas had in flight."""
     requests = [Request(row, row // 2, [1, 2], 5) for row in range(8)]
-    before, after, recording = (
-        rollouts(*(SequenceState(request, 3) for request in requests[:6])),
-        rollouts(),
-        rollouts(records_experts=True),
-    )
+    before, after, recording = rollouts(requests[:6]), rollouts(), rollouts(records_experts=True)
     before.ended = {row: Completion(row, [4, 0], *torch.zeros(2, 2), "stop", torch.tensor([2, 3])) for row in (6, 7)}
     after.saved = recording.saved = before.state()
     assert after.saved.row_ids.tolist() == list(range(8))
@@ -167,15 +164,11 @@ def test_a_replica_goes_on_with_its_own_rows_only() -> None:
 
 def test_rows_that_nobody_has_asked_for_yet_are_saved_again() -> None:
     """By each replica, which was given those of all; whoever takes them back gets each once."""
-    first, second, third = (
-        rollouts(*(SequenceState(Request(row, row // 2, [1, 2], 5), 3) for row in range(6))),
-        rollouts(),
-        rollouts(),
-    )
+    first, second, third = rollouts([Request(row, row // 2, [1, 2], 5) for row in range(6)]), rollouts(), rollouts()
     second.take_back([first.state().take(np.arange(0, 2)), first.state().take(np.arange(2, 6))])
-    assert second.state().row_ids.tolist() == list(range(6))
     third.take_back([second.state(), second.state()])
-    assert third.state().row_ids.tolist() == list(range(6)) and third.state()["step"].tolist() == [3] * 6
+    for part in (second, third):
+        assert part.state().row_ids.tolist() == list(range(6)) and part.state()["step"].tolist() == [3] * 6
 
 
 def test_checkpoints_whose_rows_cannot_go_on_are_refused(tmp_path: Path, directory: Path, checkpoint: Path) -> None:

@@ -167,49 +167,40 @@ class Rows:
 
 LENGTHS = [1, 7, 64, 65, 130, 203]
 CHUNKS = [(0, 0, 1), (1, 0, 7), (2, 63, 1), (3, 40, 25), (4, 129, 1), (5, 190, 1), (4, 60, 17)]
+WIDE_CHUNKS = [(5, 130, 73), (4, 13, 40), (3, 64, 1), (2, 5, 2)]
 LATENT = AttentionRule(0.1)
-SHORT_CASES = [  # page size, rows, rule
-    (5, (2, 3, 32), replace(PLAIN, window=37)),
-    (64, (1, 1, 64), replace(PLAIN, window=1)),
-    (16, (1, 20, 16), replace(PLAIN, softcap=2.0, window=64)),
-    (16, (2, 3, 32), replace(PLAIN, window=37, sinks=SINKS)),
-    (16, (2, 2, 32, BF16), PLAIN),
-    (5, (3, 24, 10), LATENT),
-    (64, (20, 16, 4), LATENT),  # tiles of some of a token's heads
-    (64, (40, 32, 8, BF16), LATENT),
+SHORT_CASES = [  # page size, rows, rule, rows of a chunk's tile
+    (5, (2, 3, 32), replace(PLAIN, window=37), None),
+    (64, (1, 1, 64), replace(PLAIN, window=1), None),
+    (16, (1, 20, 16), replace(PLAIN, softcap=2.0, window=64), None),
+    (16, (2, 3, 32), replace(PLAIN, window=37, sinks=SINKS), None),
+    (16, (2, 2, 32, BF16), PLAIN, None),
+    (8, (1, 5, 16), PLAIN, WIDE[0]),
+    (32, (1, 1, 40), replace(PLAIN, window=30), WIDE[1]),
+    (256, (1, 20, 16), replace(PLAIN, softcap=2.0, window=100), WIDE[1]),
+    (5, (3, 24, 10), LATENT, None),
+    (64, (20, 16, 4), LATENT, None),  # tiles of some of a token's heads
+    (64, (40, 32, 8, BF16), LATENT, None),
 ]
 LONG_CASES = [
-    (1, (1, 4, 24), PLAIN),
-    (64, (1, 8, 128), PLAIN),
-    (256, (1, 2, 96), PLAIN),
-    (16, (3, 1, 80), replace(PLAIN, softcap=5.0)),
-    (16, (2, 2, 32, FP16), PLAIN),
-    (1, (1, 40, 2), LATENT),
-    (16, (3, 24, 16, FP16), LATENT),
+    (1, (1, 4, 24), PLAIN, None),
+    (64, (1, 8, 128), PLAIN, None),
+    (256, (1, 2, 96), PLAIN, None),
+    (16, (3, 1, 80), replace(PLAIN, softcap=5.0), None),
+    (16, (2, 2, 32, FP16), PLAIN, None),
+    (1, (1, 40, 2), LATENT, None),
+    (16, (3, 24, 16, FP16), LATENT, None),
 ]
 
 
 @pytest.mark.parametrize("case", [*SHORT_CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)], ids=str)
-def test_ragged_work_equals_float64(case: tuple[int, tuple[int, ...], AttentionRule]) -> None:
-    """Single tokens, and chunks of prompts of which a part lies in the pages."""
-    page_size, sizes, rule = case
+def test_ragged_work_equals_float64(case: tuple[int, tuple[int, ...], AttentionRule, int | None]) -> None:
+    """Single tokens, and chunks of prompts of which a part lies in the pages. Wide chunks have several tiles, whose keys begin within a
+    block of their own: pages smaller and larger than a block of 16 keys."""
+    page_size, sizes, rule, chunk_rows = case
     rows = (Rows.draw_latent if rule is LATENT else Rows.draw)(LENGTHS, *sizes)
-    rows.check(CHUNKS, rows.attend(CHUNKS, rule, page_size), rule)
-
-
-@pytest.mark.parametrize(
-    ("page_size", "group", "dim", "rule", "chunk_rows"),
-    [
-        (8, 5, 16, PLAIN, WIDE[0]),
-        (32, 1, 40, replace(PLAIN, window=30), WIDE[1]),
-        (256, 20, 16, replace(PLAIN, softcap=2.0, window=100), WIDE[1]),
-    ],
-    ids=str,
-)
-def test_wide_tiles_equal_float64(page_size: int, group: int, dim: int, rule: AttentionRule, chunk_rows: int) -> None:
-    """Chunks of several tiles, whose keys begin within a block of their own: pages smaller and larger than a block of 16 keys."""
-    rows, chunks = Rows.draw(LENGTHS, 1, group, dim), [(5, 130, 73), (4, 13, 40), (3, 64, 1), (2, 5, 2)]
-    rows.check(chunks, rows.attend(chunks, rule, page_size, 0, chunk_rows), rule)
+    chunks = WIDE_CHUNKS if chunk_rows else CHUNKS
+    rows.check(chunks, rows.attend(chunks, rule, page_size, chunk_rows=chunk_rows), rule)
 
 
 @pytest.mark.parametrize("dtype", tiers([FP32, BF16], [FP32]), ids=str)
