@@ -106,7 +106,7 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("changes", "least", "dtype"),
     [
-        ({"steps_per_sync": 8}, 0.9, torch.float32),
+        ({"steps_per_sync": 8}, 0.8, torch.float32),
         ({"max_num_seqs": 3, "steps_per_sync": 64}, 0.99, torch.float64),
         ({"max_num_batched_tokens": 33}, 0.9, torch.float32),
         ({"num_pages": 22, "steps_per_sync": 5}, 0.9, torch.float64),
@@ -162,7 +162,7 @@ def build(path: str, **changes: Any) -> Generator:
     [
         (SAMPLED, {"steps_per_sync": 3, "num_pages": 17}),
         (SamplingConfig(temperature=0.0), {"page_size": 5, "max_num_batched_tokens": 33, "max_num_seqs": 7}),
-        (RULES, {"steps_per_sync": 3, "num_pages": 17}),
+        (replace(RULES, top_p=1.0), {"steps_per_sync": 3, "num_pages": 17}),
         (replace(SAMPLED, logprobs=3), {}),
     ],
     ids=["sampled", "greedy", "rules", "logprobs"],

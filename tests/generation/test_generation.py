@@ -72,7 +72,6 @@ def test_log_probs_are_bit_equal_to_a_training_forward(models: dict[str, str], m
     [
         {"page_size": 1},
         {"page_size": 100, "max_num_seqs": 256},
-        {"page_size": 5, "max_num_seqs": 1},
         {"max_num_seqs": 3, "max_num_batched_tokens": 7},
         {"max_num_seqs": 16, "num_pages": 30, "max_num_batched_tokens": 33},
         {"enable_prefix_caching": False, "num_pages": 25},
