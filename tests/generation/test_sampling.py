@@ -38,7 +38,15 @@ from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.logit_rules import LogitRules
-from rlhf_spmd.generation.sampler import filter_weights, row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import (
+    build_sampling_tensors,
+    draw_rows,
+    filter_weights,
+    group_by_sampling,
+    row_keys,
+    sample,
+    uniform,
+)
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.heads import local_logits
@@ -144,6 +152,15 @@ def test_draws_from_broken_logits_lie_in_the_vocabulary(broken: float) -> None:
         for options in (SamplingConfig(temperature=0.0), SamplingConfig(), *FILTERS):
             drawn = sample(logits, options, largest)
             assert int(drawn.min()) >= 0 and int(drawn.max()) < 300, options
+
+
+def test_rows_whose_rules_leave_nothing_say_so(path: str) -> None:
+    decoder, cpu = build_generator(path).decoder, torch.device("cpu")
+    logits, samplings, kinds = torch.randn(3, 301), [SamplingConfig(), SamplingConfig(temperature=0.0)], np.array([1, 0, 1])
+    settings, groups = build_sampling_tensors(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
+    scores = logits.index_fill(0, torch.tensor([1]), -torch.inf)
+    _, _, log_probs = draw_rows(decoder.ops, scores, logits, settings, torch.arange(3), torch.arange(3), decoder, groups)
+    assert log_probs.isnan().tolist() == [False, True, False]
 
 
 def numbers(seed: int, steps: Any, row_ids: Any, positions: Any) -> torch.Tensor:
