@@ -22,7 +22,6 @@ from places import ROOT
 from rlhf_spmd.generation import GenerationConfig, backends, triton_attention
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.paged_attention import PagedAttention
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, Ops, PageTarget, triton_paged_attention
@@ -31,7 +30,6 @@ from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.triton_paged_attention import TileShape
 from rlhf_spmd.models.spec import spec_from_config
 from small_models import CONFIGS
-from tiers import tiers
 from triton_device import DEVICE
 
 PLAIN = AttentionRule(0.25, None, None)
@@ -73,13 +71,12 @@ class Rows:
         rows = cls.draw(lengths, 1, heads, rank + rope, dtype)
         return cls(rows.queries, rows.keys, [keys[..., :rank] for keys in rows.keys], latent=True)
 
-    def cache(self, num_pages: int, page_size: int, name: str = "triton") -> KVCache:
+    def cache(self, num_pages: int, page_size: int) -> KVCache:
         dtype, (kv_heads, dim) = self.keys[0].dtype, self.keys[0].shape[1:]
         value_dim = self.values[0].shape[2] if self.latent else None
-        backend = build_backend(name, dtype, DEVICE)
+        backend = build_backend("triton", dtype, DEVICE)
         cache = KVCache(2, kv_heads, dim, num_pages, page_size, dtype, DEVICE, backend, value_dim=value_dim)
-        if name == "triton":
-            cache.pages.fill_(torch.nan)  # what is not written must not be used
+        cache.pages.fill_(torch.nan)  # what is not written must not be used
         return cache
 
     def fill(self, cache: KVCache, row: int, pages: Tensor, count: int) -> None:
@@ -91,21 +88,15 @@ class Rows:
             plane[:, slots.to(DEVICE)] = entries[:count].transpose(0, 1)
 
     def attend(
-        self,
-        chunks: Sequence[Chunk],
-        rule: AttentionRule,
-        page_size: int,
-        seed: int = 0,
-        chunk_rows: int | None = None,
-        name: str = "triton",
+        self, chunks: Sequence[Chunk], rule: AttentionRule, page_size: int, seed: int = 0, chunk_rows: int | None = None
     ) -> list[Tensor]:
         """Returns what one step gives for each chunk; what comes before lies in the pages already."""
         needed = [-(-(start + count) // page_size) for _, start, count in chunks]
         order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed))
-        cache, work = self.cache(len(order), page_size, name), []
+        cache, work = self.cache(len(order), page_size), []
         for (row, start, count), pages in zip(chunks, order[3:].split(needed), strict=True):
             work.append(SequenceWork(row_of(row, [0], 9998, pages=pages.tolist()), start, count, True))
-            self.fill(cache, row, pages, start + count if self.latent and name == "triton" else start)
+            self.fill(cache, row, pages, start + count if self.latent else start)
         parts = [
             torch.cat([x[row][start : start + count] for row, start, count in chunks])
             for x in (self.queries, self.keys, self.values)
@@ -114,9 +105,6 @@ class Rows:
             q, k, v = parts
         else:  # heads of a token lie together, as the decoder gives them
             q, k, v = torch.cat(parts, 1).split([x.shape[1] for x in parts], 1)
-        if name == "torch":
-            out = PagedAttention(work, cache, q.shape[1]).attend(1, q, k, k, rule)[..., : v.shape[2]]
-            return list(out.split([count for *_, count in chunks]))
         context = TritonAttention.for_step(work, cache, q.shape[1], partial(TileShape.of_chunks, chunk_rows=chunk_rows))
         positions = torch.cat([torch.arange(start, start + count) for _, start, count in chunks])
         assert torch.equal(context.positions.cpu(), positions)
@@ -181,6 +169,7 @@ SHORT_CASES = [  # page size, rows, rule, rows of a chunk's tile
     (5, (3, 24, 10), LATENT, None),
     (64, (20, 16, 4), LATENT, None),  # tiles of some of a token's heads
     (64, (40, 32, 8, BF16), LATENT, None),
+    (64, (16, 512, 64), LATENT, None),  # DeepSeek's
 ]
 LONG_CASES = [
     (1, (1, 4, 24), PLAIN, None),
@@ -190,6 +179,7 @@ LONG_CASES = [
     (16, (2, 2, 32, FP16), PLAIN, None),
     (1, (1, 40, 2), LATENT, None),
     (16, (3, 24, 16, FP16), LATENT, None),
+    (64, (16, 512, 64, BF16), LATENT, None),
 ]
 
 
@@ -201,15 +191,6 @@ def test_ragged_work_equals_float64(case: tuple[int, tuple[int, ...], AttentionR
     rows = (Rows.draw_latent if rule is LATENT else Rows.draw)(LENGTHS, *sizes)
     chunks = WIDE_CHUNKS if chunk_rows else CHUNKS
     rows.check(chunks, rows.attend(chunks, rule, page_size, chunk_rows=chunk_rows), rule)
-
-
-@pytest.mark.parametrize("dtype", tiers([FP32, BF16], [FP32]), ids=str)
-def test_the_sizes_of_deepseek(dtype: torch.dtype) -> None:
-    """A token of each of two rows, and a chunk of one: 512 + 64 elements, in pages of 64 tokens."""
-    rows, chunks = Rows.draw_latent([70, 131], 16, 512, 64, dtype), [(0, 69, 1), (1, 126, 5)]
-    for name in ("triton", "torch"):
-        rows.check(chunks, rows.attend(chunks, LATENT, 64, name=name), LATENT)
-    rows.check([(0, 69, 1), (1, 130, 1)], rows.decode([69, 130], LATENT, 64).split(1), LATENT)
 
 
 @pytest.mark.parametrize(

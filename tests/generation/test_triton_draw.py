@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from generators import MODELS, alone, load
@@ -100,20 +98,6 @@ def check_log_probs(draws: Drawn, logits: Tensor, samplings: Sequence[SamplingCo
         wanted = (logits.double() / t).log_softmax(1).gather(1, draws[0][:, None])[:, 0]
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=0)
-
-
-@triton.jit
-def _uniforms(keys: tl.tensor, positions: tl.tensor, out: tl.tensor, SIZE: tl.constexpr) -> None:
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + at, triton_draw.uniform_of(tl.load(keys + at), tl.load(positions + at)))
-
-
-def test_uniform_numbers_have_the_bits_of_torchs() -> None:
-    keys = torch.randint(-(2**63), 2**63 - 1, (4096,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    keys[:3] = torch.tensor([0, -1, -(2**63)])
-    positions, out = torch.arange(4096, device=DEVICE) * 977, torch.empty(4096, dtype=torch.float64, device=DEVICE)
-    _uniforms[(4,)](keys, positions, out, 1024)
-    assert torch.equal(out, uniform(keys, positions))
 
 
 def mixed(rows: int) -> list[SamplingConfig]:
