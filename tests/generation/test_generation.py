@@ -63,7 +63,7 @@ def test_log_probs_are_bit_equal_to_a_training_forward(models: dict[str, str], m
         completions = generator.generate(requests, SamplingConfig(temperature=temperature, top_k=50, top_p=0.95), 3, 5)
         assert num_unequal(generator.decoder, requests, completions, temperature) == 0
         at_one = training_log_probs(generator.decoder, requests, completions, 1.0)
-        assert all(torch.equal(c.log_probs_t1, wanted) for c, wanted in zip(completions, at_one, strict=True))
+        assert all(torch.equal(c.log_probs_t1, reference) for c, reference in zip(completions, at_one, strict=True))
         assert (temperature == 1.0) == all(torch.equal(c.log_probs, c.log_probs_t1) for c in completions)
 
 
@@ -93,9 +93,9 @@ def test_batching_paging_and_preemption_change_no_bit(models: dict[str, str], ch
 def test_ranks_of_a_host_share_its_memory(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes its part of what is available, together ``gpu_memory_utilization`` of it, a container's limit kept."""
     generator = build_generator(models["llama"], replace(SMALL, gpu_memory_utilization=0.25))
-    whole = generator._affordable(1)[1]
+    pages = generator._affordable(1)[1]
     generator.local_size = 4
-    assert 0.9 * whole < 4 * generator._affordable(1)[1] < 1.1 * whole
+    assert 0.9 * pages < 4 * generator._affordable(1)[1] < 1.1 * pages
     monkeypatch.setattr(devices, "container_bytes", lambda root: 1 << 30)
     page = KVCache.page_bytes(*generator._cache_shapes[0], SMALL.page_size, torch.float32)
     assert generator._affordable(1)[1] == (1 << 30) // 16 // page
@@ -124,12 +124,13 @@ def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monke
 def test_a_step_has_rows_for_experts() -> None:
     """Of each choice of a token: the token, its expert's products, and the result."""
     spec = spec_from_config({**CONFIGS["qwen3-moe"], "num_experts_per_tok": 4}, "test")
-    sliced, whole = (
+    decoders = (
         Decoder(spec, "lm", 0, 1, Group("tp", (0, 1), 0), torch.float32, "meta", whole_experts=w) for w in (False, True)
     )
-    tokens, (a, b) = 1 << 20, (step_bytes(replace(SMALL, max_num_batched_tokens=1 << 20), one) for one in (sliced, whole))
-    inner = spec.experts.intermediate_size
-    assert a > 4 * tokens * 4 * (2 * spec.hidden_size + 3 * inner / 2) and b - a == 4 * tokens * 4 * 3 * inner / 2
+    tokens = 1 << 20
+    sliced, unsliced = (step_bytes(replace(SMALL, max_num_batched_tokens=tokens), decoder) for decoder in decoders)
+    size, inner = 4 * tokens * 4, spec.experts.intermediate_size
+    assert sliced > size * (2 * spec.hidden_size + 3 * inner / 2) and unsliced - sliced == size * 3 * inner / 2
 
 
 def test_fp64_draws_the_same_rows_and_bf16_runs(models: dict[str, str]) -> None:
@@ -256,8 +257,8 @@ def generate_families(
         requests = expected.requests()
         completions = generator.generate(requests, SamplingConfig(temperature=0.0), 0, 0)
         for request, completion in zip(requests, completions, strict=True):
-            wanted = expected.greedy[tuple(request.prompt_ids)][: request.max_new_tokens]
-            assert completion.token_ids == wanted, f"{Path(expected.path).name}, {layout}, {config}: row {request.row_id}"
+            tokens = expected.greedy[tuple(request.prompt_ids)][: request.max_new_tokens]
+            assert completion.token_ids == tokens, f"{Path(expected.path).name}, {layout}, {config}: row {request.row_id}"
         stats.append(generator.stats)
     return stats
 

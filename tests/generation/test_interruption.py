@@ -51,9 +51,9 @@ def test_a_pool_of_a_twentieth_of_the_need_changes_no_token(path: str) -> None:
     requests = [Request(i, i // 2, [3 + i // 2, 5, 7 + i // 4], 37 + i % 5) for i in range(64)]
     need = sum(-(-(3 + r.max_new_tokens - 1) // 4) for r in requests)
     s = replace(S, ignore_eos=True)
-    wanted = build(path, page_size=4, max_num_seqs=64).generate(requests, s, 1, 2)
+    expected = build(path, page_size=4, max_num_seqs=64).generate(requests, s, 1, 2)
     tight = build(path, page_size=4, max_num_seqs=64, num_pages=need // 20)
-    assert_same(tight.generate(requests, s, 1, 2), wanted)
+    assert_same(tight.generate(requests, s, 1, 2), expected)
     assert tight.stats.num_pages <= 0.05 * need and tight.stats.preemptions > 20
 
 
@@ -140,10 +140,10 @@ def test_fractions_count_whole_groups(path: str) -> None:
 def test_continued_rows_keep_the_step_they_began_with(path: str) -> None:
     generator = build(path)
     early, late = ragged_requests(samples=1), [replace(r, row_id=r.row_id + 100) for r in ragged_requests(samples=1)]
-    wanted = generator.generate(early, S, 3, 5) + generator.generate(late, S, 3, 6)
-    found = generator.generate_until(early, S, 3, 5, GenerationLimits(tokens=50), 1)
-    found += generator.generate_until(late, S, 3, 6, GenerationLimits(), 2)
-    assert_same(sorted(found, key=lambda c: c.row_id), wanted)
+    expected = generator.generate(early, S, 3, 5) + generator.generate(late, S, 3, 6)
+    completions = generator.generate_until(early, S, 3, 5, GenerationLimits(tokens=50), 1)
+    completions += generator.generate_until(late, S, 3, 6, GenerationLimits(), 2)
+    assert_same(sorted(completions, key=lambda c: c.row_id), expected)
 
 
 def interrupt_by_the_clock(world: World, path: str, layout: Layout) -> list[Any]:
@@ -162,10 +162,10 @@ def interrupt_by_the_clock(world: World, path: str, layout: Layout) -> list[Any]
 
 @pytest.mark.parametrize("layout", tiers([Layout(tp=2), Layout(pp=2)], [Layout(tp=2)]), ids=str)
 def test_all_ranks_of_a_replica_stop_at_the_same_step(path: str, layout: Layout) -> None:
-    wanted = build(path).generate(ragged_requests(samples=2), S, 3, 5)
+    expected = build(path).generate(ragged_requests(samples=2), S, 3, 5)
     first, second = run_ranks(2, interrupt_by_the_clock, path, layout)
     assert first == second and len(first) > 2
-    assert sorted(row for piece in first for row in piece) == [(c.row_id, c.token_ids) for c in wanted]
+    assert sorted(row for piece in first for row in piece) == [(c.row_id, c.token_ids) for c in expected]
 
 
 def live_bytes() -> int:

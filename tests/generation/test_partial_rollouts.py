@@ -154,12 +154,12 @@ def test_a_replica_goes_on_with_its_rows_only() -> None:
     before.ended = {row: Completion(row, [4, 0], *torch.zeros(2, 2), "stop", torch.tensor([2, 3])) for row in (6, 7)}
     after.saved = recording.saved = before.state()
     assert after.saved.row_ids.tolist() == list(range(8))
-    mine = [*requests[2:4], *requests[6:], Request(8, 4, [1], 5)]
-    assert [request.row_id for request in after._restore(mine, 0)] == [8]
+    asked = [*requests[2:4], *requests[6:], Request(8, 4, [1], 5)]
+    assert [request.row_id for request in after._restore(asked, 0)] == [8]
     assert [row.request.row_id for row in after.generator.kept] == [2, 3] and list(after.ended) == [6, 7]
     assert after.ended[7].token_ids == [4, 0] and after.saved is None
     with pytest.raises(CheckpointError, match=r"row 6 in flight without its experts; resume with the router_replay"):
-        recording._restore(mine, 0)
+        recording._restore(asked, 0)
 
 
 def test_rows_that_nobody_has_asked_for_yet_are_saved_again() -> None:

@@ -108,8 +108,8 @@ def test_the_arithmetic_of_gpus_records_the_same(models: dict[str, str]) -> None
         assert ours.token_ids == torchs.token_ids and torch.equal(ours.experts, torchs.experts)
 
 
-def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    return ours is not None and theirs is not None and torch.equal(ours, theirs)
+def same(ours: Tensor | None, reference: Tensor | None) -> bool:
+    return ours is not None and reference is not None and torch.equal(ours, reference)
 
 
 def on_ranks(world: World, path: str, layout: Layout) -> dict[str, list[Tensor | None]]:

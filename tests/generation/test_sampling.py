@@ -169,16 +169,16 @@ def numbers(seed: int, steps: Any, row_ids: Any, positions: Any) -> torch.Tensor
 
 def splitmix(seed: int, step: int, row_id: int, position: int) -> float:
     """The definition, in whole numbers modulo 2^64."""
-    whole, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
     def mix(x: int) -> int:
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & whole
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & whole
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
         return x ^ (x >> 31)
 
-    state = seed & whole
+    state = seed & mask
     for counter in (step, row_id, position):
-        state = mix(mix(state + golden & whole) ^ (counter + golden & whole))
+        state = mix(mix(state + golden & mask) ^ (counter + golden & mask))
     return float((state >> 11) * 2.0**-53)
 
 
@@ -186,15 +186,15 @@ def test_uniform_numbers_are_those_of_the_definition() -> None:
     random = np.random.default_rng(0)
     steps, rows, positions = (random.integers(0, 2**62, 1000) for _ in range(3))
     for seed in (0, 7, -3, 2**64 - 1):
-        wanted = [splitmix(seed, *map(int, key)) for key in zip(steps, rows, positions, strict=True)]
-        assert numbers(seed, steps, rows, positions).tolist() == wanted
+        expected = [splitmix(seed, *map(int, key)) for key in zip(steps, rows, positions, strict=True)]
+        assert numbers(seed, steps, rows, positions).tolist() == expected
 
 
 def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, options = torch.randn(33, 300), SamplingConfig(top_p=0.9, top_k=50)
-    whole = sample(logits, options, draws(33))
+    tokens = sample(logits, options, draws(33))
     monkeypatch.setattr("rlhf_spmd.generation.sampler.CHUNK_ELEMENTS", 1000)
-    assert torch.equal(sample(logits, options, draws(33)), whole)
+    assert torch.equal(sample(logits, options, draws(33)), tokens)
 
 
 def test_bad_settings_are_named() -> None:
@@ -364,10 +364,10 @@ def test_the_program_stops_at_strings_and_writes_the_likeliest(model: Path, tmp_
     common.append(f"sampling.stop=[{letters!r},'e','<unk>']")
     program.main(arguments(model, rows, tmp_path / "cut.jsonl", *common, "generation.steps_per_sync=4"))
     common.append("sampling.include_stop_str_in_output=true")
-    run_ranks(2, run_program_on_rank, arguments(model, rows, tmp_path / "whole.jsonl", *common, "layout.pp=2"))
-    cut, whole = (read_output(tmp_path / f"{name}.jsonl") for name in ("cut", "whole"))
+    run_ranks(2, run_program_on_rank, arguments(model, rows, tmp_path / "uncut.jsonl", *common, "layout.pp=2"))
+    cut, uncut = (read_output(tmp_path / f"{name}.jsonl") for name in ("cut", "uncut"))
     endings = set()
-    for i, (row, full, long) in enumerate(zip(cut, whole, plain, strict=True)):
+    for i, (row, full, long) in enumerate(zip(cut, uncut, plain, strict=True)):
         assert long["response_ids"][: len(row["response_ids"])] == row["response_ids"] == full["response_ids"]
         assert [len(pairs) for pairs in row["top_log_probs"]] == [2] * len(row["response_ids"])
         assert "e" not in full["text"][i:-1] and 0 not in row["response_ids"][i:-1]

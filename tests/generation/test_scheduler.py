@@ -43,8 +43,8 @@ class FakeCache:
         for row, start, count, _ in step.work:  # what attention reads is the row's own history
             now, begun = known[row.index], self.begun[row.index]
             for position in range(start + count):
-                epoch, held = self.slots[row.pages[position // self.page_size], position % self.page_size]
-                assert held == now[: position + 1], f"row {row.index} reads a foreign token"
+                epoch, content = self.slots[row.pages[position // self.page_size], position % self.page_size]
+                assert content == now[: position + 1], f"row {row.index} reads a foreign token"
                 assert epoch >= begun, f"row {row.index} reads what was forgotten before it began"
 
 
@@ -169,9 +169,9 @@ def run_to_the_end(
         cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if not step.work:
-            held = [row for row in rows if row.held]
-            assert held, "nothing runs, and nobody is waited for"
-            for row in held:
+            waiting = [row for row in rows if row.held]
+            assert waiting, "nothing runs, and nobody is waited for"
+            for row in waiting:
                 chaos.let_go(scheduler, row, texts[row.index], lasts[row.index])
             continue
         assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
@@ -315,11 +315,11 @@ def test_a_prompt_is_computed_once(recurrent: bool) -> None:
 def test_rows_that_cannot_fit_are_refused() -> None:
     scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
     scheduler.add(row_of(0, [0] * 5, 4, prefix_ids=(0, 1)))  # the last token is never written
-    whole = Scheduler(
+    unchunked = Scheduler(
         GenerationConfig(page_size=4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, enable_chunked_prefill=False)
     )
     with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
-        whole.add(row_of(0, [0] * 15, 2, prefix_ids=(0, 1, 2, 3)))
+        unchunked.add(row_of(0, [0] * 15, 2, prefix_ids=(0, 1, 2, 3)))
 
 
 def test_free_pages_are_revived_and_evicted_oldest_first() -> None:

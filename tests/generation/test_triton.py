@@ -229,16 +229,16 @@ def test_batch_chunks_and_pages_change_no_bit(rule: AttentionRule) -> None:
     tiles are narrow: there wide ones may round otherwise."""
     wide = WIDE if DEVICE.type == "cpu" else (16, 16)
     rows = Rows.draw(LENGTHS, 1, 3, 24)
-    ((whole,), (other,)) = (rows.attend([(row, 0, LENGTHS[row])], rule, 16, 0, wide[1]) for row in (4, 3))
+    ((together,), (other,)) = (rows.attend([(row, 0, LENGTHS[row])], rule, 16, 0, wide[1]) for row in (4, 3))
     for page_size, size, chunk_rows in ((1, 64, 16), (7, 23, 16), (32, 130, wide[0])):
         for start in range(0, 130, size):
             count = min(size, 130 - start)
             (chunk,) = rows.attend([(4, start, count)], rule, page_size, start, chunk_rows)
-            assert torch.equal(chunk, whole[start : start + count])
+            assert torch.equal(chunk, together[start : start + count])
     for start in (0, 50, 63, 64, 129):
         (single,) = rows.attend([(4, start, 1)], rule, 16, start)
         company = rows.attend([(3, start // 2, 1), (5, 9, 20), (4, start, 1), (1, 2, 1)], rule, 5, start)
-        assert torch.equal(single[0], whole[start]) and torch.equal(company[2][0], whole[start])
+        assert torch.equal(single[0], together[start]) and torch.equal(company[2][0], together[start])
         assert torch.equal(company[0][0], other[start // 2])
 
 

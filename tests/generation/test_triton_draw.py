@@ -83,21 +83,21 @@ def check_tokens(tokens: Tensor, scores: Tensor, samplings: Sequence[SamplingCon
             continue
         weights = kept_weights(x, s)
         cumulative = weights.cumsum() / weights.sum()
-        wanted = int(np.searchsorted(cumulative, u, side="right"))
+        expected = int(np.searchsorted(cumulative, u, side="right"))
         assert weights[token] > 0, (row, s)
-        if token != wanted:
+        if token != expected:
             excused += 1
             slack = 1e-12 if exact_rows and not COMPILED and (is_filtered(s) or len(x) <= triton_draw.TILE) else 1e-6
-            assert np.abs(cumulative - u).min() < slack, (row, s, token, wanted)
+            assert np.abs(cumulative - u).min() < slack, (row, s, token, expected)
     assert excused <= 1 + len(scores) // 100
 
 
 def check_log_probs(draws: Drawn, logits: Tensor, samplings: Sequence[SamplingConfig]) -> None:
     temperatures = torch.tensor([s.log_prob_temperature for s in samplings], device=DEVICE, dtype=torch.float64)[:, None]
-    for got, t in zip(draws[1:], (temperatures, torch.ones_like(temperatures)), strict=True):
-        wanted = (logits.double() / t).log_softmax(1).gather(1, draws[0][:, None])[:, 0]
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=0)
+    for log_probs, t in zip(draws[1:], (temperatures, torch.ones_like(temperatures)), strict=True):
+        expected = (logits.double() / t).log_softmax(1).gather(1, draws[0][:, None])[:, 0]
+        assert log_probs.dtype == torch.float32
+        torch.testing.assert_close(log_probs.double(), expected, atol=1e-6, rtol=0)
 
 
 def mixed(rows: int) -> list[SamplingConfig]:
@@ -215,9 +215,9 @@ def draw_on_rank(world: World, path: str, ruled: bool, samplings: Sequence[Sampl
 
     triton_draw.TILE = triton_filter.TILE = 64
     decoder = load(path, build_mesh(world, [0, 1], Layout(tp=2)))
-    whole, (first, last) = normal(len(samplings), 301), decoder.vocab_range
-    logits = whole[:, first:last].contiguous()
-    scores = logits if not ruled else whole.masked_fill(torch.arange(301) % 3 == 0, -torch.inf)
+    all_logits, (first, last) = normal(len(samplings), 301), decoder.vocab_range
+    logits = all_logits[:, first:last].contiguous()
+    scores = logits if not ruled else all_logits.masked_fill(torch.arange(301) % 3 == 0, -torch.inf)
     settings = build_sampling_tensors(samplings, np.arange(len(samplings)), DEVICE)
     return list(draw_rows(GpuOps(), scores, logits, settings, *numbers(len(samplings)), decoder, []))
 
@@ -229,7 +229,7 @@ def test_slices_of_the_vocabulary_draw_what_the_whole_draws(model: str, ruled: b
     samplings = [*settings, *settings]
     first, second = run_ranks(2, draw_on_rank, model, ruled, samplings)
     assert all(map(torch.equal, first, second))
-    whole = normal(len(samplings), 301)
-    scores = whole.masked_fill(torch.arange(301) % 3 == 0, -torch.inf) if ruled else whole
+    all_logits = normal(len(samplings), 301)
+    scores = all_logits.masked_fill(torch.arange(301) % 3 == 0, -torch.inf) if ruled else all_logits
     check_tokens(first[0], scores, samplings)
-    check_log_probs((first[0], first[1], first[2]), whole, samplings)
+    check_log_probs((first[0], first[1], first[2]), all_logits, samplings)

@@ -110,8 +110,8 @@ def ragged_requests(num_prompts: int = 7, samples: int = 3, max_new_tokens: int 
     requests = []
     for group in range(num_prompts):
         length = [1, 3, 8, 17, 64, 65, 100][group % 7]
-        own = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
-        prompt = (stem[: length // 2] + own)[:length]
+        ending = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+        prompt = (stem[: length // 2] + ending)[:length]
         for j in range(samples):
             requests.append(Request(group * samples + j, group, prompt, max_new_tokens - 4 * j))
     return requests
@@ -138,8 +138,8 @@ def training_log_probs(
 
 
 def num_unequal(decoder: Decoder, requests: list[Request], completions: list[Completion], temperature: float) -> int:
-    wanted = training_log_probs(decoder, requests, completions, temperature)
-    return sum(int((w != c.log_probs).sum()) for w, c in zip(wanted, completions, strict=True))
+    expected = training_log_probs(decoder, requests, completions, temperature)
+    return sum(int((log_probs != c.log_probs).sum()) for log_probs, c in zip(expected, completions, strict=True))
 
 
 def chosen_by(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
@@ -153,9 +153,9 @@ def chosen_by(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
 def assert_recorded(decoder: Decoder, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
     """All but the last token, which repeats the one before it."""
     for request, completion in zip(requests, completions, strict=True):
-        wanted, found = chosen_by(decoder, [*request.prompt_ids, *completion.token_ids]), completion.experts
-        assert found is not None and found.shape == wanted.shape
-        assert torch.equal(found[:-1].long(), wanted[:-1]) and torch.equal(found[-1], found[-2])
+        expected, experts = chosen_by(decoder, [*request.prompt_ids, *completion.token_ids]), completion.experts
+        assert experts is not None and experts.shape == expected.shape
+        assert torch.equal(experts[:-1].long(), expected[:-1]) and torch.equal(experts[-1], experts[-2])
 
 
 def tokens_of(completions: list[Completion]) -> list[list[int]]:
