@@ -228,7 +228,7 @@ def test_random_schedules() -> None:
     rng = random.Random(0)
     chaos = Chaos(rng, 0.1, 4)
     counts = Counter[str]()
-    for number in range(5000):
+    for number in range(6000):
         scheduler = random_schedule(rng, chaos if number % 2 else QUIET, wide=number % 20 == 0)
         counts["preempted"] += scheduler.stats.preemptions > 0
         counts["shared"] += scheduler.stats.hit_tokens > 0
