@@ -177,6 +177,7 @@ def run_to_the_end(
         assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
         assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
         assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.held for work in step.work)
+        assert limits.enable_chunked_prefill or recurrent or all(work.samples for work in step.work), "part of a prompt"
         chaos.look_ahead(scheduler, step, texts)
         check_pages(scheduler)
         cache.run(step)
