@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from torch import Tensor
 
 from checkpoints import save_checkpoint
 from ranks import run_ranks
-from rlhf_spmd.checkpoint import directory, files, load
-from rlhf_spmd.checkpoint import manifest as manifests
+from rlhf_spmd.checkpoint import directory, files, load, save
 from rlhf_spmd.checkpoint.directory import committed, read_manifest
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_role, verify_checkpoint
-from rlhf_spmd.checkpoint.manifest import CheckpointError, StoredBox, held_boxes, plan_writes
+from rlhf_spmd.checkpoint.manifest import CheckpointError, StoredBox
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.parallel.boxes import Box, ParamShard, cover
+from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER, Group, solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
@@ -94,103 +94,61 @@ def load_on_ranks(world: World, directory: Path, layout: Layout, spec: ModelSpec
     return True
 
 
-def test_cover_takes_every_element_once() -> None:
-    target = Box("w", (8, 6), (1, 1), (6, 5), (10, 0))
-    sources = [Box("w", (8, 6), (0, 0), (4, 4), (0, 0)), Box("w", (8, 6), (2, 2), (6, 4), (0, 0))]
-    taken, missing = cover(target, sources)
-    count = torch.zeros(8, 6)
-    for _, _, part in taken:
-        count[part.global_slices] += 1
-    for box in missing:
-        count[box.global_slices] -= 1
-    expected = torch.zeros(8, 6)
-    expected[1:7, 1:6] = -1
-    for source in sources:
-        expected[source.global_slices] = expected[source.global_slices].abs()
-    assert torch.equal(count, expected)
-
-
-def test_each_box_is_written_once_and_replicas_share() -> None:
-    layout = Layout(pp=2, tp=2, dp=2)
-    held = [list(held_boxes(rank_shards(SPEC, "lm", layout, i))) for i in range(layout.size)]
-    writes = plan_writes(held)
-    flat = [key for keys in writes for key in keys]
-    assert len(flat) == len(set(flat)) and set(flat) == {key for keys in held for key in keys}
-    assert all(set(mine) <= set(has) and mine for mine, has in zip(writes, held, strict=True))
-    assert sum("embed_tokens" in key[0] for key in flat) == 2  # tied copies on both end stages: one owner per slice
-
-
-def test_a_manifest_that_is_held_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_alone(tmp_path, 7, SPEC)
-    held = read_manifest(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(directory, "_read_manifest", lambda _: pytest.fail("read again"))
-        assert read_manifest(path) is held
-    text = (path / "manifest.jsonl").read_bytes()
-    (path / "manifest.jsonl").write_bytes(text[:-2] + b"  ")
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_manifest(path)
-    (path / "manifest.jsonl").write_bytes(text)
-    os.utime(path / "manifest.jsonl", ns=(0, 0))
-    again = read_manifest(path)
-    assert again is not held and again.state == held.state
-    del held, again
-    (path / next(iter(read_manifest(path).files))).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="0 bytes instead of"):
-        read_manifest(path)
-
-
-@pytest.mark.parametrize("spec", [SPEC, UNTIED])
-def test_round_trip_alone(tmp_path: Path, spec: ModelSpec) -> None:
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [
+        (UNTIED, Layout()),
+        (SPEC, Layout(tp=2)),
+        (SPEC, Layout(pp=2, tp=2, dp=2)),
+        (SPEC, Layout(dp=3, zero=3)),
+        (SPEC, Layout(tp=2, dp=5, zero=1)),
+        (SPEC, Layout(pp=2, dp=2, zero=2)),
+    ],
+    ids=str,
+)
+def test_any_layout_reads_it(tmp_path: Path, spec: ModelSpec, layout: Layout) -> None:
+    """Also a step that was saved before with other values."""
+    save_alone(tmp_path, 7, spec, salt=3)
     path = save_alone(tmp_path, 7, spec)
     assert path == tmp_path / "checkpoints" / "step_7" and (tmp_path / "checkpoints" / "latest").read_text() == "step_7"
-    shards = rank_shards(spec, "lm", Layout(), 0)
-    target = blank(shards)
-    load_checkpoint(path, "actor", target, solo())
-    assert_equal(target, state_of(shards))
+    assert [c.path for c in committed(tmp_path)] == [path]
     manifest = read_manifest(path)
     assert manifest.state == STATE and manifest.step == 7
     stored = manifest.pieces_of("actor", "param")
     assert {name: pieces[0].shape for name, pieces in stored.items()} == tensor_shapes(spec, "lm")
-    assert not [f for f in path.iterdir() if f.suffix not in (".safetensors", ".jsonl", "")]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2),
-        Layout(pp=4),
-        Layout(pp=2, tp=2, dp=2),
-        Layout(dp=3, zero=3),
-        Layout(tp=2, dp=5, zero=1),
-        Layout(pp=2, dp=2, zero=2),
-    ],
-    ids=str,
-)
-def test_any_layout_reads_it(tmp_path: Path, layout: Layout) -> None:
-    path = save_alone(tmp_path, 1)
     for index in range(layout.size):
-        shards = rank_shards(SPEC, "lm", layout, index)
+        shards = rank_shards(spec, "lm", layout, index)
         target = blank(shards)
-        read_role(path, read_manifest(path), "actor", target)
+        read_role(path, manifest, "actor", target)
         assert_equal(target, state_of(shards))
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=1), Layout(pp=2, tp=2), Layout(dp=4, zero=3)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=3)], ids=str)
 def test_ranks_write_and_others_read(tmp_path: Path, layout: Layout) -> None:
+    """Each piece once, and each is verified by one rank, however many there are."""
     path = Path(run_ranks(4, save_on_ranks, tmp_path, layout, SPEC)[0])
     manifest = read_manifest(path)
     assert manifest.roles == ["actor", "critic"] and manifest.world_size == 4
     for kind in ("param", *KINDS):
         for name, pieces in manifest.pieces_of("actor", kind).items():
             assert len({(p.start, p.size) for p in pieces}) == len(pieces), name
-    verify_checkpoint(path, solo())
-    for other in (Layout(tp=2, dp=2), Layout(pp=4), layout):
-        assert all(run_ranks(4, load_on_ranks, path, other, SPEC))
-    assert all(run_ranks(2, load_on_ranks, path, Layout(dp=2, zero=2), SPEC))
+    assert all(run_ranks(4, load_on_ranks, path, Layout(pp=4), SPEC))
     critic = blank(rank_shards(SPEC, "value", Layout(), 0))
     load_checkpoint(path, "critic", critic, solo())
     assert_equal(critic, state_of(critic.shards, salt=5))  # type: ignore[arg-type]
+    every_piece = sorted(piece for key in manifest.lines for piece in manifest.pieces_in(key))
+    for num_ranks in (1, 3, 40, 1000):
+        assert sorted(pieces_verified(path, num_ranks)) == every_piece
+
+
+def pieces_verified(path: Path, num_ranks: int) -> list[StoredBox]:
+    read: list[StoredBox] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "read_pieces", lambda _, pieces: read.extend(pieces) or ())
+        patch.setattr(load, "agree", lambda _, work: work())
+        for rank in range(num_ranks):
+            verify_checkpoint(path, Group("of these", tuple(range(num_ranks)), rank))
+    return read
 
 
 def test_low_precision_and_partial_optimizer_state(tmp_path: Path) -> None:
@@ -212,18 +170,16 @@ def test_low_precision_and_partial_optimizer_state(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     path = save_alone(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="holds no role 'critic'; it holds: actor"):
-        load_checkpoint(path, "critic", blank(rank_shards(SPEC, "lm", Layout(), 0)), solo())
-    deeper = ModelSpec("llama", 37, 24, 40, 5, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.4\..* lacks"):
-        load_checkpoint(path, "actor", blank(rank_shards(deeper, "lm", Layout(), 0)), solo())
-    shallower = ModelSpec("llama", 37, 24, 40, 3, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match=r"tensors that the model lacks, such as model\.layers\.3"):
-        load_checkpoint(path, "actor", blank(rank_shards(shallower, "lm", Layout(), 0)), solo())
-    wider = ModelSpec("llama", 39, 24, 40, 4, 4, 2, 6, attention_bias=True, tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is \(37, 24\), the model's is \(39, 24\)"):
-        load_checkpoint(path, "actor", blank(rank_shards(wider, "lm", Layout(), 0)), solo())
+    for spec, message in (
+        (replace(SPEC, num_hidden_layers=5), r"model\.layers\.4\..* lacks"),
+        (replace(SPEC, num_hidden_layers=3), r"tensors that the model lacks, such as model\.layers\.3"),
+        (replace(SPEC, vocab_size=39), r"embed_tokens\.weight is \(37, 24\), the model's is \(39, 24\)"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(path, "actor", blank(rank_shards(spec, "lm", Layout(), 0)), solo())
     shards = rank_shards(SPEC, "lm", Layout(), 0)
+    with pytest.raises(CheckpointError, match="holds no role 'critic'; it holds: actor"):
+        load_checkpoint(path, "critic", blank(shards), solo())
     master = by_name({"master": filled(shards, "x")})
     with pytest.raises(CheckpointError, match="holds no 'master' of role 'actor'; it holds: exp_avg, exp_avg_sq, param"):
         load_checkpoint(path, "actor", RoleState(shards, filled(shards, "param"), master), solo())
@@ -233,19 +189,28 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, 2, {}, {}, solo(), keep=1)
 
 
-def test_a_flipped_bit_is_found_and_the_one_before_is_used(tmp_path: Path) -> None:
-    first, second = save_alone(tmp_path, 1), save_alone(tmp_path, 2)
-    assert find_resumable(tmp_path, solo()).directory == second
-    flip_bit(next(second.glob("*.safetensors")))
-    with pytest.raises(CheckpointError, match=r"actor\.rank_00000\.safetensors: piece \S+ is damaged"):
-        load_checkpoint(second, "actor", blank(rank_shards(SPEC, "lm", Layout(), 0)), solo())
-    found = find_resumable(tmp_path, solo())
-    assert found.directory == first and len(found.warnings) == 1 and "step_2" in found.warnings[0]
+def test_a_manifest_in_memory_is_read_again_when_its_file_has_changed(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 7)
+    manifest = read_manifest(path)
+    assert read_manifest(path) is manifest
+    text = (path / "manifest.jsonl").read_bytes()
+    (path / "manifest.jsonl").write_bytes(text[:-2] + b"  ")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_manifest(path)
+    (path / "manifest.jsonl").write_bytes(text)
+    os.utime(path / "manifest.jsonl", ns=(0, 0))
+    assert read_manifest(path) is not manifest
+    (path / next(iter(manifest.files))).write_bytes(b"")
+    del manifest
+    with pytest.raises(CheckpointError, match="0 bytes instead of"):
+        read_manifest(path)
 
 
 def damage(path: Path, how: str) -> None:
     file = next(path.glob("*.safetensors"))
-    if how == "truncated":
+    if how == "one bit":
+        flip_bit(file)
+    elif how == "truncated":
         os.truncate(file, file.stat().st_size - 4)
     elif how == "file missing":
         file.unlink()
@@ -272,37 +237,40 @@ def damage(path: Path, how: str) -> None:
 
 
 COMMITS = {
-    "commit empty": b"",
     "commit garbage": b"\xff\x00{",
     "commit without serial": b'{"step": 2, "manifest_sha256": ""}',
     "commit a list": b"[2]",
     "commit deep": b"[" * 5000 + b"]" * 5000,
 }
-KINDS_OF_DAMAGE = ["truncated", "file missing", "zero tail", "header", "manifest", "no files"]
+KINDS_OF_DAMAGE = ["one bit", "truncated", "file missing", "zero tail", "header", "manifest", "no files"]
 KINDS_OF_DAMAGE += ["commit missing", "commit a directory", *COMMITS]
 
 
 @pytest.mark.parametrize("how", KINDS_OF_DAMAGE)
 def test_damage_of_every_kind(tmp_path: Path, how: str) -> None:
     first, second = save_alone(tmp_path, 1), save_alone(tmp_path, 2)
+    assert find_resumable(tmp_path, solo()).directory == second
     damage(second, how)
     with pytest.raises(CheckpointError, match=str(second)):
         verify_checkpoint(second, solo())
-    found = find_resumable(tmp_path, solo())
-    assert found.directory == first
-    (warning,) = found.warnings
+    resumable = find_resumable(tmp_path, solo())
+    assert resumable.directory == first
+    (warning,) = resumable.warnings
     assert warning.startswith(f"passing over {second}: ") and "\n" not in warning
     for step in (3, 4, 5):  # the run goes on: what is damaged stays for whoever can mend it, and takes no good one's place
-        save_checkpoint(tmp_path, step, {}, {}, solo(), keep=2, damaged=found.damaged)
+        save_checkpoint(tmp_path, step, {}, {}, solo(), keep=2, damaged=resumable.damaged)
+        assert first.is_dir() == (step == 3), "of the two that are kept both can be read"
     assert second.is_dir() and [c.step for c in committed(tmp_path) if c.path != second] == [5, 4]
     for path in (tmp_path / "checkpoints").glob("step_[345]"):
         shutil.rmtree(path)
     first = save_alone(tmp_path, 1)
     damage(first, how)
-    with pytest.raises(
-        CheckpointError, match=rf"^no checkpoint of {tmp_path} can be read: .*; begin anew in another run\.dir$"
-    ):
+    with pytest.raises(CheckpointError, match=rf"^no checkpoint of {tmp_path} can be read: .*; begin anew in another"):
         find_resumable(tmp_path, solo())
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_interrupted_first_save_is_no_checkpoint(tmp_path: Path) -> None:
@@ -311,19 +279,6 @@ def test_an_interrupted_first_save_is_no_checkpoint(tmp_path: Path) -> None:
     assert find_resumable(tmp_path, solo()).directory is None  # also where ``latest`` names what somebody has removed
     (first.parent / "latest").unlink()
     assert find_resumable(tmp_path, solo()).directory is None
-
-
-def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
-    """A run that goes on from the one before them would be left with nothing to fall back to."""
-    first, second, third = (save_alone(tmp_path, step, keep=3) for step in (1, 2, 3))
-    for path in (second, third):
-        flip_bit(next(path.glob("*.safetensors")))
-    found = find_resumable(tmp_path, solo())
-    assert (found.directory, [bad.path for bad in found.damaged]) == (first, [third, second])
-    save_checkpoint(tmp_path, 4, {}, {}, solo(), keep=2, damaged=found.damaged)
-    assert first.is_dir(), "the only other good one was deleted"
-    save_checkpoint(tmp_path, 5, {}, {}, solo(), keep=2, damaged=found.damaged)
-    assert not first.exists()
 
 
 def test_a_damaged_step_that_is_saved_again_counts_as_kept(tmp_path: Path) -> None:
@@ -345,17 +300,15 @@ def test_the_good_one_of_a_step_stays_until_another_is_complete(tmp_path: Path, 
     mark = json.loads((first / "COMMIT").read_text())
     (first / "COMMIT").write_text(json.dumps({**mark, "serial": 2}))
     flip_bit(next(first.glob("*.safetensors")))
-    found = find_resumable(tmp_path, solo())
-    assert found.directory == good
+    resumable = find_resumable(tmp_path, solo())
+    assert resumable.directory == good
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(os, "fsync", interrupt)
         for step in (2, 1):
             with pytest.raises(KeyboardInterrupt):
-                save_checkpoint(
-                    tmp_path, step, {"actor": state_of(rank_shards(SPEC, "lm", Layout(), 0))}, {}, solo(), 2, found.damaged
-                )
+                save_checkpoint(tmp_path, step, {}, {}, solo(), 2, resumable.damaged)
             assert find_resumable(tmp_path, solo()).directory == good, "the only good one was deleted"
-    save_checkpoint(tmp_path, 1, {}, {}, solo(), 2, found.damaged)
+    save_checkpoint(tmp_path, 1, {}, {}, solo(), 2, resumable.damaged)
     assert find_resumable(tmp_path, solo()).directory == first and not good.exists()
 
 
@@ -365,11 +318,11 @@ def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_damaged(
     for step in (1, 2):
         save_alone(tmp_path, step)
     with monkeypatch.context() as patch:
-        patch.setattr(directory.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(shutil, "rmtree", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save_alone(tmp_path, 3)
-    found = find_resumable(tmp_path, solo())
-    assert found.directory is not None and found.directory.name == "step_3" and found.warnings == ()
+    resumable = find_resumable(tmp_path, solo())
+    assert resumable.directory == tmp_path / "checkpoints" / "step_3" and resumable.warnings == ()
     save_alone(tmp_path, 4)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_3", "step_4"]
 
@@ -394,14 +347,8 @@ def test_links_and_a_stray_manifest(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda root: root.write_text(""), r"checkpoints is not a directory that this user can write to; move it away$"),
-        (
-            lambda root: root.symlink_to(root.parent / "gone"),
-            r"checkpoints is a link to \S+/gone, which does not exist; make that",
-        ),
-        (
-            lambda root: (root / "latest").mkdir(parents=True),
-            r"checkpoints/latest is a directory, and the run writes a file of",
-        ),
+        (lambda root: root.symlink_to(root.parent / "gone"), r"is a link to \S+/gone, which does not exist; make that"),
+        (lambda root: (root / "latest").mkdir(parents=True), r"latest is a directory, and the run writes a file of"),
     ],
 )
 def test_what_lies_in_the_way_of_checkpoints_is_told_before_the_first_step(tmp_path: Path, make: Any, message: str) -> None:
@@ -444,18 +391,10 @@ def forge(path: Path, old: str, new: str) -> None:
         (
             '\n["actor","param","actor.rank_00000',
             '\n["actor","param","actor.rank_00001',
-            "line of 'param' in .*: it has 50 boxes of",
+            "line of 'param' in .*: it has 50 boxes",
         ),
-        ('\n["actor","param"', '\n["actor","exp_avg"', "line of 'param' in .*: it has 50 boxes of"),
-        ('safetensors",[[', 'safetensors",[[],[', "line of 'exp_avg' in .*: not a line of boxes"),
-        (
-            "[37,24],[0,0],[37,24]",
-            "[37,24],[1,0],[37,24]",
-            r"piece 'exp_avg/model\.embed_tokens\.weight@1,0\S+ is not possible",
-        ),
-        ("[37,24],[0,0],[37,24]", "[37,24],[0,0],[37,0]", "is not possible"),
+        ("[37,24],[0,0],[37,24]", "[37,24],[1,0],[37,24]", r"piece 'exp_avg/\S+embed_tokens\.weight@1,0\S+ is not possible"),
         ("[37,24],[0,0],[37,24]", "[37,24],[0],[37,24]", "not a line of boxes"),
-        ("[37,24],[0,0],[37,24]", '["a",24],[0,0],[37,24]', "not a line of boxes"),
         ('"F32"', '"F33"', "is not possible"),
         ("[37,24],[0,0],[37,24]", "[1e999,24],[0,0],[37,24]", "not a line of boxes"),
         ('safetensors",[[', f'safetensors",{"[" * 100_000}', "not a line of boxes"),
@@ -475,7 +414,7 @@ def test_a_forged_manifest_is_refused(tmp_path: Path, old: str, new: str, messag
 
 
 def test_a_line_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    """Of two with one key the other pieces would be left out."""
+    """Of two with one key the pieces of one would be left out."""
     path = save_alone(tmp_path, 1)
     head, first, *_ = (path / "manifest.jsonl").read_text().splitlines()
     forge(path, f"\n{first}\n", f"\n{first}\n{first}\n")
@@ -494,64 +433,22 @@ def test_a_checkpoint_of_format_1_is_refused(tmp_path: Path) -> None:
         find_resumable(tmp_path, solo())
 
 
-def test_only_the_lines_that_are_asked_for_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself, and none for state, files and roles: of millions of pieces parsed in one go the heartbeat would be silent."""
-    path = Path(run_ranks(2, save_on_ranks, tmp_path, Layout(dp=2, zero=3), SPEC)[0])
-    parsed: list[bytes] = []
-    monkeypatch.setattr(manifests.json, "loads", lambda text, loads=json.loads: parsed.append(text) or loads(text))
-    ticks = RECORDER.ticks
-    manifest = read_manifest(path)
-    lines = (path / "manifest.jsonl").read_bytes().splitlines(keepends=True)
-    assert manifest.state == STATE and manifest.roles == ["actor", "critic"] and len(manifest.files) == 3
-    assert [text for text in parsed if text in lines] == lines[:1] and RECORDER.ticks == ticks + len(lines)
-    parsed.clear()
-    assert manifest.dtype_of("actor") == "F32" and len(parsed) == 1
-    parsed.clear()
-    manifest.pieces_of("actor", "param")
-    assert parsed == [manifest.lines["actor", "param", f"actor.rank_0000{rank}.safetensors"] for rank in range(2)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 11, 40, 1000])
-def test_every_piece_is_verified_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    path = Path(run_ranks(2, save_on_ranks, tmp_path, Layout(dp=2, zero=1), SPEC)[0])
-    read: list[list[StoredBox]] = [[] for _ in range(ranks)]
-    for rank, its in enumerate(read):
-        monkeypatch.setattr(load, "read_pieces", lambda _, pieces, its=its: its.extend(pieces) or ())
-        monkeypatch.setattr(load, "agree", lambda _, work: work())
-        verify_checkpoint(path, Group("of these", tuple(range(ranks)), rank))
-    manifest = read_manifest(path)
-    assert sorted(piece for its in read for piece in its) == sorted(
-        p for key in manifest.lines for p in manifest.pieces_in(key)
-    )
-
-
 def test_interrupted_saves_never_look_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = save_alone(tmp_path, 1)
+    rename = os.rename
 
-    class Killed(BaseException):
-        pass
+    def interrupt_second(source: Path, target: Path) -> None:
+        """The old save of a step is out of the way, and the new one is not yet in its place."""
+        interrupt() if str(source).endswith(".tmp") else rename(source, target)
 
-    import rlhf_spmd.checkpoint.directory as directory
-    import rlhf_spmd.checkpoint.files as files
-
-    def kill(*args: Any) -> None:
-        raise Killed
-
-    real = directory.os.rename
-    for module, name in ((files.os, "fsync"), (directory.os, "rename")):
+    for step, name, function in ((2, "fsync", interrupt), (2, "rename", interrupt), (1, "rename", interrupt_second)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, kill)
-            with pytest.raises(Killed):
-                save_alone(tmp_path, 2)
-        assert [c.path for c in committed(tmp_path)] == [first]
-        assert find_resumable(tmp_path, solo()).directory == first
-        assert (tmp_path / "checkpoints" / "step_2.tmp").is_dir()
-    # killed between moving the old save of a step away and putting the new one in its place
-    with monkeypatch.context() as patch:
-        patch.setattr(directory.os, "rename", lambda a, b: kill() if str(a).endswith(".tmp") else real(a, b))
-        with pytest.raises(Killed):
-            save_alone(tmp_path, 1, salt=9)
-    assert find_resumable(tmp_path, solo()).directory == first.with_name("step_1.old")
+            patch.setattr(os, name, function)
+            with pytest.raises(KeyboardInterrupt):
+                save_alone(tmp_path, step, salt=9)
+        there = first if step == 2 else first.with_name("step_1.old")
+        assert [c.path for c in committed(tmp_path)] == [there] and find_resumable(tmp_path, solo()).directory == there
+        assert (tmp_path / "checkpoints" / f"step_{step}.tmp").is_dir()
     second = save_alone(tmp_path, 2)
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step_1.old", "step_2"] and find_resumable(tmp_path, solo()).directory == second
@@ -570,15 +467,6 @@ def test_a_file_system_that_does_not_sync_directories(tmp_path: Path, monkeypatc
     verify_checkpoint(save_alone(tmp_path, 1), solo())
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    save_alone(tmp_path, 1)
-    path = save_alone(tmp_path, 1, salt=3)
-    target = blank(rank_shards(SPEC, "lm", Layout(), 0))
-    load_checkpoint(path, "actor", target, solo())
-    assert_equal(target, state_of(target.shards, salt=3))  # type: ignore[arg-type]
-    assert [c.path for c in committed(tmp_path)] == [path]
-
-
 def test_the_newest_stay(tmp_path: Path) -> None:
     for step in (10, 20, 30, 5):  # 5: a run that fell back and went on from there
         save_alone(tmp_path, step, keep=3)
@@ -591,22 +479,16 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 
 
 def fail_on_one_rank(world: World, run_dir: Path) -> str:
-    import rlhf_spmd.checkpoint.save as save
-
-    real = save.write_safetensors
-
-    def full(path: Path, *args: Any) -> list[str]:
+    def write(path: Path, *args: Any) -> list[str]:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    save.write_safetensors = full if world.rank == 1 else real
-    try:
-        save_on_ranks(world, run_dir, Layout(dp=2, zero=1), SPEC)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        save.write_safetensors = real
-    return "no error"
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(save, "write_safetensors", write)
+        with pytest.raises(CheckpointError) as failure:
+            save_on_ranks(world, run_dir, Layout(dp=2, zero=1), SPEC)
+    return str(failure.value)
 
 
 def test_a_full_disk_on_one_rank_fails_on_all_and_harms_nothing(tmp_path: Path) -> None:
@@ -618,14 +500,9 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_harms_nothing(tmp_path: Path) 
     verify_checkpoint(first, solo())
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
-        save_alone(tmp_path, 1)
-
-
 def test_a_long_save_is_seen_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk that is written or read counts as progress: a file may take longer than ranks may stand still."""
+    """Each chunk that is written or read counts as progress, and each line of a manifest: a file may take longer than ranks may
+    stand still."""
     monkeypatch.setattr(files, "_CHUNK", 64)
     specs = [files.Spec("a", torch.float32, (40,)), files.Spec("b", torch.float32, (3,))]
     before = RECORDER.ticks
@@ -633,3 +510,7 @@ def test_a_long_save_is_seen_to_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert RECORDER.ticks == before + 4
     files.hash_tensor(torch.ones(40))
     assert RECORDER.ticks == before + 7
+    path = save_alone(tmp_path, 1)
+    before = RECORDER.ticks
+    read_manifest(path)
+    assert RECORDER.ticks == before + len((path / "manifest.jsonl").read_bytes().splitlines())

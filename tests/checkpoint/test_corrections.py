@@ -31,24 +31,23 @@ def write_actor(path: Path) -> Path:
     return path
 
 
-WAYS = {
-    "resharded": ("models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.actor.layout.pp=1"),
-    "sent to a replica": ("placement.pools.b=[1]", "models.actor.calls.generate_sequences.pool=b", "models.actor.layout.dp=2"),
-}
+REPLICA = ("placement.pools.b=[1]", "models.actor.calls.generate_sequences.pool=b", "models.actor.layout.dp=2")
+RESHARDED = ("models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.actor.layout.pp=1")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_corrections_stay_as_they_are(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "stops"),  # each stop but the last is resumed from
+    [(RESHARDED, (1, 2)), ((*REPLICA, "models.actor.layout.zero=3"), (2,))],
+    ids=["resharded and resumed", "sent to a replica"],
+)
+def test_corrections_stay_as_they_are(tmp_path: Path, layout: tuple[str, ...], stops: tuple[int, ...]) -> None:
     source = write_actor(tmp_path / "actor")
-    more = [f"models.{role}.path={source}" for role in ("actor", "reference")] + [*WAYS[way], "run.save_freq=1"]
+    more = [f"models.{role}.path={source}" for role in ("actor", "reference")] + [*layout, "run.export=true"]
     more += [f"models.{role}.dtype=bfloat16" for role in ("actor", "reference")] + ["models.actor.optim.lr=0.01"]
-    more += ["models.actor.layout.zero=3"] if "replica" in way else []
-    for steps in (1, 2):  # the second resumes the first
-        overrides = tasks.settings(tmp_path / "run", steps, *more, "run.export=true")
-        run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
-    run = tasks.read_run(tmp_path / "run")
-    if "replica" in way:  # of the same layout: had it other corrections, it would choose other experts
-        assert run.log_prob_difference() == 0.0
+    for steps in stops:
+        run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "run", steps, *more))
+    if stops == (2,):  # the replica has the trained layout: with other corrections it would choose other experts
+        assert tasks.read_run(tmp_path / "run").log_prob_difference() == 0.0
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "run" / "export"))
     assert before.keys() == after.keys()
     for name, tensor in after.items():

@@ -81,8 +81,8 @@ def all_wait_together(world: World) -> tuple[list[Any], list[float], list[tuple[
 
 def test_calls_run_on_what_has_ended_while_the_rest_is_generated() -> None:
     """The generator itself waits for it: two roles on the same ranks, and one on some of them that takes other rows."""
-    found = run_ranks(4, all_wait_together)
-    for (one, two, late, rows), totals, _ in found:
+    results = run_ranks(4, all_wait_together)
+    for (one, two, late, rows), totals, _ in results:
         assert sorted(row for value in one for row in value["rows"]) == list(range(12)) == two[0]["rows"]
         assert late[0]["rows"] == list(range(0, 12, 2)) and rows == [list(range(12))]
         lengths = {i: i % 5 + 1 + i // 2 + 2 for i in range(12)}
@@ -90,47 +90,28 @@ def test_calls_run_on_what_has_ended_while_the_rest_is_generated() -> None:
         assert sum(value["total"] for value in one) == two[0]["total"] == sum(totals)
         assert late[0]["total"] == sum(lengths[i] for i in range(0, 12, 2))
         assert [len(value["noted"]) for value in (*one, *two, *late)] == [NUM_CHUNKS] * 4
-    names = [span for span in found[3][2] if span[1] is not None]
+    names = [span for span in results[3][2] if span[1] is not None]
     assert names == [(f"{role}.see", number) for number in range(NUM_CHUNKS) for role in ("one", "two", "late")]
 
 
-def other_than_foreseen(world: World) -> tuple[Any, int]:
+def not_as_foreseen(world: World) -> tuple[list[list[int]], int]:
+    """The rows that the consumer got, where it took all rows, some of them, none since it was not called, and all again."""
     controller, toys = build(world, maker=([0, 1], Layout(dp=2)), seer=([2, 3], Layout(dp=2)))
-    rows, values = controller.source(prompts(6, 2)), []
+    rows, taken = controller.source(prompts(6, 2)), []
 
-    def script(whole: bool) -> list[Any]:
-        made = rows.union(toys["maker"].hand_out(rows, ()))
-        if controller.decide(not whole):
-            made = made.take([3, 4, 11])
-        return [toys["seer"].see(made)]
+    def script(which: str) -> list[Any]:
+        """A trace takes all rows."""
+        rollout = rows.union(toys["maker"].hand_out(rows, ()))
+        if controller.decide(which == "none"):
+            return []
+        return [toys["seer"].see(rollout.take([3, 4, 11]) if controller.decide(which == "some") else rollout)]
 
-    for whole in (True, False, True):
-        (call,) = controller.run(script, whole)
-        values.append([value["rows"] for value in controller.get(call)[0]])
-    return values, len(controller.router._pushed)
-
-
-def never_called(world: World) -> Any:
-    controller, toys = build(world, maker=([0, 1], Layout(dp=2)), seer=([2, 3], Layout(dp=2)))
-    rows = controller.source(prompts(6, 2))
-
-    def script(calls: bool) -> list[Any]:
-        made = rows.union(toys["maker"].hand_out(rows, ()))
-        return [] if controller.decide(not calls) else [toys["seer"].see(made)]
-
-    controller.run(script, False)
-    (call,) = controller.run(script, True)
-    return sorted(row for value in controller.get(call)[0] for row in value["rows"])
+    for which in ("all", "some", "none", "all"):
+        calls = controller.run(script, which)
+        taken.append(sorted(row for value in controller.get(calls[0])[0] for row in value["rows"]) if calls else [])
+    return taken, len(controller.router._pushed)
 
 
-def test_chunks_for_other_rows_than_the_script_takes_are_dropped() -> None:
-    for values, left in run_ranks(4, other_than_foreseen):
-        assert [sorted(row for part in rows for row in part) for rows in values] == [
-            list(range(12)),
-            [3, 4, 11],
-            list(range(12)),
-        ] and not left
-
-
-def test_chunks_for_a_call_that_does_not_come_are_dropped() -> None:
-    assert run_ranks(4, never_called) == [list(range(12))] * 4
+def test_chunks_that_the_script_does_not_take_are_dropped() -> None:
+    everything = list(range(12))
+    assert run_ranks(4, not_as_foreseen) == [([everything, [3, 4, 11], [], everything], 0)] * 4

@@ -19,7 +19,6 @@ from rlhf_spmd.parallel.world import World
 
 def ppo_like(world: World, pools: dict[str, tuple[list[int], Layout]]) -> Any:
     controller, toys = build(world, **pools)
-    seen = {}
 
     def script(rows: Any) -> Any:
         batch = rows.union(toys["actor"].generate(rows))
@@ -32,15 +31,16 @@ def ppo_like(world: World, pools: dict[str, tuple[list[int], Layout]]) -> Any:
 
     before = RECORDER.received["batch"]
     calls = controller.run(script, controller.source(prompts(8, 2)))
-    seen["received"] = RECORDER.received["batch"] - before
+    received = RECORDER.received["batch"] - before
     graph = controller.trace(script, controller.source(prompts(8, 2)))
-    return controller.get(*calls) if calls else None, seen, graph.to_json()
+    return controller.get(*calls), received, graph.to_json()
 
 
 POOLS = {
     "colocated": {"actor": ([0, 1, 2, 3], Layout(1, 2, 2)), "critic": ([0, 1, 2, 3], Layout(2, 1, 2))},
     "split": {"actor": ([0, 1], Layout(1, 2, 1)), "critic": ([2, 3], Layout(1, 1, 2))},
     "overlapping": {"actor": ([0, 1, 2], Layout(1, 1, 3)), "critic": ([2, 3], Layout(1, 2, 1))},
+    "one rank without a role": {"actor": ([1, 2], Layout(1, 1, 2)), "critic": ([3], Layout())},
 }
 
 
@@ -48,7 +48,7 @@ POOLS = {
 def test_every_row_reaches_every_consumer_once(placement: str) -> None:
     results = run_ranks(4, ppo_like, POOLS[placement])
     assert all(result[0] == results[0][0] for result in results), "get() must give every rank the same"
-    critic_updates, actor_rows, actor_updates = results[0][0]
+    (critic_updates, actor_rows, actor_updates), received, graph = results[0]
     for updates in (critic_updates, actor_updates):
         first, second = (sorted(row for member in updates for row in member[mini_batch]) for mini_batch in (0, 1))
         assert len(first) == len(second) == 8 and sorted(first + second) == list(range(16))
@@ -57,27 +57,12 @@ def test_every_row_reaches_every_consumer_once(placement: str) -> None:
     assert sorted(row for member in actor_rows for row in member) == list(range(16))
     for member in actor_rows:  # groups of two rows stay together
         assert sorted(member) == sorted({2 * (row // 2) + j for row in member for j in range(2)})
-
-
-def test_a_rank_that_is_neither_producer_nor_consumer_sees_no_byte() -> None:
-    pools = {"actor": ([1, 2], Layout(1, 1, 2)), "critic": ([3], Layout())}
-    results = run_ranks(4, ppo_like, pools)
-    assert results[0][1]["received"] == 0
-    assert results[3][1]["received"] > 0
-
-
-def test_the_trace_is_the_dataflow_graph() -> None:
-    graph = run_ranks(4, ppo_like, POOLS["split"])[0][2]
-    assert [node["call"] for node in graph["nodes"]] == [
-        "actor.generate",
-        "critic.double",
-        "critic.update",
-        "actor.rows",
-        "actor.update",
-    ]
+    if placement == "one rank without a role":
+        assert received == 0 < results[3][1], "a rank that is neither producer nor consumer sees no byte"
+    calls = ["actor.generate", "critic.double", "critic.update", "actor.rows", "actor.update"]
+    assert [node["call"] for node in graph["nodes"]] == calls
     edges = {(edge["from"], edge["to"]): edge["fields"] for edge in graph["edges"]}
-    assert edges[0, 1] == ["response_ids"]
-    assert edges[1, 4] == ["doubled"]
+    assert edges[0, 1] == ["response_ids"] and edges[1, 4] == ["doubled"]
     assert all("secret" not in fields for fields in edges.values()), "a field that nobody declares must not move"
 
 
@@ -133,21 +118,6 @@ def test_a_consumer_does_not_wait_for_a_producer_that_is_busy_with_its_next_call
     assert start < busy_until
 
 
-def fewer_groups_than_replicas(world: World) -> Any:
-    controller, toys = build(world, a=([0, 1], Layout(1, 1, 2)), b=([0, 1], Layout(1, 1, 2)))
-
-    def script(rows: Any) -> Any:
-        batch = rows.union(toys["a"].generate(rows))
-        return toys["b"].rows(batch.union(toys["b"].double(batch)))
-
-    return controller.get(controller.run(script, controller.source(prompts(1, 2))))
-
-
-def test_a_replica_without_rows_takes_part() -> None:
-    (rows,) = run_ranks(2, fewer_groups_than_replicas)[0]
-    assert sorted(row for member in rows for row in member) == [0, 1]
-
-
 class Reuses(Toy):
     """Returns the same memory from each call, with other values."""
 
@@ -186,18 +156,6 @@ class Backwards(Toy):
         return turned.with_fields(response_ids=ragged([[int(i)] for i in turned.row_ids], torch.int64))
 
 
-def rows_in_another_order(world: World) -> Any:
-    controller, toys = build(world, Backwards, a=([0, 1], Layout(1, 1, 2)))
-    return controller.get(
-        controller.run(lambda rows: toys["a"].rows(toys["a"].generate(rows)), controller.source(prompts(8, 1)))
-    )
-
-
-def test_rows_that_come_out_in_another_order_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"a\.generate returned other rows than it got, or in another order"):
-        run_ranks(2, rows_in_another_order)
-
-
 def equal_ids(world: World, consumer: list[int]) -> Any:
     """Rows of the trace and those of the run have the same ids, but stand for other prompts in other groups."""
     controller, toys = build(world, a=([0, 1], Layout(1, 1, 2)), b=(consumer, Layout(1, 1, 2)))
@@ -210,9 +168,8 @@ def equal_ids(world: World, consumer: list[int]) -> Any:
     return controller.get(controller.run(script))
 
 
-@pytest.mark.parametrize("consumer", [[0, 1], [2, 3]])
-def test_rows_with_the_ids_of_others_are_not_taken_for_them(consumer: list[int]) -> None:
-    (members,) = run_ranks(4, equal_ids, consumer)[0]
+def test_rows_with_the_ids_of_others_are_not_taken_for_them() -> None:
+    (members,) = run_ranks(4, equal_ids, [2, 3])[0]
     assert sorted(row for member in members for row in member) == list(range(8))
     for member in members:  # groups of two stay together, which those of the trace were not
         assert {row ^ 1 for row in member} == set(member)
@@ -237,11 +194,25 @@ def test_what_was_pushed_to_a_branch_not_taken_is_drained() -> None:
     assert run_ranks(2, branch_not_foreseen)[0][0][0] == [0, 1, 2, 3]
 
 
-def test_missing_field_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"a\.rows needs field 'response_ids'"):
-        run_ranks(2, missing_field)
+def refusals(world: World) -> list[str]:
+    controller, toys = build(world, Backwards, a=([0, 1], Layout(1, 1, 2)))
+    a = toys["a"]
+
+    def no_rows_left(rows: Any) -> Any:
+        tokens = rows.select("prompt_ids")
+        rows = rows.union(tokens.rename(prompt_ids="response_ids"), tokens.rename(prompt_ids="doubled"))
+        return a.update(rows.take(controller.get_field(a.count(rows), "count").numpy() == 1))
+
+    messages = []
+    for script in (a.rows, lambda rows: a.rows(a.generate(rows)), no_rows_left):
+        with pytest.raises((AssertionError, ValueError)) as refused:
+            controller.get(controller.run(script, controller.source(prompts(8, 1))))
+        messages.append(str(refused.value))
+    return messages
 
 
-def missing_field(world: World) -> None:
-    controller, toys = build(world, a=([0, 1], Layout(1, 1, 2)))
-    toys["a"].rows(controller.source(prompts(2, 1)))
+def test_what_is_refused() -> None:
+    for absent_field, other_order, no_rows in run_ranks(2, refusals):
+        assert absent_field.startswith("a.rows needs field 'response_ids'")
+        assert other_order.startswith("a.generate returned other rows than it got, or in another order")
+        assert no_rows.startswith("a.update: no rows to train on")

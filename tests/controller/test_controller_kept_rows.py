@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from controllers import build, prompts
 from ranks import run_ranks
-from rlhf_spmd.controller import PartitionSpec, Reference
-from rlhf_spmd.controller.rows import MAX_PARTITIONS, RowIndex
+from rlhf_spmd.controller import Reference
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 
@@ -104,7 +102,6 @@ def same_on_all(function: Callable[..., Any], *args: Any) -> Any:
 @pytest.mark.parametrize(
     "pools",
     [
-        apart(DP2, TP2),
         apart(PP2, DP2),
         {"actor": ([0, 1, 2], Layout(1, 1, 3)), "critic": ([2, 3], DP2)},
     ],
@@ -115,8 +112,10 @@ def test_a_second_round_that_the_trace_did_not_foresee(pools: Pools) -> None:
     assert sum(row < 8 for row in rows_of(updates)) == 8, "half of them are copies"
 
 
-@pytest.mark.parametrize("pools", [apart(DP2, TP2), apart(DP2, PP2), apart(TP2, DP2)])
-@pytest.mark.parametrize("doubles_at_once", [False, True])
+@pytest.mark.parametrize(
+    ("pools", "doubles_at_once"),
+    [(apart(DP2, TP2), False), (apart(DP2, PP2), True), (apart(TP2, DP2), False), (apart(TP2, DP2), True)],
+)
 def test_rows_of_an_earlier_script(pools: Pools, doubles_at_once: bool) -> None:
     """Ranks that had no use for the token counts when the rows were made, and need them now: members, and those that send."""
     rows, updates = same_on_all(keeps, pools, doubles_at_once)
@@ -137,22 +136,6 @@ def test_a_role_that_sees_one_of_two_generations(pools: Pools) -> None:
     assert rows_of(updates) == list(range(16))
 
 
-def no_rows_left(world: World) -> None:
-    controller, toys = build(world, a=([0, 1], DP2))
-
-    def script(rows: Reference) -> Reference:
-        made = rows.union(toys["a"].generate(rows))
-        made = made.union(toys["a"].double(made))
-        return toys["a"].update(made.take(controller.get_field(rows.union(toys["a"].count(rows)), "count").numpy() == 1))
-
-    controller.run(script, controller.source(prompts(2, 1)))
-
-
-def test_an_update_without_rows_says_so() -> None:
-    with pytest.raises(AssertionError, match=r"ValueError: a\.update: no rows to train on"):
-        run_ranks(2, no_rows_left)
-
-
 def decided_rows(world: World, easy: int) -> Any:
     controller, toys = build(world, actor=([0], Layout()), critic=([1], Layout()))
 
@@ -169,10 +152,3 @@ def decided_rows(world: World, easy: int) -> Any:
 @pytest.mark.parametrize("easy", [4, 8])
 def test_a_branch_that_takes_other_rows_than_the_trace(easy: int) -> None:
     assert run_ranks(2, decided_rows, easy)[1] == [[[4, 5, 6, 7]]]
-
-
-def test_a_row_set_that_outlives_many_steps_keeps_few_placements() -> None:
-    rows = RowIndex(np.arange(8), np.arange(8))
-    for serial in range(10 * MAX_PARTITIONS):
-        rows.partition(PartitionSpec(2), serial, lambda: np.ones((2, 8), dtype=np.int64))
-    assert len(rows._partitions) == MAX_PARTITIONS

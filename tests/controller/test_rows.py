@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,21 +17,17 @@ from rlhf_spmd.controller import (
     MICRO_DP,
     ONE_TO_ALL,
     THREE_D,
-    CallRecord,
-    Controller,
     GroupShape,
     PartitionSpec,
     Protocol,
     Reference,
     ResourcePool,
-    Worker,
-    register,
     source,
 )
 from rlhf_spmd.controller.call import CallInput, FieldShard, ReplicatedBatch
 from rlhf_spmd.controller.protocols import ProtocolRanks
 from rlhf_spmd.controller.reference import COPY_STRIDE
-from rlhf_spmd.controller.rows import RowIndex, RowPart, assign_rows
+from rlhf_spmd.controller.rows import RowIndex, assign_rows
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.compute import ComputeWorker, GlobalReduce
@@ -77,23 +72,23 @@ def groups(reference: Reference) -> list[int]:
 # -- the algebra
 
 
-def test_union_has_the_fields_of_all() -> None:
+def test_union_has_the_fields_of_all_and_refuses_other_rows_and_other_data_under_one_name() -> None:
     base = rows()
     other = base.select("label").rename(label="mark")
     joined = base.union(other, base)  # the same data twice is no conflict
     assert sorted(joined.fields) == ["label", "mark", "tokens"] and data(joined, "mark") == data(base, "label")
     assert ids(joined) == ids(base) == list(range(8))
-
-
-def test_union_refuses_other_rows_and_other_data_under_one_name() -> None:
-    base = rows()
-    with pytest.raises(ValueError, match="union of references to different rows: 8 and 2; take"):
-        base.union(base.take([0, 1]))
-    with pytest.raises(ValueError, match="both references have a field 'label'; rename"):
-        base.union(rows().select("label"))  # other data, of a batch of its own
-    swapped = base.select("tokens").rename(tokens="label")
-    with pytest.raises(ValueError, match="both references have a field 'label'"):
-        base.union(swapped)
+    single = rows(8, 1)
+    repeated = single.take([0, 1, 2, 3]).repeat(2)  # has the ids of other rows
+    assert ids(repeated) == ids(single)
+    for reference, different, message in (
+        (base, base.take([0, 1]), "union of references to different rows: 8 and 2; take"),
+        (single.select("label"), repeated.select("tokens"), "union of references to different rows"),
+        (base, rows().select("label"), "both references have a field 'label'; rename"),  # other data, of a batch of its own
+        (base, base.select("tokens").rename(tokens="label"), "both references have a field 'label'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reference.union(different)
 
 
 def test_select_and_rename() -> None:
@@ -116,7 +111,8 @@ def test_take_by_mask_ids_and_reference() -> None:
         assert taken.rows.data_dependent, "which rows these are only those know who computed the mask"
     assert ids(base.take(taken)) == ids(taken) and base.take(taken).rows.data_dependent
     assert not base.take(base.firsts()).rows.data_dependent
-    assert len(base.take(np.zeros(8, bool))) == 0
+    none = base.take(np.zeros(8, bool))
+    assert len(none) == len(base.take(none)) == 0 and none.rows.data_dependent and base.take(none).rows.data_dependent
     assert data(base.take([2, 3, 5]).take([5]), "tokens") == [[5] * 6]
 
 
@@ -148,16 +144,10 @@ def test_firsts_repeat_and_copy() -> None:
 def test_ids_of_repeated_rows_and_copies_fit() -> None:
     base = rows()
     assert ids(base.copy((1 << 15) - 1))[0] == (1 << 63) - COPY_STRIDE
-    large: Any = np.int64(1 << 15)  # its products turn over
-    made = (
-        lambda: base.copy(1 << 15),
-        lambda: base.copy(large),
-        lambda: base.copy().repeat(1 << 15),
-        lambda: base.copy().repeat(large),
-    )
-    for one in (*made, lambda: base.copy(0), lambda: base.repeat(0)):
-        with pytest.raises(ValueError, match=r"the largest row id would be -?\d+; at least 1, and ids stay below"):
-            one()
+    for count in (0, 1 << 15, np.int64(1 << 15)):  # whose products turn over
+        for function in (base.copy, base.copy().repeat):
+            with pytest.raises(ValueError, match=r"the largest row id would be -?\d+; at least 1, and ids stay below"):
+                function(count)
 
 
 def test_concat_has_the_fields_that_all_have_in_the_order_of_ids() -> None:
@@ -183,42 +173,6 @@ def test_pieces_for_the_same_rows_travel_together() -> None:
     assert [sorted(names) for _, names in twice] == [["label", "tokens"]] * 2
 
 
-class Sampler(Worker):
-    @register(DP, inputs=("prompt_ids",), outputs=("response_ids",), kind="generate", lengths_of="response_ids")
-    def generate(self, batch: Batch) -> Batch:
-        raise AssertionError("a trace computes nothing")
-
-    @register(DP, inputs=("prompt_ids", "response_ids"), kind="train")
-    def update(self, steps: list[list[Batch]]) -> None:
-        raise AssertionError("a trace computes nothing")
-
-
-def test_an_update_is_balanced_by_the_tokens_that_it_consumes() -> None:
-    """256 rows with long tails on eight ranks, two generations in one script: by the lengths of the other one the
-    fullest rank would have a quarter more tokens than the mean or worse."""
-    lengths = [np.minimum(np.random.default_rng(seed).lognormal(4, 1.5, 256), 4000).astype(int) + 1 for seed in (0, 1)]
-    world: Any = SimpleNamespace(ranks=tuple(range(8)), rank=0)  # a trace needs no process group
-    controller = Controller(world)
-    actor = Sampler(controller, "actor", ResourcePool("all", world.ranks), GroupShape(Layout(dp=8)))
-    ids = torch.arange(256)
-    prompts = source(Batch(ids, ids, {"prompt_ids": ragged([[1]] * 256)}))
-
-    def script() -> None:
-        sampled, greedy = actor.generate(prompts), actor.generate(prompts.copy())
-        actor.update(prompts.union(sampled))
-        actor.update(prompts.copy().union(greedy))
-
-    first, second, *updates = controller.trace(script).nodes
-    first.row_lengths, second.row_lengths = lengths  # what other ranks would send
-
-    def fullest(update: CallRecord, of: np.ndarray) -> float:
-        sums = np.bincount(update.inputs[0].partition.parts[0], of, minlength=8)
-        return float(sums.max() / sums.mean())
-
-    assert fullest(updates[0], lengths[0]) < 1.05 and fullest(updates[1], lengths[1]) < 1.05
-    assert fullest(updates[1], lengths[0]) > 1.25
-
-
 # -- placing rows
 
 
@@ -229,38 +183,6 @@ def tokens_of(num_rows: int, seed: int = 0) -> np.ndarray:
 def apart(tokens: np.ndarray) -> np.ndarray:
     """Of rows that have none of them in common."""
     return np.stack([tokens, np.zeros_like(tokens)])
-
-
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 40])
-@pytest.mark.parametrize("num_mini_batches", [1, 3, 5])
-def test_every_row_has_one_place_and_groups_are_whole(num_parts: int, num_mini_batches: int) -> None:
-    groups = np.repeat(np.arange(30), 4)
-    spec = PartitionSpec(num_parts, keep_groups=True, num_mini_batches=num_mini_batches, epochs=2, seed=7)
-    parts, mini_batches = assign_rows(spec, groups, apart(tokens_of(120)))
-    assert parts.shape == mini_batches.shape == (2 if num_mini_batches > 1 else 1, 120)
-    for epoch in range(len(parts)):
-        for of_row in (parts[epoch], mini_batches[epoch]):
-            assert (of_row.reshape(30, 4) == of_row.reshape(30, 4)[:, :1]).all(), "a group is whole"
-        sizes = np.bincount(mini_batches[epoch], minlength=num_mini_batches)
-        assert sizes.max() - sizes.min() <= 4, "mini-batches have as many groups each, or one more"
-        for mini_batch in range(num_mini_batches):
-            held = np.bincount(parts[epoch, mini_batches[epoch] == mini_batch], minlength=num_parts)
-            assert len(held) == num_parts and held.max() - held.min() <= 4
-
-
-def test_mini_batches_are_the_same_for_any_number_of_parts_and_any_tokens() -> None:
-    groups = np.repeat(np.arange(13) * 5, 3)
-    mini_batches = [
-        assign_rows(PartitionSpec(parts, keep, 4, 3, seed=1), groups, apart(tokens_of(39, seed=parts)))[1]
-        for parts in (1, 2, 5, 8)
-        for keep in (True, False)
-    ]
-    assert all(np.array_equal(mini_batches[0], other) for other in mini_batches)
-    first, second, third = (tuple(epoch) for epoch in mini_batches[0])
-    assert len({first, second, third}) == 3, "each epoch deals anew"
-    assert tuple(assign_rows(PartitionSpec(1, True, 4, 3, seed=2), groups, apart(tokens_of(39)))[1][0]) != first, (
-        "the seed decides"
-    )
 
 
 def test_rows_whose_responses_are_unknown_are_dealt_one_by_one() -> None:
@@ -279,25 +201,6 @@ def test_single_rows_balance_better_than_groups() -> None:
     assert fullest[1] < fullest[0] and fullest[1] < 1.02 * tokens.sum() / 8
 
 
-def test_a_part_says_which_of_its_rows_each_update_takes() -> None:
-    reference = rows(5, 2)
-    assert reference.rows is not None
-    for num_parts in (1, 2, 4):
-        placement = reference.rows.partition(
-            PartitionSpec(num_parts, True, 2, 3, seed=3), "none", lambda: apart(np.ones(10, np.int64))
-        )
-        parts = [placement.part(i) for i in range(num_parts)]
-        updates = [sorted(row for part in parts for row in part.row_ids[part.updates[u]].tolist()) for u in range(6)]
-        for epoch in range(3):
-            one, other = updates[2 * epoch : 2 * epoch + 2]
-            assert sorted(one + other) == list(range(10)) and {len(one), len(other)} == {4, 6}
-        if num_parts == 1:
-            alone = updates
-        assert updates == alone
-    empty: RowPart = reference.rows.partition(PartitionSpec(8), "none", lambda: apart(np.ones(10, np.int64))).part(7)
-    assert not len(empty.positions) and [len(update) for update in empty.updates] == [0]
-
-
 def test_rows_keep_the_part_that_was_given_to_them() -> None:
     homes = np.array([1, 1, 0, 0])
     batch = Batch(torch.arange(4), torch.arange(4) // 2, {"x": torch.zeros(4)})
@@ -308,29 +211,6 @@ def test_rows_keep_the_part_that_was_given_to_them() -> None:
             homes.tolist()
         ]
     assert len(reference.take([0, 1, 2]).rows.fixed_parts) == 0
-
-
-def test_all_placements_of_a_step_for_hundreds_of_ranks_take_milliseconds() -> None:
-    """PPO with 8,192 rows: generation and reward by groups, models and arithmetic by rows, updates in mini-batches."""
-    tokens, groups = tokens_of(8192), np.arange(8192) // 8
-    specs = [
-        PartitionSpec(256),
-        PartitionSpec(256, False),
-        PartitionSpec(128, False),
-        PartitionSpec(256, False, 4, seed=1),
-        PartitionSpec(128, True, 4, seed=1),
-    ]
-
-    def seconds() -> float:
-        of_step = RowIndex(np.arange(8192), groups)
-        start = time.process_time()
-        for spec in specs:
-            of_step.partition(spec, "tokens", lambda: apart(tokens)).part(3)
-        return time.process_time() - start
-
-    taken = min(seconds() for _ in range(5))
-    print(f"{1e3 * taken:.1f} ms")
-    assert taken < 0.05  # about 10 ms; the machine may be busy
 
 
 def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
@@ -401,15 +281,6 @@ def test_arithmetic_gives_as_many_as_there_are_rows() -> None:
         apply(worker, batch, too_few, ("scores",))
 
 
-def test_rows_of_other_groups_are_other_rows() -> None:
-    """Repeated rows get the ids that others have."""
-    whole, half = source(prompts(8, 1)), source(prompts(4, 1))
-    few = whole.take(half).repeat(2)
-    assert few.rows.row_ids.tolist() == whole.rows.row_ids.tolist()
-    with pytest.raises(ValueError, match="union of references to different rows"):
-        few.select("prompt_ids").union(whole.select("row"))
-
-
 def test_a_partition_knows_which_rows_its_token_counts_are_of() -> None:
     """The same rows, balanced by the prompts of other rows: pieces of one source, as long."""
     rows = RowIndex(np.arange(4), np.zeros(4, dtype=np.int64))
@@ -421,10 +292,3 @@ def test_a_partition_knows_which_rows_its_token_counts_are_of() -> None:
     ]
     assert len({call_input.counts_key for call_input in inputs}) == 3 and inputs[0].counts_key == inputs[0].counts_key
     assert len({id(call_input.partition) for call_input in inputs}) == 3
-
-
-def test_taking_none_of_the_rows_by_a_decision_is_a_decision() -> None:
-    rows = source(prompts(4, 1))
-    none = rows.take(np.zeros(4, dtype=bool))
-    taken = rows.take(none)
-    assert none.rows.data_dependent and taken.rows.data_dependent and len(taken) == 0

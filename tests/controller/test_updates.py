@@ -27,12 +27,16 @@ def mini_batches(rows: RowIndex, spec: PartitionSpec, tokens: np.ndarray) -> lis
     """Row ids of each mini-batch of each epoch, from what all parts have of it."""
     placement = rows.partition(spec, "tokens", lambda: np.stack([tokens, np.zeros_like(tokens)]))
     parts = [placement.part(index) for index in range(spec.num_parts)]
-    found = []
+    group_of = dict(zip(rows.row_ids.tolist(), rows.group_ids.tolist(), strict=True))
+    updates = []
     for number in range(spec.num_mini_batches * spec.epochs):
-        mine = [part.row_ids[part.updates[number]].tolist() for part in parts]
-        assert sum(map(len, mine)) == len(set().union(*mine)), "a row is on two parts"
-        found.append(set().union(*mine))
-    return found
+        of_parts = [part.row_ids[part.updates[number]].tolist() for part in parts]
+        update = set().union(*of_parts)
+        assert sum(map(len, of_parts)) == len(update), "a row is on two parts"
+        groups = [{group_of[row] for row in part} for part in of_parts]
+        assert not spec.keep_groups or sum(map(len, groups)) == len(set().union(*groups)), "a group is on two parts"
+        updates.append(update)
+    return updates
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,10 +53,12 @@ def test_mini_batches_have_the_same_rows_in_every_layout(
     one, *others = (mini_batches(RowIndex(row_ids, group_ids), spec, tokens) for spec in specs)
     assert all(other == one for other in others)
     for epoch in range(epochs):
-        its = one[epoch * chunks : (epoch + 1) * chunks]
-        assert set().union(*its) == set(row_ids.tolist()) and sum(map(len, its)) == len(row_ids)
-        sizes = [len({(row - 7) // samples for row in mini_batch}) for mini_batch in its]
-        assert [samples * size for size in sizes] == [len(mini_batch) for mini_batch in its], "a group is in two mini-batches"
+        of_epoch = one[epoch * chunks : (epoch + 1) * chunks]
+        assert set().union(*of_epoch) == set(row_ids.tolist()) and sum(map(len, of_epoch)) == len(row_ids)
+        sizes = [len({(row - 7) // samples for row in mini_batch}) for mini_batch in of_epoch]
+        assert [samples * size for size in sizes] == [len(mini_batch) for mini_batch in of_epoch], (
+            "a group is in two mini-batches"
+        )
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -60,8 +66,8 @@ def test_each_epoch_groups_anew_from_the_seed() -> None:
     rows = RowIndex(np.arange(32), np.arange(32) // 2)
 
     def epochs(seed: int) -> list[tuple[frozenset[int], ...]]:
-        found = mini_batches(rows, PartitionSpec(2, True, 4, 2, seed), np.ones(32, dtype=np.int64))
-        return [tuple(map(frozenset, found[at : at + 4])) for at in (0, 4)]
+        updates = mini_batches(rows, PartitionSpec(2, True, 4, 2, seed), np.ones(32, dtype=np.int64))
+        return [tuple(map(frozenset, updates[at : at + 4])) for at in (0, 4)]
 
     first, second = epochs(0)
     assert set(first) != set(second), "another grouping, not only another order"
@@ -69,7 +75,9 @@ def test_each_epoch_groups_anew_from_the_seed() -> None:
     assert first[0] != frozenset(range(8)), "not the order of the data"
     later = RowIndex(np.arange(32, 64), np.arange(32, 64) // 2)
     moved = mini_batches(later, PartitionSpec(2, True, 4, 1, 0), np.ones(32, dtype=np.int64))
-    assert [{row - 32 for row in its} for its in moved] != [set(its) for its in first], "nor the same places in every step"
+    assert [{row - 32 for row in mini_batch} for mini_batch in moved] != [set(mini_batch) for mini_batch in first], (
+        "nor the same places in every step"
+    )
 
 
 # -- one update on ranks
@@ -95,16 +103,16 @@ def tokens_per_replica(world: World) -> int:
 
 
 def test_updates_are_balanced_by_prompts_and_responses() -> None:
-    found = run_ranks(2, tokens_per_replica)
-    assert sum(found) == 229 and max(found) < 1.05 * sum(found) / 2, found
+    tokens = run_ranks(2, tokens_per_replica)
+    assert sum(tokens) == 229 and max(tokens) < 1.05 * sum(tokens) / 2, tokens
 
 
 def log_prob_difference(world: World) -> float:
     """Of a long and a short row, each on a replica of its own if there are two, from a rollout that says 0 of every token."""
     controller, models = build(world, "models.actor.dtype=float64")
     batch = batch_of([(3, 30), (3, 2)])
-    said = ragged([torch.zeros(n, dtype=torch.float64) for n in batch["response_ids"].lengths.tolist()])
-    rows = controller.source(Batch(batch.row_ids, batch.group_ids, {**batch.fields, "rollout_log_probs": said}))
+    zeros = ragged([torch.zeros(n, dtype=torch.float64) for n in batch["response_ids"].lengths.tolist()])
+    rows = controller.source(Batch(batch.row_ids, batch.group_ids, {**batch.fields, "rollout_log_probs": zeros}))
     call = controller.run(lambda: models.actor.compute_log_prob(rows))
     return merge_values(controller.get(call))[0]["rollout/log_prob_diff_mean"]
 
@@ -118,7 +126,7 @@ def update_unevenly(world: World, where: tuple[str, ...]) -> tuple[dict[str, flo
     controller, models = build(world, "models.actor.dtype=float64", "models.actor.optim.eps=1e-3", *where)
     rows = controller.source(batch_of([(3, 5), (7, 2), (2, 9), (6, 6), (4, 4), (5, 3), (9, 1), (1, 12)]))
     report = controller.run(lambda: models.actor.update(rows, likelihood("token-mean"), mini_batch_size=3, epochs=2))
-    values, progress = (found[0] for found in controller.get(report, models.actor.progress()))
+    values, progress = (values_of_ranks[0] for values_of_ranks in controller.get(report, models.actor.progress()))
     return values, progress["optimizer_steps"]
 
 
@@ -155,8 +163,8 @@ def update_pairs(world: World) -> tuple[dict[str, float], list[list[int]]]:
 def test_groups_are_kept_together_where_a_replica_has_none() -> None:
     """3 groups on 4 replicas, of which one has no rows: the loss and the gradient of one rank."""
     ((one, _),) = run_ranks(1, update_pairs)
-    found = run_ranks(4, update_pairs)
-    assert sorted(len(groups) for _, groups in found) == [0, 1, 1, 1]
-    assert all(micro_batch[0] == micro_batch[1] for _, groups in found for micro_batch in groups)
+    results = run_ranks(4, update_pairs)
+    assert sorted(len(groups) for _, groups in results) == [0, 1, 1, 1]
+    assert all(micro_batch[0] == micro_batch[1] for _, groups in results for micro_batch in groups)
     for key in ("actor/apart", "actor/grad_norm"):
-        assert found[0][0][key] == pytest.approx(one[key], rel=1e-12) and one[key] > 0
+        assert results[0][0][key] == pytest.approx(one[key], rel=1e-12) and one[key] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, cached_property
 
 import torch
@@ -40,27 +40,6 @@ SPECS = {  # name -> model, head
     "odd vocabulary, 2 KV heads": (ModelSpec("llama", 61, 32, 48, 4, 8, 2, 4, tie_word_embeddings=True), "lm"),
     "value head": (ModelSpec("llama", 64, 32, 48, 4, 8, 4, 4), "value"),
 }
-
-
-def cases(most_ranks: int = 8) -> Iterator[tuple[str, Layout, int, int]]:
-    """(method, training layout, p_g, t_g): every combination that is allowed, up to a number of ranks."""
-    for pp in (1, 2, 4):
-        for tp in (1, 2, 4):
-            for dp in (1, 2, 3, 4):
-                for zero in (0, 1, 3):
-                    if pp * tp * dp <= most_ranks and (dp > 1 or not zero):
-                        trains = [Layout(pp, tp, dp, zero)]
-                        if dp == 4 and zero:
-                            trains.append(Layout(pp, tp, dp, zero, zero_size=2))
-                        yield from ((name, one, *to) for one in trains for to in targets(one) for name in METHODS)
-
-
-def targets(train: Layout) -> Iterator[tuple[int, int]]:
-    for pp in (1, 2, 4):
-        for tp in (1, 2, 4):
-            divides = train.pp % pp == 0 and train.tp % tp == 0
-            if train.size % (pp * tp) == 0 and (divides or train.zero == 3):
-                yield pp, tp
 
 
 def layout_of(method: str, train: Layout, pp: int, tp: int, whole_experts: bool = False) -> GenerationLayout:

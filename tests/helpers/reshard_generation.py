@@ -101,6 +101,55 @@ def check_weights(decoder: Decoder, whole: dict[str, Tensor]) -> None:
             assert torch.equal(parameter.data[box.local_slices], whole[box.name][box.global_slices]), name
 
 
+def transitions(
+    world: World, spec: ModelSpec, name: str, layout: GenerationLayout, buffers: str, bucket_bytes: int
+) -> dict[str, Any]:
+    """Three times to generation and back, with an update between. Returns what a test compares."""
+    model = Model(world, spec, name, layout, buffers, bucket_bytes)
+    reference, expected = whole_tensors(spec)
+    hybrid, twice = model.hybrid, bool(not model.hybrid.plan.locations)
+    objects = {key: id(parameter) for key, parameter in model.parameters().items()}
+    result: dict[str, Any] = {"address": set(), "shared": hybrid.shared is not None}
+    training = model.held()  # storages: FSDP pads uneven shards
+    for version in range(3):
+        before = {key: local(p).clone() for key, p in model.parameters().items()}
+        hybrid.to_generation(version=version)
+        assert hybrid.version == version, "the generation shard says which weights it holds"
+        check_weights(model.generation, expected())
+        generation = size(model.generation.parameters())
+        stays = sum(p.nbytes for key, p in before.items() if key not in hybrid.plan.locations)  # experts that differ, or all
+        beside = 0 if buffers == "offload" else training if twice else stays
+        assert model.held() == generation + beside, "parameters that are held while generating"
+        assert hybrid.transition is not None and hybrid.in_generation
+        result["bytes"] = hybrid.transition.bytes_received, hybrid.transition.bytes_sent
+        whole = 4 * sum(map(math.prod, hybrid.gathered.values())) if hybrid.plan.from_whole else 0
+        held = whole + (generation if buffers == "keep" else 0) if whole else generation
+        together = twice or (buffers == "keep" and hybrid.shared is None)
+        result["address"].add(model.generation.layers[0].out.weight.data_ptr())
+        if not layout.train.zero and not twice:
+            for key, parameter in model.parameters().items():
+                assert not parameter.untyped_storage().nbytes() or torch.equal(parameter, before[key])
+        hybrid.to_training()
+        assert hybrid.version == (version if buffers == "keep" else None)
+        for key, parameter in model.parameters().items():
+            assert id(parameter) == objects[key], "parameter objects stay: optimizers and FSDP hold them"
+            assert torch.equal(local(parameter), before[key]) and local(parameter).is_contiguous(), key
+        result["transient"] = hybrid.transition.peak_bytes - held - (training if together or stays else 0)  # there and back
+        kept = generation if buffers == "keep" and hybrid.shared is None else 0
+        assert model.held() == training + kept
+        with torch.no_grad():  # an update, the same in every layout
+            for module in (model.decoder, reference):
+                for parameter in module.parameters():
+                    local(parameter).mul_(1.5)
+    result["bound"] = hybrid.bucket_bytes
+    result["planned"] = 4 * hybrid.plan.transfer.received(hybrid.index)
+    if layout.train.zero:  # FSDP still works on the storage that it got back
+        inputs = torch.arange(12) % 50 if model.decoder.is_first else torch.ones(12, spec.hidden_size)
+        out = model.decoder(inputs, PackedAttention([7, 5], torch.device("cpu")))
+        out.square().sum().backward()
+    return result
+
+
 def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, wait: bool) -> float:
     """Hidden states of a generation module against the single-rank forward, in fp64; distance relative to the largest."""
     model = Model(world, spec, name, layout, bucket_bytes=10_000, dtype=torch.float64)

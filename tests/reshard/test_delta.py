@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.reshard.delta import apply_encoded, differs, encode, encoded_bytes, pack_bits, unpack_bits
+from rlhf_spmd.reshard.delta import apply_encoded, differs, encode, encoded_bytes
 
 DTYPES = torch.bfloat16, torch.float32, torch.float64
 
@@ -45,11 +45,3 @@ def test_the_smallest_form_is_chosen() -> None:
         assert all(
             encoded_bytes(1000, n, itemsize)[1] <= min(whole, 125 + n * itemsize, n * (4 + itemsize)) for n in range(1001)
         )
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.booleans(), max_size=70))
-def test_eight_to_a_byte(bits: list[bool]) -> None:
-    packed = pack_bits(torch.tensor(bits, dtype=torch.bool))
-    assert packed.tolist() == [sum(bit << i for i, bit in enumerate(bits[at : at + 8])) for at in range(0, len(bits), 8)]
-    assert unpack_bits(packed, len(bits)).tolist() == bits

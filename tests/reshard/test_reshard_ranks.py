@@ -9,62 +9,16 @@ import torch
 
 from ranks import run_ranks
 from reshard_cases import SPECS, fits, generation_shards_at, layout_of, train_shards_at
-from reshard_generation import Model, check_weights, generate_in_layout, local, size, whole_tensors
-from rlhf_spmd.models.attention import PackedAttention
+from reshard_generation import Model, check_weights, generate_in_layout, local, size, transitions, whole_tensors
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import METHODS, HybridWeights
 from rlhf_spmd.reshard import hybrid as hybrid_module
-
-
-def transitions(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, buffers: str, bucket_bytes: int) -> dict:
-    model = Model(world, spec, name, layout, buffers, bucket_bytes)
-    reference, expected = whole_tensors(spec)
-    hybrid, twice = model.hybrid, bool(not model.hybrid.plan.locations)
-    objects = {key: id(parameter) for key, parameter in model.parameters().items()}
-    result: dict = {"address": set(), "shared": hybrid.shared is not None}
-    training = model.held()  # storages: FSDP pads uneven shards
-    for version in range(3):
-        before = {key: local(p).clone() for key, p in model.parameters().items()}
-        hybrid.to_generation(version=version)
-        assert hybrid.version == version, "the generation shard says which weights it holds"
-        check_weights(model.generation, expected())
-        generation = size(model.generation.parameters())
-        beside = training if twice and buffers != "offload" else 0
-        assert model.held() == generation + beside, "parameters that are held while generating"
-        assert hybrid.transition is not None and hybrid.in_generation
-        result["bytes"] = hybrid.transition.bytes_received, hybrid.transition.bytes_sent
-        whole = 4 * sum(map(math.prod, hybrid.gathered.values())) if hybrid.plan.from_whole else 0
-        held = whole + (generation if buffers == "keep" else 0) if whole else generation
-        together = twice or (buffers == "keep" and hybrid.shared is None)
-        result["address"].add(model.generation.layers[0].down.weight.data_ptr())
-        if not layout.train.zero and not twice:
-            for key, parameter in model.parameters().items():
-                assert not parameter.untyped_storage().nbytes() or torch.equal(parameter, before[key])
-        hybrid.to_training()
-        assert hybrid.version == (version if buffers == "keep" else None)
-        for key, parameter in model.parameters().items():
-            assert id(parameter) == objects[key], "parameter objects stay: optimizers and FSDP hold them"
-            assert torch.equal(local(parameter), before[key]) and local(parameter).is_contiguous(), key
-        result["transient"] = hybrid.transition.peak_bytes - held - (training if together else 0)  # there and back
-        kept = generation if buffers == "keep" and hybrid.shared is None else 0
-        assert model.held() == training + kept
-        with torch.no_grad():  # an update, the same in every layout
-            for module in (model.decoder, reference):
-                for parameter in module.parameters():
-                    local(parameter).mul_(1.5)
-    result["bound"] = hybrid.bucket_bytes
-    result["planned"] = 4 * hybrid.plan.transfer.received(hybrid.index)
-    if layout.train.zero:  # FSDP still works on the storage that it got back
-        inputs = torch.arange(12) % 50 if model.decoder.is_first else torch.ones(12, spec.hidden_size)
-        out = model.decoder(inputs, PackedAttention([7, 5], torch.device("cpu")))
-        out.square().sum().backward()
-    return result
-
+from tiers import tiers
 
 CASES = [  # training layout, p_g, t_g, method or None for all
     (Layout(dp=4), 1, 1, None),
@@ -87,8 +41,12 @@ CASES = [  # training layout, p_g, t_g, method or None for all
 RUNS = [(train, pp, tp, name) for train, pp, tp, only in CASES for name in METHODS if only in (None, name)]
 
 
-@pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda n: " ".join(map(str, RUNS[n])))
+SHORT = {0, 4, 9, 10, 13, 14, 19, 20, 24, 27, 30, 31}  # every method, buffer policy and bucket size, each kind of layout
+
+
+@pytest.mark.parametrize("number", tiers(range(len(RUNS)), SHORT), ids=lambda number: " ".join(map(str, RUNS[number])))
 def test_transitions(number: int) -> None:
+    """Of every three runs in a row each has another buffer policy, of every two another size of buckets."""
     train, pp, tp, name = RUNS[number]
     layout = layout_of(name, train, pp, tp)
     specs = [spec for spec, head in SPECS.values() if head == "lm" and fits(spec, train, layout)]
@@ -134,9 +92,9 @@ def heads_of_several(world: World, on_gpu: bool) -> None:
     model.hybrid.to_training()
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_heads_that_several_training_ranks_hold(on_gpu: bool) -> None:
-    run_ranks(4, heads_of_several, on_gpu)
+def test_heads_that_several_training_ranks_hold() -> None:
+    for on_gpu in (False, True):
+        run_ranks(4, heads_of_several, on_gpu)
 
 
 def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
@@ -164,29 +122,25 @@ def test_ways_of_a_gpu(train: Layout) -> None:
     assert ways[0] == ways[1] == ways[2] == ways[3] == ({"flat", "messages"} if train.pp > 1 else {"whole", "flat"})
 
 
-@pytest.mark.parametrize("spec", [spec for spec, head in SPECS.values() if head == "lm"], ids=list(SPECS)[:3])
-@pytest.mark.parametrize(
-    ("name", "train", "tp"),
-    [
-        ("zero_redundancy", Layout(tp=4), 1),
-        ("zero_redundancy", Layout(tp=4), 2),
-        ("full_gather", Layout(tp=4), 2),
-        ("zero_redundancy", Layout(dp=4, zero=3), 2),
-    ],
-)
-@pytest.mark.parametrize("wait", [True, False])
-def test_forward_in_the_generation_layout(spec: ModelSpec, name: str, train: Layout, tp: int, wait: bool) -> None:
+FORWARD = [  # model, method, training layout, t_g, whether the gather ends before the forward pass
+    ("gqa", "zero_redundancy", Layout(tp=4), 1, False),
+    ("tied, biases, qk norm", "zero_redundancy", Layout(tp=4), 2, True),
+    ("odd vocabulary, 2 KV heads", "zero_redundancy", Layout(tp=4), 2, False),
+    ("tied, biases, qk norm", "full_gather", Layout(tp=4), 2, False),
+    ("odd vocabulary, 2 KV heads", "zero_redundancy", Layout(dp=4, zero=3), 2, False),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "train", "tp", "wait"), FORWARD, ids=str)
+def test_forward_in_the_generation_layout(model: str, name: str, train: Layout, tp: int, wait: bool) -> None:
     """Also where the gather goes on during the forward pass, and where a rank makes none."""
-    assert max(run_ranks(4, generate_in_layout, spec, name, layout_of(name, train, 1, tp), wait)) < 1e-12
+    layout = layout_of(name, train, 1, tp)
+    assert max(run_ranks(4, generate_in_layout, SPECS[model][0], name, layout, wait)) < 1e-12
 
 
-def test_another_dtype_is_a_copy_and_stays() -> None:
+@pytest.mark.parametrize("buffers", ["free", "offload"])
+def test_another_dtype_is_a_copy_and_stays(buffers: str) -> None:
     """Training in fp32, generation in bf16: the training parameters are not a second copy of the same values."""
-    for buffers in ("free", "offload"):
-        check_two_dtypes(buffers)
-
-
-def check_two_dtypes(buffers: str) -> None:
     spec, layout = SPECS["gqa"][0], layout_of("zero_redundancy", Layout(), 1, 1)
     decoder = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu")
     init_random(decoder, 0)

