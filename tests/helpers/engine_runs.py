@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +102,8 @@ def write_models(base: Path, configs: Mapping[str, Mapping[str, Any]] = CONFIGS)
 
 LENGTHS = [5, 3, 9, 2, 7, 4, 6]
 
+ROW_WEIGHT = 1 / len(LENGTHS)  # of a row in the load-balancing loss
+
 OPTIM = OptimConfig(lr=1e-2, lr_scheduler_type="linear", lr_warmup_steps=1, clip_grad=0.5, weight_decay=0.1)
 
 STEADY = replace(OPTIM, eps=1e-3)  # Adam divides by the gradient's size: a larger eps does not magnify what rounds off at 0
@@ -181,7 +182,7 @@ def train(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int
     for step in range(STEPS):
         mine = engine.mesh.dp_rank
         batches = cut(rows_of(step, vocab), layout.dp, mine, num_micro_batches[mine], max(num_micro_batches[: layout.dp]))
-        sums = engine.forward_backward(batches, next_token_loss)
+        sums = engine.forward_backward(batches, next_token_loss, ROW_WEIGHT)
         assert set(sums) == ({"loss", "tokens"} if engine.mesh.last_stage else set())
         report = engine.optimizer_step()
         if engine.mesh.last_stage:
@@ -219,10 +220,16 @@ def together(results: Sequence[Any]) -> Result:
     return next(reports for reports, _ in results if "loss" in reports[0]), whole
 
 
-@functools.cache
-def single(path: str, head: str, eps: float = OPTIM.eps) -> Result:
-    """One rank, one micro-batch, fp64."""
-    return together(run_ranks(1, train, path, Layout(), [1], head, {"optim": replace(OPTIM, eps=eps)}))
+_SINGLE: dict[str, Result] = {}
+
+
+def single(path: str, head: str, eps: float = OPTIM.eps, **options: Any) -> Result:
+    """One rank, one micro-batch, fp64 unless ``options`` of the engine say otherwise; computed once."""
+    key = repr((path, head, eps, options))
+    if key not in _SINGLE:
+        settings = {"optim": replace(OPTIM, eps=eps), **options}
+        _SINGLE[key] = together(run_ranks(1, train, path, Layout(), [1], head, settings))
+    return _SINGLE[key]
 
 
 def assert_same(got: Result, want: Result, tolerance: float = 1e-10) -> None:
@@ -235,23 +242,30 @@ def assert_same(got: Result, want: Result, tolerance: float = 1e-10) -> None:
         )
 
 
-def score(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int]) -> list[Tensor] | None:
-    engine = build(world, path, layout, optim=None)
+def score(
+    world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int], dtype: torch.dtype = torch.float64
+) -> dict[int, Tensor]:
+    """The log-probs of this replica's rows by their number, on its last stage."""
+    engine = build(world, path, layout, optim=None, dtype=dtype)
     assert not any(p.requires_grad for p in engine.parameters().values())
-    rows, mine = rows_of(0, engine.spec.vocab_size), engine.mesh.dp_rank
-    batches = cut(rows, layout.dp, mine, num_micro_batches[mine], max(num_micro_batches[: layout.dp]))
+    replica = engine.mesh.dp_rank
+    count = num_micro_batches[replica]
+    rows = rows_of(0, engine.spec.vocab_size)
+    batches = cut(rows, layout.dp, replica, count, max(num_micro_batches[: layout.dp]))
 
     def head(decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
         return log_probs_at(decoder, hidden, torch.arange(len(batch.tokens)), batch.tokens.roll(-1))
 
     for _ in range(2):
         outputs = engine.forward(batches, head)
-    assert len(outputs) == len(batches)
     for output, batch in zip(outputs, batches, strict=True):
         assert (output is None) == (not engine.mesh.last_stage or not len(batch.lengths))
-    given = [out for out in outputs if out is not None]
-    rows = [row for out, b in zip(given, batches, strict=False) for row in out.split(b.lengths.tolist())]
-    return rows if engine.mesh.last_stage else None
+    if not engine.mesh.last_stage:
+        return {}
+    numbers = range(len(rows))[replica :: layout.dp]
+    order = [number for i in range(count) for number in numbers[i::count]]
+    log_probs = torch.cat([output for output in outputs if output is not None]).split([len(rows[number]) for number in order])
+    return {number: part[:-1] for number, part in zip(order, log_probs, strict=True)}  # the last label is of another row
 
 
 def special_batches(world: Any, path: str, layout: Layout) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks on paper: groups that note for ``legality`` what is launched on them, and carry nothing but messages of the controller.
+"""Ranks on paper: groups that note for ``legality`` what is launched on them, and carry nothing.
 
 So the code that plans and starts transfers runs for 64 ranks in one process, as long as what it does depends on no number that
 another rank has computed.
@@ -6,8 +6,6 @@ another rank has computed.
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,34 +20,13 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.launch import Launch as Start
 from rlhf_spmd.reshard import Transfer
 
-PATIENCE_S = 60.0
-
-
-class Mail:
-    """What ranks have sent to each other, if it is read."""
-
-    def __init__(self) -> None:
-        self._come = threading.Condition()
-        self._sent: dict[tuple[Any, ...], deque[Tensor]] = defaultdict(deque)
-
-    def put(self, way: tuple[Any, ...], tensor: Tensor) -> None:
-        with self._come:
-            self._sent[way].append(tensor.clone())
-            self._come.notify_all()
-
-    def take(self, way: tuple[Any, ...]) -> Tensor:
-        with self._come:
-            assert self._come.wait_for(lambda: self._sent[way], PATIENCE_S), f"nothing came: {way}"
-            return self._sent[way].popleft()
-
 
 @dataclass
 class Paper:
-    """What a rank does. ``world``: as much of one as groups and meshes need. ``mail``: None where nobody reads what comes."""
+    """What a rank does, with as much of a ``World`` as groups and meshes need."""
 
     rank: int
     size: int
-    mail: Mail | None = None
     events: list[Event] = field(default_factory=list)
     stream: str = MAIN
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -86,13 +63,9 @@ class Paper:
 class PaperWork:
     paper: Paper
     number: int
-    into: tuple[tuple[Any, ...], Tensor] | None = None  # where what comes goes
 
     def wait(self) -> None:
         self.paper.events.append(Wait(self.number, MAIN, self.paper.stream))
-        if self.into is not None and self.paper.mail is not None:
-            way, tensor = self.into
-            tensor.copy_(self.paper.mail.take(way))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +101,10 @@ class PaperGroup(Group):
         return self.paper.begin(self, "all_gather", label, flat.chunk(self.size)[self.rank], asynchronous=True)
 
     def isend(self, tensor: Tensor, to: int, label: str, tag: int = 0) -> Any:
-        if self.paper.mail is not None:
-            self.paper.mail.put((self.channel, self.ranks, self.ranks[self.rank], self.ranks[to], tag), tensor)
         return self._message(True, tensor, to, label, tag)
 
     def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> Any:
-        work = self._message(False, tensor, source, label, tag)
-        work.into = (self.channel, self.ranks, self.ranks[source], self.ranks[self.rank], tag), tensor
-        return work
+        return self._message(False, tensor, source, label, tag)
 
     def _message(self, sends: bool, tensor: Tensor, member: int, label: str, tag: int) -> PaperWork:
         part = Part(self.ranks[member], sends, tensor.numel(), _dtype(tensor), tag)
@@ -154,34 +123,13 @@ def on_paper(size: int, body: Callable[[Paper], object]) -> dict[int, list[Event
     return {paper.rank: paper.events for paper in papers}
 
 
-def together(size: int, body: Callable[[Paper], object]) -> dict[int, list[Event]]:
-    """As :func:`on_paper`, in a thread for each rank: what the controller sends arrives."""
-    mail, failures = Mail(), list[BaseException]()
-    papers = [Paper(rank, size, mail) for rank in range(size)]
-
-    def run(paper: Paper) -> None:
-        try:
-            body(paper)
-        except BaseException as error:  # the thread's boundary: raised below
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(paper,), daemon=True) for paper in papers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return {paper.rank: paper.events for paper in papers}
-
-
 def beside(paper: Paper, transfer: Callable[[], Transfer]) -> Transfer:
     """A transfer on a stream of its own, as GPUs have one; nobody waits for it here, but all of it is launched."""
     paper.events.append(Follow(SIDE, MAIN))
     paper.stream = SIDE
     try:
-        made = transfer()
-        made.wait()
+        started = transfer()
+        started.wait()
     finally:
         paper.stream = MAIN
-    return made
+    return started

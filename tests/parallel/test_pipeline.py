@@ -1,12 +1,7 @@
-"""Pipeline schedules as pure functions, and the loop that runs them: in order-checking communicators, and on ranks."""
+"""Pipeline schedules as pure functions, and the loop that runs them on ranks. ``test_legality_plans`` has its order of transfers."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +9,11 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
-from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
+from rlhf_spmd.parallel.pipeline import Action, run_pipeline, schedule_1f1b, schedule_forward
 
-CASES = [
-    (m, pp, vpp) for vpp in (1, 2, 3, 4) for pp in (1, 2, 3, 4, 7) for m in (0, 1, 2, 3, 5, 8, 13, 16) if pp > 1 or vpp == 1
-]
+CASES = [(m, pp, vpp) for vpp in (1, 2, 3) for pp in (1, 2, 3, 4, 7) for m in (0, 1, 2, 3, 5, 8, 13) if pp > 1 or vpp == 1]
 
 
 def simulate(schedules: list[list[Action]], vpp: int, backward: int = 1) -> int:
@@ -82,120 +74,6 @@ def test_forward_schedule_takes_vm_plus_p_minus_1_slots(m: int, pp: int, vpp: in
         assert length == (m * vpp + pp - 1 if m else 0)
 
 
-# -- the loop on communicators that order transfers as nccl does
-
-
-@dataclass
-class Transfer:
-    tensor: Tensor
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self) -> None:
-        assert self.done.wait(10), "deadlock"
-
-
-class Wire:
-    """What the ranks of one communicator share. Each rank's transfers run one after the other, in the order of their calls; the
-    first one between two ranks holds up the caller until the other side calls too.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.queues: dict[int, deque[tuple[str, int, Transfer]]] = {}
-        self.met: set[tuple[int, int]] = set()
-
-    def add(self, kind: str, me: int, peer: int, tensor: Tensor) -> Transfer:
-        transfer, pair = Transfer(tensor), (min(me, peer), max(me, peer))
-        with self.changed:
-            self.queues.setdefault(me, deque()).append((kind, peer, transfer))
-            if any(other == me for _, other, _ in self.queues.get(peer, ())):
-                self.met.add(pair)
-            while self._advance():
-                pass
-            self.changed.notify_all()
-            assert self.changed.wait_for(lambda: pair in self.met, 10), "deadlock in the first transfer of a pair"
-        return transfer
-
-    def _advance(self) -> bool:
-        for me, queue in self.queues.items():
-            if queue and queue[0][0] == "send":
-                _, peer, sent = queue[0]
-                other = self.queues.get(peer)
-                if other and other[0][:2] == ("receive", me):
-                    assert other[0][2].tensor.shape == sent.tensor.shape, "transfers of different micro-batches met"
-                    other[0][2].tensor.copy_(sent.tensor)
-                    for transfer in (queue.popleft()[2], other.popleft()[2]):
-                        transfer.done.set()
-                    return True
-        return False
-
-
-@dataclass(frozen=True, eq=False)
-class OrderedGroup(Group):
-    wire: Wire = field(default_factory=Wire)
-
-    def connect(self) -> None:
-        pass
-
-    def isend(self, tensor: Tensor, to: int, label: str, tag: int = 0) -> Any:
-        return self.wire.add("send", self.rank, to, tensor.clone())
-
-    def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> Any:
-        return self.wire.add("receive", self.rank, source, tensor)
-
-
-def run_on_threads(pp: int, vpp: int, schedule: Any, num_micro_batches: int) -> None:
-    wires = {name: Wire() for name in ("pp", "pp_back", "ring", "ring_back")}
-    failures: list[BaseException] = []
-
-    def rank_main(rank: int) -> None:
-        end = 0 if rank == 0 else 1
-        mesh: Any = SimpleNamespace(layout=Layout(pp=pp, vpp=vpp))
-        for name in ("pp", "pp_back"):
-            setattr(mesh, name, OrderedGroup(name, tuple(range(pp)), rank, wire=wires[name]))
-        for name in ("ring", "ring_back"):
-            setattr(mesh, name, OrderedGroup(name, (0, pp - 1), end, wire=wires[name]))
-        order = []
-
-        def forward(action: Action, received: Tensor | None) -> Tensor | None:
-            order.append(action)
-            time.sleep(0.0002 * ((rank + action.micro_batch) % 3))
-            stage = action.chunk * pp + rank
-            assert received is None if stage == 0 else float(received[0]) == stage - 1 + 100 * action.micro_batch
-            return None if stage == pp * vpp - 1 else torch.full((action.micro_batch + 1,), stage + 100.0 * action.micro_batch)
-
-        def backward(action: Action, received: Tensor | None) -> Tensor | None:
-            order.append(action)
-            stage = action.chunk * pp + rank
-            assert received is None if stage == pp * vpp - 1 else float(received[0]) == stage + 1 - 100 * action.micro_batch
-            return None if stage == 0 else torch.full((action.micro_batch + 1,), stage - 100.0 * action.micro_batch)
-
-        actions = schedule(num_micro_batches, pp, rank, vpp)
-        shapes = [(i + 1,) for i in range(num_micro_batches)]
-        try:
-            connect_stages(mesh, torch.device("cpu"))
-            run_pipeline(actions, mesh, shapes, torch.float32, torch.device("cpu"), forward, backward)
-            assert order == actions
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(pp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    assert not any(queue for wire in wires.values() for queue in wire.queues.values()), "transfers are left over"
-
-
-@pytest.mark.parametrize("schedule", [schedule_1f1b, schedule_forward])
-@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2), (5, 3)])
-def test_no_deadlock_where_transfers_are_ordered_and_first_ones_block(pp: int, vpp: int, schedule: Any) -> None:
-    for num_micro_batches in (1, 2, 3, 4, 5, 9, 12):
-        run_on_threads(pp, vpp, schedule, num_micro_batches)
-
-
 # -- on ranks
 
 
@@ -238,10 +116,8 @@ def source(i: int, rows: int, width: int, replica: int) -> Tensor:
     ("layout", "lengths"),
     [
         (Layout(), [3, 1]),
-        (Layout(pp=2), [5, 1, 7, 2, 3]),
         (Layout(pp=2, dp=2), [4, 9, 1]),
         (Layout(pp=4), [3, 2000, 1, 8, 5, 2]),
-        (Layout(pp=2, vpp=2), [5, 1, 700, 2, 3]),
         (Layout(pp=2, dp=2, vpp=3), [4, 9]),
         (Layout(pp=4, vpp=2), [3, 2000, 1, 8, 5, 2, 4, 7, 6]),
         (Layout(pp=4, vpp=2), [3]),

@@ -16,12 +16,13 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import HybridWeights, Storages
 from rlhf_spmd.workers import RoleConfig
 from role_workers import build
+from tiers import tiers
 
 ROLES = ("actor", "critic", "reference", "reward")
+SHARDED = "ZeRO-3, optimizer states there too, bf16"
 # name -> ranks and overrides
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "1 rank": (1, ()),
-    "ZeRO-3, optimizer states there too, bf16": (
+    SHARDED: (
         2,
         (
             *(part for role in ROLES for part in layout(role, dp=2, zero=3)),
@@ -46,31 +47,37 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def train(run_dir: Path, name: str, offload: bool, *more: str) -> tasks.Run:
-    ranks, overrides = CASES[name]
-    every = [f"models.{role}.offload={str(offload).lower()}" for role in ROLES]
-    keeps = offload and "buffers=keep" not in " ".join(overrides)  # generation parameters that are kept are on the device
-    watched = ["algorithm.name=outside.at_rest", f"algorithm.offload={str(offload).lower()}"] if keeps or not offload else []
-    overrides = (*overrides, *every, *watched, f"reward.model={tasks.task() / 'critic'}", "run.save_freq=1", *more)
-    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, 2, *overrides))
-    return tasks.read_run(run_dir)
+def settings_of(name: str, offload: bool) -> tuple[str, ...]:
+    _, overrides = CASES[name]
+    flag = str(offload).lower()
+    keeps = offload and "buffers=keep" in " ".join(overrides)  # generation parameters that are kept are on the device
+    watched = () if keeps else ("algorithm.name=outside.at_rest", f"algorithm.offload={flag}")
+    offloads = (f"models.{role}.offload={flag}" for role in ROLES)
+    return (*overrides, *offloads, *watched, f"reward.model={tasks.task() / 'critic'}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers(CASES, lambda name: "buffers" not in name))
 def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, name: str) -> None:
-    """Without ``offload``, with it, and with it from a checkpoint on."""
-    plain, resting = train(tmp_path / "plain", name, False), train(tmp_path / "resting", name, True)
+    ranks = CASES[name][0]
+    plain, resting = (tasks.train(ranks, tmp_path / str(flag), 2, *settings_of(name, flag)) for flag in (False, True))
     tasks.assert_bit_equal(plain, resting)
     assert all(row["timing_s/reload"] > 0 for row in resting.raw) and not any("timing_s/reload" in row for row in plain.raw)
-    resumed = train(tmp_path / "resumed", name, True, f"run.resume={tmp_path / 'resting' / 'checkpoints' / 'step_1'}")
-    assert resumed.metrics == resting.metrics[1:] and resumed.state == resting.state
-    assert all((tensor == resumed.weights[key]).all() for key, tensor in resting.weights.items())
+
+
+def test_a_resumed_run_rests_too(tmp_path: Path) -> None:
+    settings = settings_of(SHARDED, True)
+    config = str(tasks.task() / "ppo.json")
+    run_ranks(2, tasks.train_here, config, tasks.settings(tmp_path / "whole", 2, *settings, "run.save_freq=1"))
+    run = tasks.read_run(tmp_path / "whole")
+    resumed = tasks.train(2, tmp_path / "resumed", 2, *settings, f"run.resume={tmp_path / 'whole' / 'checkpoints' / 'step_1'}")
+    assert resumed.metrics == run.metrics[1:] and resumed.state == run.state
+    assert all((tensor == resumed.weights[key]).all() for key, tensor in run.weights.items())
 
 
 def while_generating(world: World) -> tuple[int, int]:
     """Training storages of a resting actor, and those that are there when generation ends."""
     controller, models = build(world, "models.actor.offload=true", *layout("actor", tp=2), *layout("generation", tp=1))
-    kept: list[int] = []
+    kept: list[Any] = []
     came: list[Any] = []
     release, back = Storages.release, HybridWeights.to_training
 
@@ -96,23 +103,19 @@ def test_a_training_shard_that_came_back_does_not_stay_beside_generations() -> N
 
 def test_weights_that_come_back_ahead_of_their_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the traced script foresees: while the call before computes. The same bits."""
-    begun, back = [], Storages.prefetch
+    sizes, prefetch = [], Storages.prefetch
 
-    def prefetch(storages: Storages) -> None:
-        begun.append(storages.nbytes)
-        back(storages)
+    def noted_prefetch(storages: Storages) -> None:
+        sizes.append(storages.nbytes)
+        prefetch(storages)
 
-    monkeypatch.setattr(Storages, "prefetch", prefetch)
+    monkeypatch.setattr(Storages, "prefetch", noted_prefetch)
     everything = [f"models.{role}.{key}=true" for role in ROLES for key in ("offload", "prefetch")]
-    more = f"reward.model={tasks.task() / 'critic'}", "run.save_freq=1"
-    tasks.train_alone(tmp_path / "ahead", 2, *everything, *more)
-    tasks.train_alone(tmp_path / "plain", 2, *more)
+    model = f"reward.model={tasks.task() / 'critic'}"
+    tasks.train_alone(tmp_path / "ahead", 2, *everything, model)
+    tasks.train_alone(tmp_path / "plain", 2, model)
     tasks.assert_bit_equal(tasks.read_run(tmp_path / "plain"), tasks.read_run(tmp_path / "ahead"))
-    assert begun == [0] * len(begun) and len(begun) >= 2 * 5, (
-        "values, scores, reference, critic, actor in each step: none was there"
-    )
-
-
-def test_nothing_to_bring_back_is_refused() -> None:
+    assert len(sizes) >= 2 * 5, "values, scores, reference, critic, actor in each step"
+    assert not any(sizes), "what comes back was there"
     with pytest.raises(ValueError, match=r"models.actor.prefetch=true .* models.actor.offload is false"):
         RoleConfig(prefetch=True).check("models.actor")
