@@ -16,25 +16,27 @@ from rlhf_spmd.parallel.world import World, init_world
 
 def sum_of_ranks(world: World) -> dict[str, float]:
     """Pools of three and of two ranks that overlap, and members that are in different numbers of groups: each meets the others."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     before = len(world._communicators)
     first = build_mesh(world, [0, 1, 2], Layout(dp=3))
     second = build_mesh(world, [2, 3], Layout(tp=2))
     assert len(world._communicators) == before, "a mesh communicates nothing until it is asked to"
     if first.member:
-        found["dp"] = float(first.dp.all_reduce(torch.tensor([float(world.rank)]), "test"))
+        sums["dp"] = float(first.dp.all_reduce(torch.tensor([float(world.rank)]), "test"))
         assert first.pool.process_group is first.dp.process_group, "equal ranks share a communicator"
     if second.member:
-        found["tp"] = float(second.tp.all_reduce(torch.tensor([float(world.rank)]), "test"))
-    found["made"] = sum(("", ranks) in world._communicators for ranks in ((0, 1, 2), (2, 3)))
-    return found
+        sums["tp"] = float(second.tp.all_reduce(torch.tensor([float(world.rank)]), "test"))
+    sums["communicators"] = sum(("", ranks) in world._communicators for ranks in ((0, 1, 2), (2, 3)))
+    return sums
 
 
 def test_a_group_is_made_by_its_own_ranks_alone() -> None:
-    found = run_ranks(4, sum_of_ranks)
-    assert [f.get("dp") for f in found] == [3.0, 3.0, 3.0, None]
-    assert [f.get("tp") for f in found] == [None, None, 5.0, 5.0]
-    assert [f["made"] for f in found] == [1, 1, 2, 1]
+    assert run_ranks(4, sum_of_ranks) == [
+        {"dp": 3.0, "communicators": 1},
+        {"dp": 3.0, "communicators": 1},
+        {"dp": 3.0, "tp": 5.0, "communicators": 2},
+        {"tp": 5.0, "communicators": 1},
+    ]
 
 
 def first_transfers(world: World) -> float:
@@ -45,12 +47,9 @@ def first_transfers(world: World) -> float:
     assert mesh.pp_back.process_group is not mesh.pp.process_group, "a channel of its own"
     received = torch.zeros(1)
     if world.rank == 1:
-        work = mesh.pp_back.irecv(received, 3, "test")
+        wait_all([mesh.pp_back.irecv(received, 3, "test")])
     elif world.rank == 3:
-        work = mesh.pp_back.isend(torch.ones(1), 1, "test")
-    if world.rank in (1, 3):
-        assert work is not None
-        work.wait()
+        wait_all([mesh.pp_back.isend(torch.ones(1), 1, "test")])
     return float(received)
 
 
@@ -102,17 +101,17 @@ def gathered(world: World) -> tuple[list[list[bytes] | None], list[int], float]:
     group.connect()
     early = group.isend(torch.tensor([7.0]), 0, "early") if world.rank == 3 else None
     before = Counter(RECORDER.received), Counter(RECORDER.sent)
-    found = [group.gather_bytes(bytes([world.rank]) * size * world.rank, "gathered") for size in (1 << 20, 1)]
+    parts = [group.gather_bytes(bytes([world.rank]) * size * world.rank, "gathered") for size in (1 << 20, 1)]
     moved = [(RECORDER.received - before[0])["gathered"], (RECORDER.sent - before[1])["gathered"]]
     late = torch.zeros(1)
     if world.rank == 0:
         wait_all([group.irecv(late, 3, "early")])
     wait_all([early])
-    return found, moved, float(late)
+    return parts, moved, float(late)
 
 
 def test_bytes_of_unequal_lengths_are_gathered_as_long_as_they_are() -> None:
-    (found, moved, late), *others = run_ranks(4, gathered)
-    assert found == [[bytes([rank]) * size * rank for rank in range(4)] for size in (1 << 20, 1)] and late == 7
-    assert moved[0] < 6 * (1 << 20) + 200 and [told[1] // (1 << 20) for _, told, _ in others] == [1, 2, 3]
-    assert all(parts == [None, None] for parts, _, _ in others)
+    (parts, moved, late), *others = run_ranks(4, gathered)
+    assert parts == [[bytes([rank]) * size * rank for rank in range(4)] for size in (1 << 20, 1)] and late == 7
+    assert moved[0] < 6 * (1 << 20) + 200 and [sent // (1 << 20) for _, (_, sent), _ in others] == [1, 2, 3]
+    assert all(nothing == [None, None] for nothing, _, _ in others)

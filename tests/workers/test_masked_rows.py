@@ -11,16 +11,19 @@ import tasks
 from flat_config import flat_config
 from overrides import FP64, layout
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.algorithms.ppo import Config as PPOConfig
+from rlhf_spmd.algorithms.values import clipped_value
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.launch import Launch, connect_store
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.objective import MASK, learnt_rows
+from rlhf_spmd.workers.objective import MASK, joint, learnt_rows
 from role_workers import batch_of, build
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 STOPPED = [True, False, True, False]
 KEPT = [0, 2]
+MASKED = flat_config(PPOConfig, mask_truncated_completions=True)
 
 
 def rows(stopped: list[bool]) -> Batch:
@@ -78,8 +81,14 @@ def test_the_mask_of_an_environment_stays() -> None:
         assert learnt_rows(masked, "stopped")[MASK].values.tolist() == expected
 
 
+def test_the_critic_learns_from_the_same_rows() -> None:
+    both = joint(clipped_policy(MASKED, SamplingConfig()), clipped_value(MASKED))
+    assert both.only == "stopped" and "stopped" in both.row_inputs and "stopped" not in both.inputs
+    assert clipped_value(PPOConfig()).only is None
+
+
 def test_ranks_learn_the_same_of_rows_that_were_not_cut(tmp_path: Path) -> None:
-    """A replica may have cut rows alone in a mini-batch: it must neither wait nor count for less. The critic learns from the same rows.
+    """A replica may have cut rows alone in a mini-batch: it must neither wait nor count for less.
     Metrics are means of terms of size one that cancel, hence the floor."""
     masked = ("algorithm.mask_truncated_completions=true", "algorithm.ppo_mini_batch_size=4", *FP64)
     replicas = [setting for role in ("actor", "critic") for setting in layout(role, dp=4)]

@@ -64,7 +64,7 @@ def train(world: World, path: Path, zero: int) -> tuple[list[float], dict[str, T
     return numbers, {name: local_part(tensor).cpu().clone() for name, tensor in engine.local_tensors().items()}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_one_rank_under_fsdp_trains_as_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World, stage: int
