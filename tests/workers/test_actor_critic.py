@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import tasks
 from ranks import run_ranks
-from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.train import prepare
-from rlhf_spmd.training.roles import build_models
-from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 from rlhf_spmd.workers.objective import Objective, Rows, Totals, joint
-from role_workers import batch_of
+from role_workers import batch_of, build
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 WEIGHT = 0.3
@@ -39,12 +32,7 @@ def head(hidden: int) -> torch.Tensor:
 def update(world: World, where: tuple[str, ...]) -> tuple[dict[str, float], list[float]]:
     """The statistics of one optimizer step of both losses, and the sums of each row's values before it."""
     config = tasks.other_task({"name": "ppo", "share_actor_critic": True, "use_kl_in_reward": False}, "actor")
-    ready = prepare(config, tasks.settings(Path("unused"), 1, "models.actor.dtype=float64", *where), world.size)
-    controller = Controller(world.all)
-    settings = WorkerContext(
-        controller, world, BatchLimits(), seed=0, rewards={"reward": RewardConfig()}, tokenizer=ready.tokenizer
-    )
-    models = build_models(ready.plans, settings)
+    controller, models = build(world, "models.actor.dtype=float64", *where, config=config)
     for name, tensor in models.actor.engine.local_tensors().items():
         if name.endswith("value.weight"):
             tensor.copy_(head(tensor.shape[1])[: len(tensor)])

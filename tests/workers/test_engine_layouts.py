@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ from engine_runs import (
     check_half_precision,
     check_single_precision,
     cut,
-    drawn,
     go,
     half_precision,
     joined,
+    local_boxes,
+    log_probs_at,
     next_token_loss,
     rows_of,
-    score,
     single,
     special_batches,
     together,
@@ -48,16 +47,17 @@ from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.checkpoint.manifest import PARAM
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.kernels import choose_ops
-from rlhf_spmd.models.context_parallel import check_cp, own_tokens
+from rlhf_spmd.models.context_parallel import check_cp
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.expert_parallel import check_ep
-from rlhf_spmd.models.spec import ModelSpec, spec_from_config
-from rlhf_spmd.parallel.collectives import solo
+from rlhf_spmd.models.spec import ModelSpec, read_spec, spec_from_config
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, generation_layout, resolve_layout
+from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard.holdings import held_by
 from rlhf_spmd.workers.optim_config import learning_rate
 from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.rank_shards import rank_shards
+from rlhf_spmd.workers.train_engine import TrainEngine
 
 EXPERTS = {**QWEN3_MOE, "num_experts": 8}
 SHARED_EXPERT = {
@@ -207,6 +207,32 @@ def test_one_rank_equals_transformers_and_torch_adamw(models: dict[str, str]) ->
             torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def score(
+    world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int], dtype: torch.dtype = torch.float64
+) -> dict[int, Tensor]:
+    """The log-probs of this replica's rows by their number, on its last stage."""
+    engine = build(world, path, layout, optim=None, dtype=dtype)
+    assert not any(p.requires_grad for p in engine.parameters().values())
+    replica = engine.mesh.dp_rank
+    count = num_micro_batches[replica]
+    rows = rows_of(0, engine.spec.vocab_size)
+    batches = cut(rows, layout.dp, replica, count, max(num_micro_batches[: layout.dp]))
+
+    def head(decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+        return log_probs_at(decoder, hidden, torch.arange(len(batch.tokens)), batch.tokens.roll(-1))
+
+    for _ in range(2):
+        outputs = engine.forward(batches, head)
+    for output, batch in zip(outputs, batches, strict=True):
+        assert (output is None) == (not engine.mesh.last_stage or not len(batch.lengths))
+    if not engine.mesh.last_stage:
+        return {}
+    numbers = range(len(rows))[replica :: layout.dp]
+    order = [number for i in range(count) for number in numbers[i::count]]
+    log_probs = torch.cat([output for output in outputs if output is not None]).split([len(rows[number]) for number in order])
+    return {number: part[:-1] for number, part in zip(order, log_probs, strict=True)}  # the last label is of another row
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "micro"),
     [
@@ -271,25 +297,32 @@ def test_non_finite_gradients_stop_all_ranks_before_the_step(models: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "layout", "dtype"),
     [
-        ("untied", Layout()),
-        ("untied", Layout(tp=2, dp=2, zero=1)),
-        ("untied", Layout(pp=2, dp=2, zero=2)),
-        ("untied", Layout(dp=4, zero=3, zero_size=2)),
-        ("4 experts of 4", Layout(dp=2, ep=2)),
+        ("untied", Layout(), torch.bfloat16),
+        ("untied", Layout(tp=2, dp=2, zero=1), torch.bfloat16),
+        ("untied", Layout(pp=2, dp=2, zero=2), torch.bfloat16),
+        ("untied", Layout(dp=4, zero=3, zero_size=2), torch.bfloat16),
+        ("4 experts of 4", Layout(dp=2, ep=2), torch.bfloat16),
+        ("tied", Layout(tp=2), torch.float32),
+        ("tied", Layout(pp=2, dp=2, zero=3), torch.float32),
     ],
     ids=str,
 )
-def test_bf16_with_fp32_masters_follows_fp64(models: dict[str, str], kind: str, layout: Layout) -> None:
-    """Losses to 2%, norms to 5%, what the steps have added to each tensor (its fp32 masters) to 15% of its 2-norm."""
-    check_half_precision(run_ranks(layout.size, half_precision, models[kind], layout), models[kind])
+def test_lower_precision_follows_fp64(models: dict[str, str], kind: str, layout: Layout, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16:
+        check_half_precision(run_ranks(layout.size, half_precision, models[kind], layout), models[kind])
+    else:
+        options = {"dtype": dtype, "optim": STEADY}
+        check_single_precision(run_ranks(layout.size, train, models[kind], layout, [2, 2], "lm", options), models[kind])
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, dp=2, zero=3)], ids=str)
-def test_fp32_stays_near_fp64(models: dict[str, str], layout: Layout) -> None:
-    options = {"dtype": torch.float32, "optim": STEADY}
-    check_single_precision(run_ranks(layout.size, train, models["tied"], layout, [2, 2], "lm", options), models["tied"])
+def drawn(world: Any, path: str, layout: Layout) -> Any:
+    """The boxes of random weights."""
+    mesh = build_mesh(world, range(layout.size), layout)
+    options = {"dtype": torch.float64, "device": torch.device("cpu"), "seed": 7}
+    engine = TrainEngine(read_spec(path), None, "lm", mesh, None, **options)
+    return [{}], local_boxes(engine)
 
 
 @pytest.mark.parametrize(
@@ -345,12 +378,6 @@ def test_an_export_has_the_bytes_of_its_source(models: dict[str, str], tmp_path:
 
 
 # -- without ranks
-
-
-def test_each_token_is_on_one_rank() -> None:
-    x = torch.arange(1, 12)
-    parts = [own_tokens(x, replace(solo(), name="cp", ranks=(0, 1, 2, 3), rank=rank)) for rank in range(4)]
-    assert torch.equal(torch.stack(parts, 1).flatten(), torch.cat([x, torch.zeros(1, dtype=x.dtype)]))
 
 
 WIDE = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 64}

@@ -1,4 +1,4 @@
-"""What ranks of an engine send to each other, in bytes, and in which precision they sum it; optimizer states on the host."""
+"""What ranks of an engine send to each other, in bytes, and in which precision they sum it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from engine_runs import (
     boxes_of,
     build,
     cut,
-    go,
     next_token_loss,
     rows_of,
     write_models,
@@ -168,22 +167,3 @@ def test_zero_moves_large_parameters_in_pieces_with_the_same_bits(models: dict[s
     norm_of_pieces, tensors = summed_gradients(models["untied"], Layout(dp=2, zero=stage), staged=37)
     assert norm == norm_of_pieces
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items())
-
-
-# -- optimizer states on the host
-
-
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [(Layout(), torch.bfloat16), (Layout(pp=2, vpp=2), torch.float32), (Layout(dp=2, zero=3), torch.bfloat16)],
-    ids=str,
-)
-def test_offloaded_optimizer_states_change_no_bit(models: dict[str, str], layout: Layout, dtype: torch.dtype) -> None:
-    """On CPUs they are in the same place; tests/workers/test_gpu.py has the case where they are not."""
-    plain, offloaded = (
-        run_ranks(layout.size, go, models["5 layers"], layout, options, range(2), "", "")
-        for options in ({"dtype": dtype, "optim": replace(OPTIM, offload=offload)} for offload in (False, True))
-    )
-    for (reports, boxes), (other_reports, other_boxes) in zip(plain, offloaded, strict=True):
-        assert reports == other_reports
-        assert all(torch.equal(a[3], b[3]) for a, b in zip(boxes, other_boxes, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from engine_runs import CONFIGS, OPTIM, QWEN3_MOE, STEPS, go, together, worst_update, write_models
 from ranks import run_ranks
@@ -30,11 +32,12 @@ CONFIG = OptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1, beta
 EIGHT_BIT = {"optim": replace(OPTIM, name="adamw_8bit"), "dtype": torch.float32}
 MUON = {"optim": replace(OPTIM, name="muon")}
 OPTIONS = {"adamw_8bit": EIGHT_BIT, "muon": MUON}
+Tensors = dict[str, Tensor]
 SMALL: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (7,), "empty": (0, 4)}
 LARGE: dict[str, tuple[int, ...]] = {"blocks": (64, 80), "and_a_rest": (70, 61), "bias": (7,), "no_rows": (0, 4)}
 
 
-def drawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def drawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
 
@@ -111,22 +114,34 @@ def test_what_eight_bits_need(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- steps
 
 
+ADAMW: dict[str, Any] = {"lr": 1.0, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+STEPS_ALONE = 4
+
+
+def take_steps(
+    ours: Optimizer, params: Tensors, theirs: Tensors, others: list[Any], local: Callable[[Tensors], Tensors]
+) -> None:
+    """Steps of ours and of ``others``, which have ``theirs``. ``local``: tensors as ours has them."""
+    shapes = {name: tuple(param.shape) for name, param in theirs.items()}
+    dtype = next(iter(theirs.values())).dtype
+    for step in range(STEPS_ALONE):
+        grads, rate = drawn(shapes, step + 1, dtype), learning_rate(CONFIG, step, STEPS_ALONE)
+        for name, param in theirs.items():
+            param.grad = grads[name].clone()
+        for other in others:
+            other.param_groups[0]["lr"] = rate
+            other.step()
+        assert ours.step(params, local(grads)) == rate
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_steps_equal_torch_adamw(dtype: torch.dtype) -> None:
-    params, reference = drawn(SMALL, 0, dtype), {k: torch.nn.Parameter(v) for k, v in drawn(SMALL, 0, dtype).items()}
-    optimizer = Optimizer(CONFIG, params, total_steps=4)
-    adamw = torch.optim.AdamW(reference.values(), lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=False)
+    params, theirs = drawn(SMALL, 0, dtype), {name: Parameter(value) for name, value in drawn(SMALL, 0, dtype).items()}
+    adamw = torch.optim.AdamW(theirs.values(), **ADAMW, foreach=False)
+    take_steps(Optimizer(CONFIG, params, STEPS_ALONE), params, theirs, [adamw], dict)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-13
-    for step in range(4):
-        grads = drawn(SMALL, step + 1, dtype)
-        for name, param in reference.items():
-            param.grad = grads[name].clone()
-        adamw.param_groups[0]["lr"] = learning_rate(CONFIG, step, 4)
-        adamw.step()
-        assert optimizer.step(params, grads) == learning_rate(CONFIG, step, 4)
-        for name in params:
-            torch.testing.assert_close(params[name], reference[name].detach(), rtol=10 * tolerance, atol=tolerance)
-    assert optimizer.step_count == 4
+    for name in params:
+        torch.testing.assert_close(params[name], theirs[name].detach(), rtol=10 * tolerance, atol=tolerance)
 
 
 def test_master_weights_keep_steps_that_bf16_would_lose() -> None:
@@ -149,18 +164,13 @@ def test_master_weights_keep_steps_that_bf16_would_lose() -> None:
 def test_eight_bit_steps_are_those_of_bitsandbytes() -> None:
     """Its class quantizes what has at least 4,096 elements; biases are kept in full here, too."""
     optim = pytest.importorskip("bitsandbytes").optim
-    params, theirs = drawn(LARGE, 0), {k: torch.nn.Parameter(v) for k, v in drawn(LARGE, 0).items() if v.numel()}
-    optimizer = Optimizer(replace(CONFIG, name="adamw_8bit"), params, total_steps=5)
-    oracle = optim.AdamW8bit(theirs.values(), lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    for step in range(5):
-        grads = drawn(LARGE, step + 1)
-        for name, param in theirs.items():
-            param.grad = grads[name].clone()
-        oracle.param_groups[0]["lr"] = learning_rate(CONFIG, step, 5)
-        oracle.step()
-        optimizer.step(params, grads)
+    params = drawn(LARGE, 0)
+    theirs = {name: Parameter(value) for name, value in drawn(LARGE, 0).items()}
+    optimizer = Optimizer(replace(CONFIG, name="adamw_8bit"), params, STEPS_ALONE)
+    oracle = optim.AdamW8bit([param for param in theirs.values() if param.numel()], **ADAMW)
+    take_steps(optimizer, params, theirs, [oracle], dict)
     for name, param in theirs.items():
-        if param.dim() > 1:
+        if param.dim() > 1 and param.numel():
             assert torch.equal(params[name], param.detach()), name
             assert oracle.state[param]["state1"].dtype == torch.uint8, "the oracle quantizes it"
         torch.testing.assert_close(params[name], param.detach(), rtol=1e-5, atol=1e-6)
@@ -203,27 +213,19 @@ def test_muon_steps_are_those_of_torch(dtype: torch.dtype) -> None:
     others = {"layers.0.down.weight": "down", "layers.0.norm.weight": "norm", "embed.weight": "embed"}
     shards = {"layers.0.qk.weight": fused, **{name: whole_shard(tensor, shapes[tensor]) for name, tensor in others.items()}}
 
-    def local(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        together = torch.cat([tensors["q"], tensors["k"]])
-        return {"layers.0.qk.weight": together, **{name: tensors[tensor].clone() for name, tensor in others.items()}}
+    def local(tensors: Tensors) -> Tensors:
+        qk = torch.cat([tensors["q"], tensors["k"]])
+        return {"layers.0.qk.weight": qk, **{name: tensors[tensor].clone() for name, tensor in others.items()}}
 
     world = World(Launch(), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
     muon = muons_of(build_mesh(world, [0], Layout()), lambda tp: shards)[0]
     assert muon.sizes == {"layers.0.qk.weight": 128, "layers.0.down.weight": 160}
     params = local(first)
     optimizer = Optimizer(replace(CONFIG, name="muon"), params, 4, muons=[muon])
-    oracle = {name: torch.nn.Parameter(value.clone()) for name, value in first.items()}
+    oracle = {name: Parameter(value.clone()) for name, value in first.items()}
     matrices, rest = [oracle[name] for name in ("q", "k", "down")], [oracle[name] for name in ("norm", "embed")]
-    its = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    usual = torch.optim.AdamW(rest, lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    for step in range(4):
-        grads = drawn(shapes, step + 1, dtype)
-        for name, param in oracle.items():
-            param.grad = grads[name].clone()
-        for theirs in (its, usual):
-            theirs.param_groups[0]["lr"] = learning_rate(CONFIG, step, 4)
-            theirs.step()
-        optimizer.step(params, local(grads))
+    torch_muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    take_steps(optimizer, params, oracle, [torch_muon, torch.optim.AdamW(rest, **ADAMW)], local)
     want = local({name: param.detach() for name, param in oracle.items()})
     for name, param in params.items():
         torch.testing.assert_close(param, want[name], rtol=1e-5, atol=1e-6)
@@ -258,7 +260,7 @@ def run(layout: Layout, path: str, options: dict[str, Any], steps: range = range
 
 
 @functools.cache
-def on_one_rank(path: str, name: str) -> dict[str, Tensor]:
+def on_one_rank(path: str, name: str) -> Tensors:
     weights: dict[str, Tensor] = run(Layout(), path, OPTIONS[name])
     return weights
 
@@ -267,7 +269,7 @@ def on_one_rank(path: str, name: str) -> dict[str, Tensor]:
 BOUNDS = {"adamw_8bit": 0.1, "muon": 0.02}
 
 
-def assert_near(result: dict[str, Tensor], expected: dict[str, Tensor], path: str, bound: float) -> None:
+def assert_near(result: Tensors, expected: Tensors, path: str, bound: float) -> None:
     difference, where = worst_update(
         {key: x.double() for key, x in result.items()}, {key: x.double() for key, x in expected.items()}, path, torch.float32
     )

@@ -22,15 +22,11 @@ from engine_runs import (
     local_boxes,
     next_token_loss,
     rows_of,
-    single,
     together,
     write_models,
 )
 from ranks import run_ranks
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
-from rlhf_spmd.kernels import Ops
-from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.kernels.routing import as_parts
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -47,7 +43,6 @@ from rlhf_spmd.workers.train_engine import TrainEngine
 from small_models import CONFIGS, make_batch, make_model
 from small_models import LENGTHS as ROWS
 from tiers import tiers
-from triton_device import DEVICE
 
 # -- the load-balancing loss; tests/workers/test_engine_layouts.py has it in many layouts
 
@@ -152,39 +147,6 @@ def test_the_loss_changes_what_adapters_learn(models: dict[str, str]) -> None:
     """Its gradient goes on through the residual stream."""
     (weights,), (others,) = (run_ranks(1, learn, models["qwen"], coef) for coef in (0.0, COEF))
     assert any(not torch.equal(a[3], b[3]) for a, b in zip(weights, others, strict=True))
-
-
-@pytest.mark.parametrize("name", tiers(["qwen3-moe", "glm4-moe", "gpt-oss"], ["glm4-moe", "gpt-oss"]))
-def test_gpu_kernels_and_torch_agree(name: str) -> None:
-    """In Triton's interpreter, in fp32: weights of experts, whether chosen or given, the logits' gradients, and the sums."""
-    spec = spec_from_config(CONFIGS[name], "test")
-    assert spec.experts is not None
-    count, per_token = spec.experts.count, spec.experts.per_token
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(12, count, generator=generator)
-    correction = as_parts(torch.zeros(count)) if name == "glm4-moe" else None
-    recorded = torch.stack([torch.randperm(count, generator=generator)[:per_token] for _ in range(10)])
-    layers = sum(spec.experts_of(layer) is not None for layer in range(4))
-    for chosen in (None, recorded[:, None].expand(-1, layers, -1)):
-        results = []
-        for ops in (Ops(), GpuOps()):
-            balance = RouterBalance(spec, range(4), COEF, solo(), solo(), torch.device(DEVICE))
-            routers = balance.begin(torch.tensor([3, 7]), None, 0.5, chosen)
-            assert routers is not None
-            x = logits.to(DEVICE, torch.float32).requires_grad_()
-            weights, _ = routers.route(ops, 2 if name == "glm4-moe" else 0, x, correction, spec.experts.rule, torch.float32)
-            scale = torch.linspace(-1, 1, 12 * per_token, device=DEVICE).view_as(weights)
-            results.append((weights.detach(), torch.autograd.grad((weights * scale).sum(), x)[0], balance.sums))
-        for expected, actual in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_half_precision(models: dict[str, str]) -> None:
-    wide_reports, reports = (
-        single(models["qwen"], "lm", router_aux_loss_coef=COEF, dtype=dtype)[0] for dtype in (torch.float64, torch.bfloat16)
-    )
-    for name in ("moe/router_entropy", "moe/load_balancing_loss"):
-        assert reports[0][name] == pytest.approx(wide_reports[0][name], rel=2e-2)
 
 
 # -- experts of an earlier forward pass

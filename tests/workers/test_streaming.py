@@ -18,15 +18,10 @@ from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd.parallel.world import World
 
+CONFIG = str(tasks.task() / "ppo.json")
 ROLES = ("actor", "critic", "reference", "reward")
 # rows end in waves, and groups one after the other
 WAVES = "models.actor.generation.max_num_seqs=3"
-
-
-def train(ranks: int, run_dir: Path, steps: int, *more: str) -> tasks.Run:
-    """With all of its files, such as the trace."""
-    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, steps, *more))
-    return tasks.read_run(run_dir)
 
 
 def assert_same(run: tasks.Run, reference: tasks.Run) -> None:
@@ -40,37 +35,33 @@ def assert_same(run: tasks.Run, reference: tasks.Run) -> None:
 
 # -- chunks
 
-APART = ("placement.pools={a: [0, 1], b: [2, 3]}", *(f"models.{role}.pool=b" for role in ROLES[1:]))
 REWARD, VALUES, REFERENCE = "reward.compute_reward", "critic.compute_values", "reference.compute_ref_log_prob"
-# name -> chunks, overrides of 4 ranks, and the calls that stream on each of them
-CASES: dict[str, tuple[int, tuple[str, ...], dict[int, set[str]]]] = {
-    "a reward model, a rule and an environment's reward": (
+# name -> steps, chunks, overrides of 4 ranks, and the calls that stream on each of them
+CASES: dict[str, tuple[int, int, tuple[str, ...], dict[int, set[str]]]] = {
+    "groups kept together, rewards of all kinds, consumers on some of the ranks": (
         2,
-        (
-            *(*APART, "models.actor.pool=a", f"reward.model={tasks.task() / 'critic'}", "reward.model_weight=0.5"),
-            *(f"environment.cls={ROOT}/tests/environments/test_environments.py:Parrot", "environment.weight=0.5"),
-            *('sampling.stop=["7","ab"]', "data.max_response_length=24"),
-        ),
-        {rank: {REWARD, VALUES, REFERENCE} for rank in (2, 3)},
-    ),
-    "generator and consumers split over tp and pp, the actor trains beside the critic": (
-        4,
-        (
-            *(*APART, "models.actor.pool=b", "models.actor.layout.tp=2", "models.actor.calls.generate_sequences.pool=a"),
-            *("models.actor.calls.generate_sequences.layout.tp=2", "models.critic.layout.tp=2", "models.reference.layout.pp=2"),
-            *("models.actor.calls.compute_log_prob.pool=b", "models.actor.calls.compute_log_prob.layout.pp=2"),
-            *("models.actor.attention=torch", "algorithm.ppo_max_token_len_per_gpu=100"),
-        ),
-        {rank: {"actor.compute_log_prob", REWARD, VALUES, REFERENCE} for rank in (2, 3)},
-    ),
-    "groups kept together, and consumers on some of the ranks": (
         2,
         (
             *("placement.pools={a: [0, 1], b: [2, 3], c: [3], d: [2]}", "models.actor.pool=a", "models.actor.generation.pp=2"),
             *("models.actor.layout.pp=2", "models.critic.pool=b", "models.reference.pool=c", "models.reward.pool=d"),
             *("reward.function=reward_functions:best_of_group", "reward.by_group=true", "sampling.n=3"),
+            *(f"reward.model={tasks.task() / 'critic'}", "reward.model_weight=0.5", "data.max_response_length=24"),
+            *(f"environment.cls={ROOT}/tests/environments/test_environments.py:Parrot", "environment.weight=0.5"),
+            'sampling.stop=["7","ab"]',
         ),
         {2: {REWARD, VALUES}, 3: {VALUES, REFERENCE}},
+    ),
+    "generator and consumers split over tp and pp, the actor trains beside the critic": (
+        1,
+        4,
+        (
+            *("placement.pools={a: [0, 1], b: [2, 3]}", *(f"models.{role}.pool=b" for role in ROLES)),
+            *("models.actor.layout.tp=2", "models.critic.layout.tp=2", "models.reference.layout.pp=2"),
+            *(f"models.actor.calls.generate_sequences.{key}" for key in ("pool=a", "layout.tp=2")),
+            *(f"models.actor.calls.compute_log_prob.{key}" for key in ("pool=b", "layout.pp=2")),
+            *("models.actor.attention=torch", "algorithm.ppo_max_token_len_per_gpu=100"),
+        ),
+        {rank: {"actor.compute_log_prob", REWARD, VALUES, REFERENCE} for rank in (2, 3)},
     ),
 }
 
@@ -78,15 +69,16 @@ CASES: dict[str, tuple[int, tuple[str, ...], dict[int, set[str]]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_run_in_chunks(tmp_path: Path, name: str) -> None:
     """Spans of the trace show which calls had chunks."""
-    chunks, overrides, calls = CASES[name]
-    steps = 2 if chunks == 2 else 1
+    steps, chunks, overrides, calls = CASES[name]
     reference = tasks.train(4, tmp_path / "whole", steps, *overrides, *FP64, WAVES)
-    streamed = train(4, tmp_path / "chunks", steps, *overrides, *FP64, WAVES, f"placement.rollout_chunks={chunks}")
+    settings = (*overrides, *FP64, WAVES, f"placement.rollout_chunks={chunks}")
+    run_ranks(4, tasks.train_here, CONFIG, tasks.settings(tmp_path / "chunks", steps, *settings))
+    streamed = tasks.read_run(tmp_path / "chunks")
     assert_same(streamed, reference)
     assert max(reference.log_prob_difference(), streamed.log_prob_difference()) < 1e-12  # of rows that came with log-probs too
     events = json.loads((tmp_path / "chunks" / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event.get("cat") == "compute" and "chunk" in event["args"]]
-    expected = {(rank, name): steps * chunks for rank, names in calls.items() for name in names}
+    expected = {(rank, call): steps * chunks for rank, names in calls.items() for call in names}
     assert Counter((event["pid"], event["name"]) for event in spans) == expected
 
 
@@ -97,27 +89,23 @@ MIXED = (  # groups end in another order than they begin
     "models.actor.generation.max_num_seqs=6",
     'sampling.stop=["7","a","k","x"]',
 )
-SCORER_APART = (
-    "placement.pools={a: [0, 1], b: [2]}",
-    *(f"models.{role}.pool=a" for role in ROLES[:3]),
-    "models.reward.pool=b",
-)
+SCORER_APART = ("placement.pools={a: [0], b: [1]}", *(f"models.{role}.pool=a" for role in ROLES[:3]), "models.reward.pool=b")
 # name -> settings of the reward
 REWARDS = {
-    "two, of several processes": (
-        *("reward.function=reward_functions:awaited", "reward.num_workers=2"),
-        "rewards.long.function=tasks:even_share",
+    "two, by group and awaited, of several processes": (
+        *("reward.function=reward_functions:best_of_group", "reward.by_group=true", "reward.num_workers=2"),
+        "rewards.long.function=reward_functions:awaited",
     ),
     "failures": ("reward.function=reward_functions:moody", "reward.timeout_s=3", "reward.default=-0.5"),
-    "by group": ("reward.function=reward_functions:best_of_group", "reward.by_group=true"),
 }
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_the_same_run_as_after_generation(tmp_path: Path, name: str) -> None:
-    """Two ranks score beside generation; of three ranks, the third scores."""
-    early = tasks.train(2, tmp_path / "early", 1, *FP64, *MIXED, *REWARDS[name])
-    late = tasks.train(3, tmp_path / "late", 1, *FP64, *MIXED, *REWARDS[name], *SCORER_APART)
+    """Two ranks that generate score meanwhile; then one rank generates, and scores are another's."""
+    settings = (*FP64, *MIXED, *REWARDS[name])
+    early = tasks.train(2, tmp_path / "early", 1, *settings)
+    late = tasks.train(2, tmp_path / "late", 1, *settings, *SCORER_APART)
     assert_same(late, early)
     texts = ["".join(tasks.VOCABULARY[i] for i in ids if i) for ids in early.responses.values()]
     moods = [sum(map(ord, text)) % 8 for text in texts]  # of reward_functions.moody
@@ -170,7 +158,7 @@ def test_rows_are_scored_before_generation_has_ended(tmp_path: Path) -> None:
     (tmp_path / "scored").mkdir()
     noted = ("reward.function=reward_functions:noted", f"reward.kwargs={{directory: {tmp_path}/scored}}", "reward.timeout_s=60")
     overrides = tasks.settings(tmp_path / "run", 1, *FP64, WAVES, *noted)
-    scored = run_ranks(2, train_and_look, str(tasks.task() / "ppo.json"), overrides, f"{tmp_path}/scored")
+    scored = run_ranks(2, train_and_look, CONFIG, overrides, f"{tmp_path}/scored")
     assert all(scored), "on each rank some rows were scored when it had generated all"
     (metrics,) = tasks.read_run(tmp_path / "run").metrics
     assert metrics["reward/failures"] == metrics["reward/timeouts"] == 0
