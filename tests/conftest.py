@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -23,21 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
 
-# The files that take longest, which begin first: else a worker has one of them left when the others have nothing more to do.
-LONGEST = [
-    "test_bench",
-    "test_ppo_layouts",
-    "test_algorithms",
-    "test_placements",
-    "test_program",
-    "test_launch",
-    "test_memory",
-    "test_exact_gpu",
-    "test_lora_runs",
-    "test_sequence_parallel",
-    "test_lora_training",
-    "test_plan",
-]
+FIGURES = Path(__file__).parent.parent / "docs" / "figures" / "tests.json"  # what files take, by scripts/results/test_costs.py
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +50,14 @@ def no_process_group_for_the_next_file() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The files that take longest begin first: else a worker has one of them left when the others have nothing more to do."""
+    figures = json.loads(FIGURES.read_text())["files"] if FIGURES.is_file() else {}
+
+    def seconds(item: pytest.Item) -> float:
+        return sum(tier["wall_s"] for tier in figures.get(str(item.path.relative_to(config.rootpath)), {}).values())
+
+    items.sort(key=seconds, reverse=True)
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,9 @@ def tiers(values: Iterable[Any], short: Callable[[Any], bool] | Iterable[Any]) -
     return [value if is_short(value) else pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-def pairwise(axes: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool] = lambda case: True) -> list[dict[str, Any]]:
+def pairwise(
+    axes: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool] = lambda case: True
+) -> list[dict[str, Any]]:
     """Returns a covering array: cases with one value of every axis, in which each pair of values of two axes occurs that an allowed case
     has. Greedy and deterministic: each case is the one of the product that has the most pairs that are missing, the first of equals.
     """
