@@ -108,7 +108,7 @@ OPTIM = OptimConfig(lr=1e-2, lr_scheduler_type="linear", lr_warmup_steps=1, clip
 
 STEADY = replace(OPTIM, eps=1e-3)  # Adam divides by the gradient's size: a larger eps does not magnify what rounds off at 0
 
-STEPS = 3
+STEPS = 2
 
 Result = tuple[list[dict[str, float]], dict[str, Tensor]]
 
@@ -132,7 +132,7 @@ def cut(rows: Sequence[Tensor], dp: int, dp_rank: int, num_micro_batches: int, p
 def next_token_loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of -log p of each next token over the count of the whole mini-batch."""
     ends = batch.lengths.cumsum(0)
-    keep = torch.ones(len(batch.tokens), dtype=torch.bool)
+    keep = torch.ones(len(batch.tokens), dtype=torch.bool, device=batch.tokens.device)
     keep[ends - 1] = False
     if decoder.head_kind == "value":
         (predicted,) = at_tokens(hidden, keep.nonzero()[:, 0], decoder.cp, lambda states, _: [values(decoder, states)])
@@ -157,8 +157,8 @@ def build(
 ) -> TrainEngine:
     mesh = build_mesh(world, range(layout.size), layout)
     optim = options.pop("optim", OPTIM)
-    options |= {"device": torch.device("cpu"), "total_updates": STEPS + 2, "new_head": head == "value"}
-    return TrainEngine(read_spec(path), path, head, mesh, optim, dtype=dtype, **options)
+    settings = {"device": torch.device("cpu"), "total_updates": STEPS + 2, "new_head": head == "value", **options}
+    return TrainEngine(read_spec(path), path, head, mesh, optim, dtype=dtype, **settings)
 
 
 def local_boxes(engine: TrainEngine) -> list[Any]:
@@ -182,7 +182,8 @@ def train(world: Any, path: str, layout: Layout, num_micro_batches: Sequence[int
     vocab, reports = engine.spec.vocab_size, []
     for step in range(STEPS):
         mine = engine.mesh.dp_rank
-        batches = cut(rows_of(step, vocab), layout.dp, mine, num_micro_batches[mine], max(num_micro_batches[: layout.dp]))
+        rows = [row.to(engine.device) for row in rows_of(step, vocab)]
+        batches = cut(rows, layout.dp, mine, num_micro_batches[mine], max(num_micro_batches[: layout.dp]))
         sums = engine.forward_backward(batches, next_token_loss, ROW_WEIGHT)
         assert set(sums) == ({"loss", "tokens"} if engine.mesh.last_stage else set())
         assert engine.dtype != torch.bfloat16 or {grad.dtype for grad in engine._wide_grads.values()} == {torch.float32}

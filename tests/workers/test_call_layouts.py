@@ -19,6 +19,7 @@ from rlhf_spmd.workers import weight_sync
 from role_workers import batch_of, build
 from tiers import tiers
 
+SMALL = (*FP64, "data.train_batch_size=4")
 ROLES = ("actor", "critic", "reference", "reward")
 
 
@@ -60,12 +61,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def one_rank(directory: Path) -> tasks.Run:
-    return tasks.train(1, directory / "one_rank", 2, *FP64)
+    return tasks.train(1, directory / "one_rank", 2, *SMALL)
 
 
 @pytest.mark.parametrize("name", tiers(CALLS, [MANY]))
 def test_the_same_run_in_fp64(directory: Path, tmp_path: Path, name: str) -> None:
-    reference, run = one_rank(directory), tasks.train(4, tmp_path, 2, *CALLS[name], *FP64)
+    reference, run = one_rank(directory), tasks.train(4, tmp_path, 2, *CALLS[name], *SMALL)
     assert run.responses == reference.responses
     difference, where = tasks.worst_metric(reference, run, floor=1e-2)
     assert difference < 1e-10, where
@@ -103,7 +104,7 @@ def test_rollouts_across_steps_and_a_resumed_run(tmp_path: Path) -> None:
 
 def test_only_what_has_changed_travels_and_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     """bf16, where a small learning rate leaves most elements as they are; also for a role that rests and ZeRO's padded rows."""
-    settings = [*CALLS[MANY], *(f"models.{role}.dtype=bfloat16" for role in ROLES)]
+    settings = [*CALLS[MANY], "data.train_batch_size=4", *(f"models.{role}.dtype=bfloat16" for role in ROLES)]
     settings += [f"models.{role}.optim.{key}" for role in ("actor", "critic") for key in ("lr=1e-5", "lr_warmup_steps=0")]
     calls = sorted({setting.split(".layout.")[0] for setting in settings if ".calls." in setting and ".layout." in setting})
     full, delta = (

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import tasks
-from engine_runs import rows_of
+from engine_runs import LLAMA, STEADY, assert_same, together
+from engine_runs import train as train_engine_steps
 from generators import MODELS, alone, ragged_requests, tokens_of
 from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
@@ -28,13 +29,9 @@ from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import init_random, load_pretrained, write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.world import World, backend_of
-from rlhf_spmd.parallel.zero import local_part
 from rlhf_spmd.workers import train_engine
-from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.passes import Packed
-from rlhf_spmd.workers.train_engine import TrainEngine
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 DEVICE = "cuda"
@@ -127,48 +124,23 @@ def test_models_compute_what_they_do_on_a_cpu(tmp_path: Path, name: str) -> None
         torch.testing.assert_close(gradient, wanted[key], atol=5e-5 * float(wanted[key].abs().max()) + 1e-6, rtol=0, msg=key)
 
 
-def loss_on_gpu(decoder: Decoder, hidden: torch.Tensor, batch: Packed) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    keep = torch.ones(len(batch.tokens), dtype=torch.bool, device=hidden.device)
-    keep[(batch.lengths.cumsum(0) - 1).to(hidden.device)] = False
-    log_probs, _ = token_log_probs(decoder, hidden[keep], batch.tokens.roll(-1)[keep])
-    return -log_probs.sum() / len(batch.tokens), {}
-
-
-def steps_of_engine(world: World, path: Path, zero: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and norms of three steps of two micro-batches, and the weights after them."""
-    mesh = build_mesh(world, [0], Layout(zero=zero))
-    options: dict[str, Any] = {"dtype": torch.float32, "device": world.device, "total_updates": 5}
-    engine = TrainEngine(read_spec(path), str(path), "lm", mesh, OptimConfig(lr=1e-2, eps=1e-3), **options)
-    assert bool(engine.zeros) == bool(zero)
-    numbers = []
-    for step in range(3):
-        rows = rows_of(step, engine.spec.vocab_size)
-        batches = [
-            Packed(torch.cat(part).to(world.device), torch.tensor(list(map(len, part)))) for part in (rows[::2], rows[1::2])
-        ]
-        numbers.append(float(engine.forward_backward(batches, loss_on_gpu)["loss"]))
-        numbers.append(engine.optimizer_step()["grad_norm"])
-    return numbers, {name: local_part(tensor).cpu().clone() for name, tensor in engine.local_tensors().items()}
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_rank_under_fsdp_trains_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """FSDP2's streams, hooks and buffers, where it has nothing to do. In float32: of one rank it calls no reduction, which sums of half
     precision are taken from."""
     device, store = torch.device(DEVICE), torch.distributed.HashStore()
+    options = {"dtype": torch.float32, "device": device, "optim": STEADY}
+    write_random_model(tmp_path, LLAMA, seed=3)
     torch.distributed.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
     try:
         world = World(Launch(), device, store, 60.0)
-        write_random_model(tmp_path, CONFIGS["llama"], seed=3)
-        plain = steps_of_engine(world, tmp_path, 0)
+        plain = together([train_engine_steps(world, str(tmp_path), Layout(), [2], "lm", options)])
         monkeypatch.setattr(train_engine, "stage_of_zero", lambda layout: layout.zero)
         monkeypatch.setattr(Mesh, "device_mesh", DeviceMesh(device.type, [0], mesh_dim_names=("dp",)))
-        numbers, weights = steps_of_engine(world, tmp_path, stage)
+        sharded = together([train_engine_steps(world, str(tmp_path), Layout(zero=stage), [2], "lm", options)])
     finally:
         torch.distributed.destroy_process_group()
-    assert numbers == pytest.approx(plain[0], rel=1e-6)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, plain[1][name], rtol=1e-6, atol=1e-6, msg=name)
+    assert_same(sharded, plain, 1e-6)
 
 
 def test_copies_to_the_host_have_the_values_of_their_time() -> None:

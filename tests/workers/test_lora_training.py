@@ -91,7 +91,6 @@ def test_the_same_steps_in_every_layout(
     [
         (4, Layout(tp=2, sequence_parallel=True)),
         (4, Layout(tp=2, dp=2, zero=3)),
-        (4, Layout(dp=2, zero=1)),
         (8, Layout(pp=2, vpp=2)),
     ],
     ids=str,
@@ -132,11 +131,9 @@ def after_two_steps(world: Any, path: str, layout: Layout, dtype: torch.dtype, l
 @pytest.mark.parametrize(
     ("model", "layout", "dtype", "bits"),
     [
-        ("untied", Layout(tp=2), torch.float64, None),
         ("untied", Layout(dp=4, zero=3, zero_size=2), torch.float64, None),
         ("untied", Layout(dp=2, zero=1), torch.bfloat16, None),
         ("untied", Layout(tp=2, dp=2, zero=3), torch.bfloat16, None),
-        ("wide", Layout(tp=2), torch.bfloat16, 4),
         ("wide", Layout(tp=2, dp=2, zero=3), torch.bfloat16, 4),
     ],
     ids=str,

@@ -90,7 +90,7 @@ def test_the_critic_learns_from_the_same_rows() -> None:
 def test_ranks_learn_the_same_of_rows_that_were_not_cut(tmp_path: Path) -> None:
     """A replica may have cut rows alone in a mini-batch: it must neither wait nor count for less.
     Metrics are means of terms of size one that cancel, hence the floor."""
-    masked = ("algorithm.mask_truncated_completions=true", "algorithm.ppo_mini_batch_size=4", *FP64)
+    masked = ("algorithm.mask_truncated_completions=true", "data.train_batch_size=4", "algorithm.ppo_mini_batch_size=2", *FP64)
     replicas = [setting for role in ("actor", "critic") for setting in layout(role, dp=4)]
     slices = [setting for role in ("actor", "critic") for setting in layout(role, pp=2, tp=2)]
     reference = tasks.train(1, tmp_path / "one", 2, *masked)

@@ -53,7 +53,7 @@ def settings_of(name: str, offload: bool) -> tuple[str, ...]:
     keeps = offload and "buffers=keep" in " ".join(overrides)  # generation parameters that are kept are on the device
     watched = () if keeps else ("algorithm.name=outside.at_rest", f"algorithm.offload={flag}")
     offloads = (f"models.{role}.offload={flag}" for role in ROLES)
-    return (*overrides, *offloads, *watched, f"reward.model={tasks.task() / 'critic'}")
+    return (*overrides, *offloads, *watched, f"reward.model={tasks.task() / 'critic'}", "data.train_batch_size=4")
 
 
 def assert_rests(plain: tasks.Run, resting: tasks.Run) -> None:

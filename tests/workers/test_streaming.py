@@ -70,8 +70,9 @@ CASES: dict[str, tuple[int, int, tuple[str, ...], dict[int, set[str]]]] = {
 def test_the_same_run_in_chunks(tmp_path: Path, name: str) -> None:
     """Spans of the trace show which calls had chunks."""
     steps, chunks, overrides, calls = CASES[name]
-    reference = tasks.train(4, tmp_path / "whole", steps, *overrides, *FP64, WAVES)
-    settings = (*overrides, *FP64, WAVES, f"placement.rollout_chunks={chunks}")
+    common = (*overrides, *FP64, WAVES, "data.train_batch_size=4")
+    reference = tasks.train(4, tmp_path / "whole", steps, *common)
+    settings = (*common, f"placement.rollout_chunks={chunks}")
     run_ranks(4, tasks.train_here, CONFIG, tasks.settings(tmp_path / "chunks", steps, *settings))
     streamed = tasks.read_run(tmp_path / "chunks")
     assert_same(streamed, reference)
