@@ -87,8 +87,6 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ),
     ),
     "generation and values on ranks of their own": (4, 2, CRITIC_APART),
-    "tp2 pp2": (4, 1, (*layout("actor", pp=2, tp=2), *layout("critic", pp=2, dp=2, zero=1), *micro_batches(rows=2))),
-    "pp4": (4, 1, (*layout("actor", pp=4), *layout("generation", pp=4), *layout("critic", tp=2, dp=2))),
 }
 SHORT = list(RUNS)[:5]
 WITH_NOTHING_OPEN = "zero1, zero3, sequence parallel, muon"  # while a rank computes

@@ -1,4 +1,4 @@
-"""Meshes on four real ranks: who makes which communicator, and when; and what torch sees of it."""
+"""Meshes on four real ranks: who makes which communicator, and when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ranks import run_ranks
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World, init_world
 
@@ -55,27 +55,6 @@ def first_transfers(world: World) -> float:
 
 def test_a_transfer_between_some_ranks_wants_all_connected() -> None:
     assert run_ranks(4, first_transfers) == [0.0, 1.0, 0.0, 0.0]
-
-
-def seen_by_torch(world: World, pool: list[int], layout: Layout | GenerationLayout) -> dict[str, tuple[int, list[int]]]:
-    mesh = build_mesh(world, pool, layout)
-    if not mesh.member:
-        return {}
-    torch_mesh = mesh.device_mesh
-    axes = torch_mesh.mesh_dim_names or ()
-    coordinate = torch_mesh.get_coordinate()
-    assert coordinate is not None
-    return {
-        axis: (place, torch.distributed.get_process_group_ranks(torch_mesh.get_group(axis)))
-        for axis, place in zip(axes, coordinate, strict=True)
-    }
-
-
-def test_a_device_mesh_over_the_axes_of_a_pool() -> None:
-    copies = run_ranks(4, seen_by_torch, [0, 1, 2, 3], Layout(dp=4, zero=3, zero_size=2))
-    assert copies[2] == {"dp_replicate": (1, [0, 2]), "dp_shard": (0, [2, 3])}
-    regrouped = run_ranks(4, seen_by_torch, [0, 1, 2, 3], generation_layout(Layout(tp=4), 1, 2))
-    assert regrouped[1] == {"dp": (1, [0, 1]), "tp": (0, [1, 3])}
 
 
 def one_world_after_another(world: World) -> None:

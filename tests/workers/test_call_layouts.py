@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +16,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import missing_elements
 from rlhf_spmd.workers import weight_sync
 from role_workers import batch_of, build
-from tiers import tiers
 
-SMALL = (*FP64, "data.train_batch_size=4")
 ROLES = ("actor", "critic", "reference", "reward")
 
 
@@ -30,43 +27,24 @@ def call(name: str, pool: str = "", **layout: int) -> tuple[str, ...]:
     return (*((f"{where}.pool={pool}",) if pool else ()), *(f"{where}.layout.{axis}={n}" for axis, n in layout.items()))
 
 
-MANY = "calls in other layouts, on overlapping and disjoint pools"
-# name -> overrides, on 4 ranks
-CALLS: dict[str, tuple[str, ...]] = {
-    MANY: (
-        "placement.pools={train: [0, 1, 2], infer: [2, 3], first: [0, 1]}",
-        "models.critic.pool=train",
-        "models.critic.layout.zero=3",
-        "models.reference.pool=first",
-        "models.reference.offload=true",
-        *call("actor.generate_sequences", "infer", tp=2),
-        *call("critic.compute_values", "infer", tp=2),
-        *call("actor.compute_log_prob", pp=2, vpp=2, tp=2),
-        *call("reference.compute_ref_log_prob", "infer", dp=2, zero=3),
-    ),
-    "generation on ranks of its own": (
-        "placement.pools={train: [0, 1], generate: [2, 3]}",
-        *(f"models.{role}.pool=train" for role in ROLES),
-        "models.actor.layout.pp=2",
-        *call("actor.generate_sequences", "generate", tp=2),
-        *call("critic.compute_values", "generate", pp=2),
-    ),
-}
+# on 4 ranks, on overlapping and disjoint pools
+CALLS = (
+    "placement.pools={train: [0, 1, 2], infer: [2, 3], first: [0, 1]}",
+    "models.critic.pool=train",
+    "models.critic.layout.zero=3",
+    "models.reference.pool=first",
+    "models.reference.offload=true",
+    *call("actor.generate_sequences", "infer", tp=2),
+    *call("critic.compute_values", "infer", tp=2),
+    *call("actor.compute_log_prob", pp=2, vpp=2, tp=2),
+    *call("reference.compute_ref_log_prob", "infer", dp=2, zero=3),
+)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("calls")
-
-
-@functools.cache
-def one_rank(directory: Path) -> tasks.Run:
-    return tasks.train(1, directory / "one_rank", 2, *SMALL)
-
-
-@pytest.mark.parametrize("name", tiers(CALLS, [MANY]))
-def test_the_same_run_in_fp64(directory: Path, tmp_path: Path, name: str) -> None:
-    reference, run = one_rank(directory), tasks.train(4, tmp_path, 2, *CALLS[name], *SMALL)
+def test_the_same_run_in_fp64(tmp_path: Path) -> None:
+    settings = (*FP64, "data.train_batch_size=4")
+    reference = tasks.train(1, tmp_path / "one_rank", 2, *settings)
+    run = tasks.train(4, tmp_path / "calls", 2, *settings, *CALLS)
     assert run.responses == reference.responses
     difference, where = tasks.worst_metric(reference, run, floor=1e-2)
     assert difference < 1e-10, where
@@ -104,7 +82,7 @@ def test_rollouts_across_steps_and_a_resumed_run(tmp_path: Path) -> None:
 
 def test_only_what_has_changed_travels_and_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     """bf16, where a small learning rate leaves most elements as they are; also for a role that rests and ZeRO's padded rows."""
-    settings = [*CALLS[MANY], "data.train_batch_size=4", *(f"models.{role}.dtype=bfloat16" for role in ROLES)]
+    settings = [*CALLS, "data.train_batch_size=4", *(f"models.{role}.dtype=bfloat16" for role in ROLES)]
     settings += [f"models.{role}.optim.{key}" for role in ("actor", "critic") for key in ("lr=1e-5", "lr_warmup_steps=0")]
     calls = sorted({setting.split(".layout.")[0] for setting in settings if ".calls." in setting and ".layout." in setting})
     full, delta = (

@@ -23,6 +23,7 @@ from engine_runs import (
     QWEN3_MOE,
     STEADY,
     STEPS,
+    TOTAL_UPDATES,
     assert_same,
     build,
     check_half_precision,
@@ -197,7 +198,7 @@ def test_one_rank_equals_transformers_and_torch_adamw(models: dict[str, str]) ->
         adamw.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        adamw.param_groups[0]["lr"] = learning_rate(OPTIM, step, STEPS + 2)
+        adamw.param_groups[0]["lr"] = learning_rate(OPTIM, step, TOTAL_UPDATES)
         adamw.step()
         assert report["loss"] == pytest.approx(loss.item(), rel=1e-6)
         assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)

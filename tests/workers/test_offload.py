@@ -16,41 +16,26 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import HybridWeights, Storages
 from rlhf_spmd.workers import RoleConfig
 from role_workers import build
-from tiers import tiers
 
 ROLES = ("actor", "critic", "reference", "reward")
-SHARDED = "ZeRO-3, optimizer states there too, bf16"
-# name -> ranks and overrides
-CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    SHARDED: (
-        2,
-        (
-            *(part for role in ROLES for part in layout(role, dp=2, zero=3)),
-            *(f"models.{role}.dtype=bfloat16" for role in ROLES),
-            "models.actor.optim.offload=true",
-        ),
-    ),
-    "tp2 -> tp1, in buffers that stay": (
-        2,
-        (*(part for role in ROLES for part in layout(role, tp=2)), "models.actor.generation.buffers=keep"),
-    ),
-    "pp2 tp2 -> pp1 tp2; values and log-probs elsewhere": (
-        4,
-        (
-            *layout("actor", pp=2, tp=2),
-            *layout("generation", tp=2),
-            *layout("critic", tp=2, dp=2, zero=1),
-            "models.critic.calls.compute_values.layout.pp=2",
-            "models.reference.calls.compute_ref_log_prob.layout.tp=4",
-        ),
-    ),
-}
+SHARDED = (  # on 2 ranks
+    *(part for role in ROLES for part in layout(role, dp=2, zero=3)),
+    *(f"models.{role}.dtype=bfloat16" for role in ROLES),
+    "models.actor.optim.offload=true",
+)
+BUFFERS_STAY = (*(part for role in ROLES for part in layout(role, tp=2)), "models.actor.generation.buffers=keep")  # on 2 ranks
+ELSEWHERE = (  # values and log-probs, on 4 ranks
+    *layout("actor", pp=2, tp=2),
+    *layout("generation", tp=2),
+    *layout("critic", tp=2, dp=2, zero=1),
+    "models.critic.calls.compute_values.layout.pp=2",
+    "models.reference.calls.compute_ref_log_prob.layout.tp=4",
+)
 
 
-def settings_of(name: str, offload: bool) -> tuple[str, ...]:
-    _, overrides = CASES[name]
+def settings_of(overrides: tuple[str, ...], offload: bool) -> tuple[str, ...]:
     flag = str(offload).lower()
-    keeps = offload and "buffers=keep" in " ".join(overrides)  # generation parameters that are kept are on the device
+    keeps = offload and overrides is BUFFERS_STAY  # generation parameters that are kept are on the device
     watched = () if keeps else ("algorithm.name=outside.at_rest", f"algorithm.offload={flag}")
     offloads = (f"models.{role}.offload={flag}" for role in ROLES)
     return (*overrides, *offloads, *watched, f"reward.model={tasks.task() / 'critic'}", "data.train_batch_size=4")
@@ -61,10 +46,13 @@ def assert_rests(plain: tasks.Run, resting: tasks.Run) -> None:
     assert all(row["timing_s/reload"] > 0 for row in resting.raw) and not any("timing_s/reload" in row for row in plain.raw)
 
 
-@pytest.mark.parametrize("name", tiers([name for name in CASES if name != SHARDED], lambda name: "buffers" not in name))
-def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, name: str) -> None:
-    ranks = CASES[name][0]
-    assert_rests(*(tasks.train(ranks, tmp_path / str(flag), 2, *settings_of(name, flag)) for flag in (False, True)))
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(4, ELSEWHERE), pytest.param(2, BUFFERS_STAY, marks=pytest.mark.long)],
+    ids=["elsewhere", "buffers stay"],
+)
+def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, ranks: int, overrides: tuple[str, ...]) -> None:
+    assert_rests(*(tasks.train(ranks, tmp_path / str(flag), 2, *settings_of(overrides, flag)) for flag in (False, True)))
 
 
 def test_sharded_roles_rest_in_a_resumed_run_too(tmp_path: Path) -> None:
