@@ -73,7 +73,7 @@ pytest_here() {
   "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
   cd "$root" && "$python" -m pytest -p no:cacheprovider -q -rs --durations=10 "${parallel[@]}" "$@"
 }
-kernels() { pytest_here tests/generation/test_triton.py tests/generation/test_triton_latent.py tests/generation/test_triton_draw.py tests/kernels/test_triton_layers.py tests/kernels/test_head.py; }
+kernels() { pytest_here tests/generation/test_triton.py tests/generation/test_triton_draw.py tests/kernels/test_triton_layers.py tests/kernels/test_head.py; }
 tests() { pytest_here tests/workers/test_gpu.py; }
 attention() { "$python" "$bench/device.py" attention --device $device "${quick[@]}" --out "$results/attention.json"; }
 ppo() {

@@ -17,4 +17,4 @@ trap 'kill $types 2>/dev/null || true' EXIT
 # files come first (tests/conftest.py), which pytest would put behind those of more tests.
 CUDA_VISIBLE_DEVICES= python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${tier[@]}" "$@"
 wait $types
-if [ -e /dev/nvidiactl ]; then python -m pytest tests/workers/test_gpu.py tests/generation/test_triton.py tests/generation/test_triton_latent.py; fi
+if [ -e /dev/nvidiactl ]; then python -m pytest tests/workers/test_gpu.py tests/generation/test_triton.py; fi

@@ -1,37 +1,37 @@
-"""The branches for NCCL, over gloo: the same run as of one rank on CPUs, in every kind of layout and placement."""
+"""The branches for NCCL, over gloo: the same run as of one rank on CPUs. What they launch, and in which order, is in test_legality."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
-import json
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
-import gpu_abilities
+import expert_tasks
 import tasks
-from gpu_abilities import nccl_branches
-from overrides import FP64, layout
+from algorithm_cases import CASES, assert_same_run
+from overrides import FP64, layouts
 from ranks import run_ranks
-from rlhf_spmd.parallel.collectives import Group
+from recording import as_on_nccl
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import transfer
 from rlhf_spmd.workers import weight_sync
+from tiers import tiers
 
 STEPS = 2
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "dp2": (),
-    "tp2": tuple(part for role in ("actor", "generation", "critic") for part in layout(role, tp=2)),
-    "tp2 -> tp1": (*layout("actor", tp=2), *layout("critic", tp=2)),
-    "pp2": tuple(part for role in ("actor", "generation", "critic") for part in layout(role, pp=2)),
-    "zero1": tuple(part for role in ("actor", "critic") for part in layout(role, dp=2, zero=1)),
-    "zero3": tuple(part for role in ("actor", "critic", "reference") for part in layout(role, dp=2, zero=3)),
-    "actor and critic apart": ("placement.strategy=split",),
-    "lent for a call": ("models.reference.calls.compute_ref_log_prob.layout.pp=2", *layout("actor", tp=2)),
+    "tp2 -> tp1, lent for a call": (
+        "models.reference.calls.compute_ref_log_prob.layout.pp=2",
+        *layouts("actor tp2, critic tp2"),
+    ),
+    "pp2": layouts("actor pp2, generation pp2, critic pp2"),
+    "zero3": layouts("actor dp2 zero3, critic dp2 zero3, reference dp2 zero3"),
+    "experts in ep2": layouts("actor dp2 ep2, critic dp2 ep2, reference dp2 ep2"),
 }
 
 
@@ -40,23 +40,48 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("nccl")
 
 
+Manager = Callable[[], contextlib.AbstractContextManager[Any]]
+_entered: list[tuple[contextlib.ExitStack, Any]] = []  # of this process
+
+
+@contextlib.contextmanager
+def on_ranks(size: int, manager: Manager) -> Iterator[list[Any]]:
+    """Enters a context manager on every rank of the pool, for the runs inside. The list has at the end what the ranks' managers
+    yielded, in rank order.
+    """
+    results: list[Any] = []
+    run_ranks(size, _enter, manager)
+    try:
+        yield results
+    finally:
+        results += run_ranks(size, _leave)
+
+
+def _enter(_: World, manager: Manager) -> None:
+    stack = contextlib.ExitStack()
+    _entered.append((stack, stack.enter_context(manager())))
+
+
+def _leave(_: World) -> Any:
+    """Nothing on the ranks of a new pool, which follows one that was torn down because a rank failed."""
+    if _entered:
+        stack, result = _entered.pop()
+        stack.close()
+        return result
+    return None
+
+
 @functools.cache
-def one_rank(directory: Path) -> tasks.Run:
-    run_ranks(1, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(directory / "one", STEPS, *FP64))
-    return tasks.read_run(directory / "one")
+def one_rank(directory: Path, config: str | None) -> tasks.Run:
+    return tasks.train(1, directory / f"one_rank_{'of_experts' if config else ''}", STEPS, *FP64, config=config)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_run_in_fp64(directory: Path, name: str) -> None:
-    run_dir = directory / str(sorted(LAYOUTS).index(name))
-    given = tasks.settings(run_dir, STEPS, *FP64, *LAYOUTS[name])
-    run_ranks(2, gpu_abilities.train_here, str(tasks.task() / "ppo.json"), given)
-    one, other = one_rank(directory), tasks.read_run(run_dir)
-    assert other.responses == one.responses
-    difference, where = tasks.worst_metric(one, other, floor=1e-2)
-    assert difference < 1e-10, where
-    difference, where = tasks.worst_tensor(one, other)
-    assert difference < 1e-9, where
+    config = expert_tasks.config(directory) if "experts" in name else None
+    with on_ranks(2, as_on_nccl):
+        other = tasks.train(2, directory / str(sorted(LAYOUTS).index(name)), STEPS, *FP64, *LAYOUTS[name], config=config)
+    assert_same_run(one_rank(directory, config), other)
 
 
 APART = (
@@ -64,123 +89,39 @@ APART = (
     "placement.max_staleness=1",
     *(f"models.{role}.pool=train" for role in ("actor", "reference", "reward")),
     "models.actor.calls.generate_sequences.pool=generate",
+    "models.actor.calls.generate_sequences.layout.tp=2",
 )
 
 
-def train_ahead(world: World, config: str, given: list[str], nccl: bool) -> list[str]:
-    """Names of the threads that received weights on this rank."""
+@contextlib.contextmanager
+def names_of_receivers() -> Iterator[list[str]]:
+    """Names of the threads that receive weights on this rank, which looks for new ones between any two steps of generation."""
     threads: list[str] = []
     start = transfer.Transfer.__init__
 
-    def noted(self: transfer.Transfer, *args: object, **more: object) -> None:
+    def noted(self: transfer.Transfer, *args: Any, **more: Any) -> None:
         threads.append(threading.current_thread().name)
-        start(self, *args, **more)  # type: ignore[arg-type]
+        start(self, *args, **more)
 
-    transfer.Transfer.__init__ = noted  # type: ignore[method-assign]
-    often, weight_sync.POLL_INTERVAL = weight_sync.POLL_INTERVAL, 1
-    try:
-        (gpu_abilities if nccl else tasks).train_here(world, config, given)
-    finally:
-        transfer.Transfer.__init__ = start  # type: ignore[method-assign]
-        weight_sync.POLL_INTERVAL = often
-    return threads
+    with mock.patch.object(transfer.Transfer, "__init__", noted), mock.patch.object(weight_sync, "POLL_INTERVAL", 1):
+        yield threads
 
 
-@pytest.mark.parametrize("delta", ["false", "true"])
-def test_weights_that_arrive_meanwhile_are_received_by_the_main_thread(directory: Path, delta: str) -> None:
-    """By a replica of two slices, which agree when; over gloo by a thread. The same run."""
-    config = json.loads((tasks.task() / "ppo.json").read_text())
-    config["algorithm"] = {"name": "grpo", "ppo_mini_batch_size": 4, "kl_loss_coef": 0.05}
-    actor, reference = config["models"]["actor"], {"path": str(tasks.task() / "reference")}
-    config["models"] = {
-        "actor": {**actor, "dtype": "float64"},
-        "reference": {**reference, "dtype": "float64"},
-        "reward": {"dtype": "float64"},
-    }
-    config["sampling"] = {"n": 3}
-    file = directory / "grpo.json"
-    file.write_text(json.dumps(config))
-    runs = []
-    for nccl in (False, True):
-        run_dir = directory / f"ahead_{delta}_{nccl}"
-        more = ("models.actor.calls.generate_sequences.layout.tp=2", f"models.actor.calls.generate_sequences.delta={delta}")
-        threads = run_ranks(3, train_ahead, str(file), tasks.settings(run_dir, 4, *APART, *more), nccl)
-        receiving = {name for rank in (1, 2) for name in threads[rank]}
-        assert "weights" not in receiving if nccl else "weights" in receiving, receiving
-        assert len(threads[1]) == len(threads[2]) >= 3
-        runs.append(tasks.read_run(run_dir))
-    plain, other = runs
-    assert other.responses == plain.responses
-    difference, where = tasks.worst_tensor(plain, other)
-    assert difference < 1e-9, where
+@functools.cache
+def run_ahead(directory: Path, is_nccl: bool, *more: str) -> tuple[tasks.Run, list[list[str]]]:
+    """The run, and for each rank the names of the threads that received."""
+    run_dir = directory / f"ahead_{len(list(directory.iterdir()))}"
+    with on_ranks(3, as_on_nccl if is_nccl else contextlib.nullcontext), on_ranks(3, names_of_receivers) as threads:
+        run = CASES["grpo"].train(run_dir, *APART, *more, ranks=3, steps=4)
+    return run, threads
 
 
-# labels of what lies on the device; all others are small tensors in host memory, which gloo carries on GPUs too
-ON_DEVICE = {
-    "weight_sync",
-    "reshard",
-    "gradients",
-    "grad_norm",
-    "tied_gradients",
-    "zero_parameters",
-    "zero_gradients",
-    "head_grad",
-    "head",
-}
-ON_DEVICE |= {
-    "pipeline_forward",
-    "pipeline_backward",
-    "generation:hidden",
-    "generation:tokens",
-    "generation:log_probs",
-    "tp",
-    "logits",
-}
-
-
-def connections(world: World, config: str, given: list[str]) -> tuple[set[str], list[str]]:
-    """Labels of what this rank sent from its device, and what of it met NCCL for the first time after the first of it: collectives in a
-    group that had not been connected, and messages between two ranks, whose first is sent when they are connected."""
-    met, labels, late, events = dict[Any, int](), set[str](), list[str](), itertools.count()
-    first: list[int] = []
-    meet, note = Group.meet, Group._note
-
-    def noted_meeting(self: Group, device: torch.device, pairs: bool = False) -> None:
-        meet(self, device, pairs)
-        if self.size > 1:
-            met.setdefault(self.process_group, next(events))
-
-    def noted(self: Group, operation: str, label: str, *sizes: Any, **more: Any) -> None:
-        note(self, operation, label, *sizes, **more)
-        if label not in ON_DEVICE or self.size == 1:
-            return
-        labels.add(label)
-        pair, now = operation in ("isend", "irecv"), next(events)
-        at = met.setdefault((self.process_group, operation, more["way"]), now) if pair else met.get(self.process_group, now)
-        first.extend([] if pair or first else [now])
-        if first and at >= first[0]:
-            late.append(f"{operation} {label} on {self.name} {self.ranks}")
-
-    Group.meet, Group._note = noted_meeting, noted  # type: ignore[method-assign]
-    try:
-        gpu_abilities.train_here(world, config, given)
-    finally:
-        Group.meet, Group._note = meet, note  # type: ignore[method-assign]
-    return labels, late
-
-
-@pytest.mark.parametrize("name", ["tp2 -> tp1", "pp2", "zero3", "lent for a call"])
-def test_communicators_are_made_before_the_first_transfer(directory: Path, name: str) -> None:
-    """NCCL's, which are made while others' transfers are open, may wait for these for ever."""
-    given = tasks.settings(directory / f"made_{sorted(LAYOUTS).index(name)}", 2, *FP64, *LAYOUTS[name])
-    for labels, late in run_ranks(2, connections, str(tasks.task() / "ppo.json"), given):
-        assert not late and labels, late
-
-
-def test_the_branches_are_left_behind() -> None:
-    from rlhf_spmd.kernels import devices
-
-    before = devices._CPU
-    with nccl_branches():
-        assert devices._CPU.nccl and not devices._CPU.batch_invariant
-    assert devices._CPU is before
+@pytest.mark.parametrize("delta", tiers([True, False], [True]))
+def test_weights_that_arrive_meanwhile_are_received_by_the_main_thread(directory: Path, delta: bool) -> None:
+    """By a replica of two slices, which agree when; over gloo by a thread. The same run, and whether only changes are sent or all."""
+    plain, threads_of_gloo = run_ahead(directory, False)
+    sends = f"models.actor.calls.generate_sequences.delta={str(delta).lower()}"
+    other, threads = run_ahead(directory, True, sends)
+    assert "weights" in {*threads_of_gloo[1], *threads_of_gloo[2]} and "weights" not in {*threads[1], *threads[2]}
+    assert len(threads[1]) == len(threads[2]) >= 3
+    assert_same_run(plain, other)

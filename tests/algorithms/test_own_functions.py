@@ -59,32 +59,28 @@ def test_an_estimator_gives_a_number_for_each_row_or_each_token(write: Write) ->
             assert config.adv_estimator.endswith("mine.py:by_token")
             return torch.arange(int(lengths.sum())).double()
     """)
-    by_row, told = estimated(file)
+    by_row, metrics = estimated(file)
     assert by_row.tolist() == [2.0] * 3 + [0.0] + [1.0] * 2 + [0.0] * 4, "the row without a score has 0"
-    assert told["critic/advantages/max"] == 2.0 and told["actor/zero_advantage_fraction"] == 0.5
+    assert metrics["critic/advantages/max"] == 2.0 and metrics["actor/zero_advantage_fraction"] == 0.5
     by_token, _ = estimated(f"{file}:by_token")
     assert by_token.tolist() == [0.0, 1, 2, 3, 4, 5, 0, 0, 0, 0]
-    assert told.keys() == estimated("grpo")[1].keys(), "whoever computes them, the same is told"
+    assert metrics.keys() == estimated("grpo")[1].keys(), "whoever computes them, the same is told"
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (
-            "def estimate(rewards): return rewards[:3]",
-            r"mine.py' returned a tensor of shape \[3\]; .* each row \[4\] .* \[10\]$",
-        ),
-        ("def estimate(rewards): return rewards.tolist()", r"mine.py' returned a list; it must return a tensor"),
-        ("def estimate(rewards): return rewards / 0", r"mine.py' returned inf for a row of group 7, whose reward is 1;"),
-        ("def estimate(rewards, tokens): return rewards", r"mine.py' takes 'tokens', for which .* may be rewards, group_ids, "),
-        ("def estimat(rewards): return rewards", r"has no function 'estimate'; did you mean 'estimat'"),
-        ("def estimate(rewards, /): return rewards", r"takes rewards by position alone"),
-        ("class estimate: ...", r"is a type, not a function"),
+        ("(rewards): return rewards[:3]", r"mine.py' returned a tensor of shape \[3\]; .* each row \[4\] .* \[10\]$"),
+        ("(rewards): return rewards.tolist()", r"mine.py' returned a list; it must return a tensor"),
+        ("(rewards): return rewards / 0", r"mine.py' returned inf for a row of group 7, whose reward is 1;"),
+        ("(rewards, tokens): return rewards", r"mine.py' takes 'tokens', for which .* may be rewards, group_ids, "),
+        ("s(rewards): return rewards", r"has no function 'estimate'; did you mean 'estimates'"),
+        ("(rewards, /): return rewards", r"takes rewards by position alone"),
     ],
 )
 def test_what_an_estimator_may_not_do_is_one_line(write: Write, body: str, message: str) -> None:
     with pytest.raises((ValueError, FloatingPointError), match=message) as raised:
-        estimated(write(body))
+        estimated(write(f"def estimate{body}"))
     assert "algorithm.adv_estimator" in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -102,9 +98,9 @@ def lost(name: str, **more: Any) -> tuple[float, Tensor, dict[str, float]]:
     log_probs = (drawn - 1).requires_grad_()
     fields = {"log_probs": log_probs, "old_log_probs": drawn.flip(0) - 1, "entropy": drawn, "advantages": drawn * 2}
     objective = clipped_policy(config, SamplingConfig(max_response_length=5))
-    loss, told = objective.loss(fields, ROWS, Totals(10, 4))
+    loss, metrics = objective.loss(fields, ROWS, Totals(10, 4))
     (gradient,) = torch.autograd.grad(loss, log_probs)
-    return float(loss.detach()), gradient, {key: float(value) for key, value in told.items()}
+    return float(loss.detach()), gradient, {key: float(value) for key, value in metrics.items()}
 
 
 PPO = """
@@ -114,8 +110,8 @@ PPO = """
         free, bound = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
         ceiling = torch.where(advantages < 0, -advantages * config.clip_ratio_c, torch.inf)
         single = torch.maximum(free, bound)
-        told = {"clipped": bound > free, "dual_clipped": single > ceiling, "my/ratio": ratio.detach()}
-        return torch.minimum(single, ceiling), told
+        metrics = {"clipped": bound > free, "dual_clipped": single > ceiling, "my/ratio": ratio.detach()}
+        return torch.minimum(single, ceiling), metrics
 """
 
 
@@ -124,35 +120,29 @@ def test_a_loss_of_one_s_own_reports_what_the_built_in_ones_do(write: Write) -> 
         write(PPO + "\n    def other(log_prob, advantages):\n        return -advantages * log_prob\n"),
         {"clip_ratio": 0.1, "loss_agg_mode": "seq-mean-token-sum", "entropy_coeff": 0.1},
     )
-    (loss, gradient, told), (its_loss, its_gradient, its) = lost(file, **settings), lost("vanilla", **settings)
-    assert loss == pytest.approx(its_loss, rel=1e-12) and torch.allclose(gradient, its_gradient, rtol=1e-12)
-    assert told.pop("my/ratio") > 0 and told == pytest.approx(its)
+    (loss, gradient, metrics), (builtin_loss, builtin_gradient, builtin_metrics) = (
+        lost(file, **settings),
+        lost("vanilla", **settings),
+    )
+    assert loss == pytest.approx(builtin_loss, rel=1e-12) and torch.allclose(gradient, builtin_gradient, rtol=1e-12)
+    assert metrics.pop("my/ratio") > 0 and metrics == pytest.approx(builtin_metrics)
     assert lost(f"{file}:other")[2].keys() == lost("sapo")[2].keys(), "of a loss that clips nothing"
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (
-            "def loss(log_prob): return log_prob.sum()",
-            r"returned a tensor of shape \[\]; it must return the loss of each .* \[10\]",
-        ),
-        ("def loss(log_prob): return (log_prob, log_prob, {})", r"returned a tuple; it must return the loss of each"),
-        ("def loss(log_prob): return log_prob.detach()", r"returned a loss without gradients"),
-        ("def loss(log_prob): return log_prob * torch.nan", r"returned a loss that is not finite, and its arguments are"),
-        (
-            "def loss(log_prob): return log_prob, {'share': log_prob}",
-            r"the statistic 'share'; allowed: clipped, dual_clipped, and",
-        ),
-        (
-            "def loss(log_prob): return log_prob, {'a/b': 3.0}",
-            r"statistic 'a/b', returned a float; it must return a tensor \[10\]",
-        ),
-        ("def loss(log_prob): return log_prob, 3.0", r"returned float beside its loss"),
-        ("def loss(log_prob, ref): return log_prob", r"takes 'ref', for which .* may be log_prob, old_log_prob, advantages, "),
+        ("(log_prob): return log_prob.sum()", r"returned a tensor of shape \[\]; it must return the loss of each .* \[10\]"),
+        ("(log_prob): return (log_prob, log_prob, {})", r"returned a tuple; it must return the loss of each"),
+        ("(log_prob): return log_prob.detach()", r"returned a loss without gradients"),
+        ("(log_prob): return log_prob * torch.nan", r"returned a loss that is not finite, and its arguments are"),
+        ("(log_prob): return log_prob, {'share': log_prob}", r"the statistic 'share'; allowed: clipped, dual_clipped, and"),
+        ("(log_prob): return log_prob, {'a/b': 3.0}", r"statistic 'a/b', returned a float; it must return a tensor \[10\]"),
+        ("(log_prob): return log_prob, 3.0", r"returned float beside its loss"),
+        ("(log_prob, ref): return log_prob", r"takes 'ref', for which .* may be log_prob, old_log_prob, advantages, "),
     ],
 )
 def test_what_a_loss_may_not_do_is_one_line(write: Write, body: str, message: str) -> None:
     with pytest.raises((ValueError, FloatingPointError), match=message) as raised:
-        lost(write(body))
+        lost(write(f"def loss{body}"))
     assert "algorithm.loss_mode" in str(raised.value) and "mine.py" in str(raised.value)

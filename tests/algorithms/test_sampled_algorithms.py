@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import math
 import re
 from pathlib import Path
 
@@ -15,21 +14,20 @@ import torch
 from torch import Tensor
 
 import tasks
-from algorithm_cases import CASES, CONFIGS, ROLLOUTS, Case
-from flat_config import flat_config
+from algorithm_cases import CASES, ROLLOUTS, Case
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
 from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
 from rlhf_spmd.algorithms.distill import towards_teacher
-from rlhf_spmd.algorithms.policy import PolicyConfig, PolicyLossConfig, clipped_policy
-from rlhf_spmd.algorithms.remax import Config as ReMaxConfig
+from rlhf_spmd.algorithms.policy import PolicyLossConfig, clipped_policy
 from rlhf_spmd.algorithms.remax import minus_greedy
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.results import RewardError
+from rlhf_spmd.train import prepare
 from rlhf_spmd.workers.compute import Function, GlobalReduce
 from rlhf_spmd.workers.objective import Rows, Totals
 
@@ -47,20 +45,8 @@ def per_token(function: Function, fields: dict[str, Tensor], rows: Rows) -> tupl
     return field.values, report
 
 
-def loss_and_gradient(
-    config: PolicyConfig, log_probs: Tensor, old: Tensor, advantages: Tensor, rows: Rows
-) -> tuple[float, Tensor]:
-    leaf = log_probs.clone().requires_grad_()
-    fields = {"log_probs": leaf, "old_log_probs": old, "advantages": advantages, "entropy": torch.zeros_like(leaf)}
-    totals = Totals(int(rows.lengths.sum()), len(rows))
-    loss, _ = clipped_policy(config, SamplingConfig(max_response_length=8)).loss(fields, rows, totals)
-    loss.backward()
-    assert leaf.grad is not None
-    return float(loss.detach()), leaf.grad
-
-
-def test_remax_is_the_gradient_of_the_paper() -> None:
-    """Algorithm 1: the sum over samples of (r(x, a) - r(x, greedy)) * sum_t grad log pi(a_t), over their number."""
+def test_remax_has_the_advantages_of_the_paper() -> None:
+    """Algorithm 1: r(x, a) - r(x, greedy)."""
     scores = torch.tensor([1.0, 0.25, 3.0, -2.0, 0.5, 4.0], dtype=torch.float64)
     ids = [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
     rows = rows_of([2, 1, 3, 2, 3, 1], [7, 7, 7, 9, 9, 9], ids)
@@ -69,13 +55,6 @@ def test_remax_is_the_gradient_of_the_paper() -> None:
     wanted = [float(scores[i]) - baseline[int(rows.group_ids[i])] for i in range(6)]
     assert advantages.tolist() == [a for a, n in zip(wanted, rows.lengths.tolist(), strict=True) for _ in range(n)]
     assert report == {"actor/baseline_mean": 3.5, "actor/advantage_mean": sum(wanted[i] for i in sampled) / 4}
-
-    kept = torch.cat([part for i, part in enumerate(advantages.split(rows.lengths.tolist())) if i in sampled])
-    of_samples = rows_of([2, 1, 2, 3], [7, 7, 9, 9])
-    log_probs = -torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
-    config = flat_config(ReMaxConfig, loss_agg_mode="seq-mean-token-sum")
-    _, gradient = loss_and_gradient(config, log_probs, log_probs, kept, of_samples)
-    torch.testing.assert_close(gradient, -kept / 4, atol=1e-12, rtol=0)
 
 
 def test_rows_without_a_score_teach_nothing() -> None:
@@ -98,8 +77,8 @@ def test_rows_without_a_score_teach_nothing() -> None:
     assert advantages[::2].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5, 0, 0, 0, 0, 0, 0], abs=1e-6)
 
 
-def test_dapo_penalty_advantages_and_clip_are_those_of_the_paper() -> None:
-    """Equations 8 (objective), 9 (advantages) and 13 (penalty) in plain numbers."""
+def test_dapo_s_penalty_and_advantages_are_those_of_the_paper() -> None:
+    """Equations 9 (advantages) and 13 (penalty) in plain numbers."""
     limit, room, factor = 8, 3, 0.5
     scores, lengths = [1.0, 0.0, 1.0, 0.5], [4, 6, 8, 7]
     penalties = [0.0 if n <= limit - room else factor * ((limit - room) - n) / room for n in lengths]
@@ -113,23 +92,6 @@ def test_dapo_penalty_advantages_and_clip_are_those_of_the_paper() -> None:
     assert report == {"dapo/overlong_penalty_mean": pytest.approx(sum(penalties) / 4), "dapo/equal_group_fraction": 0.0}
     advantages, _ = per_token(in_group({}), {"seq_rewards": rewarded}, rows)
     assert advantages.tolist() == pytest.approx(np.repeat(wanted, lengths).tolist(), abs=1e-12)
-
-    generator = torch.Generator().manual_seed(1)
-    old = -torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
-    log_probs = old + torch.randn(len(old), generator=generator, dtype=torch.float64) * 0.3
-    loss, gradient = loss_and_gradient(config, log_probs, old, advantages, rows)
-    terms, slopes = [], []
-    for a, new, before in zip(advantages.tolist(), log_probs.tolist(), old.tolist(), strict=True):
-        ratio = math.exp(new - before)
-        clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
-        value, slope = min((ratio * a, ratio * a), (clipped * a, ratio * a if clipped == ratio else 0.0))
-        if a < 0 and value < 3.0 * a:  # the dual clip, which the configuration has beside the paper's
-            value, slope = 3.0 * a, 0.0
-        terms.append(-value / len(old))
-        slopes.append(-slope / len(old))
-    assert loss == pytest.approx(sum(terms), abs=1e-12)
-    assert gradient.tolist() == pytest.approx(slopes, abs=1e-12)
-    assert any(slope == 0.0 for slope in slopes) and any(r > 1.2 for r in (log_probs - old).exp().tolist())
 
 
 @pytest.mark.parametrize(("metric", "spreads"), [("score", [0.0, 0.0, 1.0]), ("seq_reward", [1.0, 0.0, 1.0])])
@@ -161,6 +123,7 @@ def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
     """MiniLLM's gradient: over all responses of two tokens, weighted by their probability, ours is that of the divergence itself."""
     generator = torch.Generator().manual_seed(3)
     size, config = 3, DistillConfig(gamma=1.0, policy=PolicyLossConfig(loss_agg_mode="seq-mean-token-sum"))
+    objective = clipped_policy(config, SamplingConfig(max_response_length=8))
     weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((size,), (size, size)) * 2]
     first, then, *teacher = weights
     its_first, its_then = (table.log_softmax(-1) for table in teacher)
@@ -179,8 +142,9 @@ def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
         student, rows = log_probs(a, b), rows_of([2], [0])
         fields = {"old_log_probs": student.detach(), "teacher_log_probs": torch.stack([its_first[a], its_then[a, b]])}
         advantages, _ = per_token(towards_teacher(1.0), fields, rows)
-        _, slope = loss_and_gradient(config, student.detach(), student.detach(), advantages, rows)
-        gradients = torch.autograd.grad(student, (first, then), slope * student.detach().sum().exp())
+        fields = {"log_probs": student, "old_log_probs": student.detach(), "advantages": advantages, "entropy": torch.zeros(2)}
+        loss, _ = objective.loss(fields, rows, Totals(2, 1))
+        gradients = torch.autograd.grad(loss * student.detach().sum().exp(), (first, then))
         for total, gradient in zip(ours, gradients, strict=True):
             total += gradient
     for mine, wanted in zip(ours, exact, strict=True):
@@ -190,68 +154,58 @@ def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
 # -- in runs
 
 
-def run(directory: Path, given: str | Case, *more: str, ranks: int = 1, steps: int = 3) -> tasks.Run:
-    case = CASES[given] if isinstance(given, str) else given
-    overrides = tasks.settings(directory, steps, *case.overrides(), *more)
-    run_ranks(ranks, tasks.train_here, str(CONFIGS / f"{case.config}.yaml"), overrides)
-    return tasks.read_run(directory)
-
-
 def test_remax_is_the_run_that_generates_twice(tmp_path: Path) -> None:
     """tests/outside/greedy_baseline.py has a call for the greedy rows; rows of one batch that draw unlike are the same rows."""
     case = Case("quickstart_remax", frozen=(), more=ROLLOUTS)
-    once = run(tmp_path / "once", case)
-    twice = run(tmp_path / "twice", case, "algorithm.name=outside.greedy_baseline", "algorithm.together=true")
+    once = case.train(tmp_path / "once")
+    twice = case.train(tmp_path / "twice", "algorithm.name=outside.greedy_baseline", "algorithm.together=true")
     assert once.responses.items() <= twice.responses.items()
-    assert [row["actor/advantage_mean"] for row in once.metrics] == pytest.approx(
-        [row["actor/advantage_mean"] for row in twice.metrics], abs=1e-12
-    )
+    advantages, others = ([row["actor/advantage_mean"] for row in run.metrics] for run in (once, twice))
+    assert advantages == pytest.approx(others, abs=1e-12)
     assert tasks.worst_tensor(once, twice)[0] < 1e-9
 
 
 def test_remax_takes_the_rollouts_log_probs_where_they_are_exact(tmp_path: Path) -> None:
     """The greedy rows beside them do not make a forward pass necessary, and the update finds no difference."""
-    for row in run(tmp_path / "run", "remax", "models.actor.dtype=float32", "models.reference.dtype=float32", steps=2).raw:
-        assert row["rollout/log_prob_diff_max"] == 0.0 and "timing_s/compute_log_prob" not in row
-
-
-def test_dapo_replaces_groups_that_score_alike(tmp_path: Path) -> None:
-    """Every step has as many groups as it wants, whole ones, of more prompts than one batch."""
-    found = run(tmp_path / "run", "dapo")
-    for row in found.metrics:
-        assert row["dapo/kept_groups"] >= tasks.PROMPTS and row["dapo/num_gen_batches"] > 1
-        assert row["dapo/equal_group_fraction"] > 0
+    exact = ("models.actor.dtype=float32", "models.reference.dtype=float32")
+    (row,) = CASES["remax"].train(tmp_path / "run", *exact, steps=1).raw
+    assert row["rollout/log_prob_diff_max"] == 0.0 and "timing_s/compute_log_prob" not in row
 
 
 def train_and_listen(world: World, config: str, overrides: list[str]) -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         tasks.train_here(world, config, overrides)
-    return said.getvalue()
+    return errors.getvalue()
 
 
-def test_dapo_tells_of_a_bound_and_refuses_to_learn_nothing(tmp_path: Path) -> None:
-    more = (*CASES["dapo"].overrides(), "algorithm.filter_groups.max_num_gen_batches=1")
-    arguments = str(CONFIGS / "quickstart_dapo.yaml"), tasks.settings(tmp_path / "few", 1, *more)
-    said = run_ranks(2, train_and_listen, *arguments)
+def test_dapo_replaces_groups_that_score_alike_or_tells_of_a_bound(tmp_path: Path) -> None:
+    """Every step has as many groups as it wants, whole ones, of more prompts than one batch. It refuses to learn nothing."""
+    case = CASES["dapo"]
+    (replaced,) = case.train(tmp_path / "replaced", steps=1).metrics
+    assert replaced["dapo/kept_groups"] >= tasks.PROMPTS and replaced["dapo/num_gen_batches"] > 1
+    assert replaced["dapo/equal_group_fraction"] > 0
+
+    more = (*case.overrides(), "algorithm.filter_groups.max_num_gen_batches=1")
+    written = run_ranks(2, train_and_listen, case.file, tasks.settings(tmp_path / "few", 1, *more))
     kept = int(tasks.read_run(tmp_path / "few").metrics[0]["dapo/kept_groups"])
     assert 0 < kept < tasks.PROMPTS
-    told = (
+    line = (
         f"step 1: of {tasks.PROMPTS} prompts in 1 batches {kept} have responses whose scores differ, where {tasks.PROMPTS} were"
     )
-    assert [text.count(told) for text in said] == [1, 0]
-    with pytest.raises(
-        AssertionError,
-        match=r"ValueError: step 1: of 16 prompts in 2 batches 0 have responses whose scores differ, so",
-    ):
-        run(tmp_path / "none", "dapo", "reward.function=tasks:always_one", "algorithm.filter_groups.max_num_gen_batches=2")
+    assert [text.count(line) for text in written] == [1, 0]
+
+    more = ("reward.function=tasks:always_one", "algorithm.filter_groups.max_num_gen_batches=2")
+    with pytest.raises(ValueError, match=r"^step 1: of 16 prompts in 2 batches 0 have responses whose scores differ, so"):
+        tasks.train_alone(tmp_path / "none", 3, *case.overrides(), *more, config=Path(case.file))
 
 
 def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Path) -> None:
-    whole = (f"data.train_batch_size={tasks.NUM_TRAIN}", f"algorithm.ppo_mini_batch_size={tasks.NUM_TRAIN}", "sampling.n=8")
-    more = ("reward.function=null", "algorithm.gamma=0", "models.actor.optim.eps=1e-8", "models.actor.optim.lr=3e-4", *whole)
-    kl = [row["actor/reverse_kl"] for row in run(tmp_path / "run", "distill", *more, steps=6).metrics]
+    all_rows = (f"data.train_batch_size={tasks.NUM_TRAIN}", f"algorithm.ppo_mini_batch_size={tasks.NUM_TRAIN}", "sampling.n=8")
+    optim = ("models.actor.optim.eps=1e-8", "models.actor.optim.lr=3e-4")
+    metrics = CASES["distill"].train(tmp_path, "reward.function=null", "algorithm.gamma=0", *optim, *all_rows, steps=6).metrics
+    kl = [row["actor/reverse_kl"] for row in metrics]
     assert max(kl[-3:]) < 0.75 * kl[0], kl
-    assert "reward/mean" not in run(tmp_path / "one", "distill", *more, steps=1).metrics[0]
+    assert "reward/mean" not in metrics[0]
 
 
 @pytest.mark.parametrize(
@@ -272,8 +226,5 @@ def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Pat
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, name: str, override: str, message: str) -> None:
-    from rlhf_spmd.train import prepare
-
-    overrides = tasks.settings(tmp_path, 3, *CASES[name].overrides(), override)
     with pytest.raises(ValueError, match=re.escape(message)):
-        prepare(str(CONFIGS / f"{CASES[name].config}.yaml"), overrides, 1)
+        prepare(CASES[name].file, tasks.settings(tmp_path, 3, *CASES[name].overrides(), override), 1)

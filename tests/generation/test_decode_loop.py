@@ -7,7 +7,6 @@ same memory.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import tasks
-from generators import SMALL, alone, load, ragged_requests, tokens_of
-from ranks import run_ranks
+from generators import RULES, SMALL, alone, assert_same, load, ragged_requests, with_overrides
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig, config, model_runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.finished_groups import FinishedGroups
@@ -29,58 +26,40 @@ from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained
-from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import World
 from small_models import CONFIGS, make_model
 
 STOPS = range(4)  # rows end early, within bursts
 SAMPLED = SamplingConfig(temperature=0.8, top_k=40)
+NARROW = 1e-3  # in float32, of linear attention's log-probs between other orders of sums, with these weights
 
 
-def check_equal(found: list[Completion], wanted: list[Completion]) -> None:
-    assert tokens_of(found) == tokens_of(wanted)
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a.log_probs, b.log_probs) and torch.equal(a.log_probs_t1, b.log_probs_t1)
-        assert a.finish_reason == b.finish_reason and (a.top_log_probs is None) == (b.top_log_probs is None)
-        if a.top_log_probs is not None and b.top_log_probs is not None:
-            assert all(map(torch.equal, a.top_log_probs, b.top_log_probs))
+def generate(
+    path: str,
+    sampling: SamplingConfig,
+    requests: list[Request] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> tuple[list[Completion], Generator]:
+    generator = Generator(load(path, alone()[1], dtype), alone()[1], replace(SMALL, **changes), STOPS)
+    return generator.generate(ragged_requests() if requests is None else requests, sampling, 3, 5), generator
 
 
-def generate(path: str, sampling: SamplingConfig, **changes: Any) -> tuple[list[Completion], Generator]:
-    generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, **changes), STOPS)
-    return generator.generate(ragged_requests(), sampling, 3, 5), generator
-
-
-@pytest.mark.parametrize("attention", ["torch", "cpp"])
 @pytest.mark.parametrize(
-    "changes",
+    ("attention", "changes"),
     [
-        {"steps_per_sync": 4},
-        {"steps_per_sync": 7, "page_size": 5, "max_num_seqs": 3},
-        {"steps_per_sync": 64, "page_size": 64, "max_num_seqs": 20},
-        {"steps_per_sync": 16, "num_pages": 17},
-        {"steps_per_sync": 5, "num_pages": 30, "max_num_batched_tokens": 33, "enable_prefix_caching": False},
+        ("torch", {"steps_per_sync": 4}),
+        ("cpp", {"steps_per_sync": 7, "page_size": 5, "max_num_seqs": 3}),
+        ("torch", {"steps_per_sync": 16, "num_pages": 17}),
+        ("cpp", {"steps_per_sync": 5, "num_pages": 30, "max_num_batched_tokens": 33, "enable_prefix_caching": False}),
     ],
     ids=str,
 )
-def test_tokens_and_log_probs_keep_their_bits(
-    path: str, attention: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted, stepwise = generate(path, SAMPLED, attention=attention)
-    assert {c.finish_reason for c in wanted} == {"stop", "length"}
-    sizes = []
-    decode = ModelRunner._decode
-
-    def noted(self: ModelRunner, rows: Any, repeats: int) -> None:
-        sizes.append((len(rows), repeats))
-        decode(self, rows, repeats)
-
-    monkeypatch.setattr(ModelRunner, "_decode", noted)
-    found, generator = generate(path, SAMPLED, attention=attention, **changes)
-    check_equal(found, wanted)
-    assert len({size for size, _ in sizes}) > 1 and max(steps for _, steps in sizes) > 1
-    assert generator.stats.decode_tokens == sum(len(c.token_ids) for c in found)
+def test_tokens_and_log_probs_keep_their_bits(path: str, attention: str, changes: dict[str, Any]) -> None:
+    expected, stepwise = generate(path, SAMPLED, attention=attention)
+    assert {c.finish_reason for c in expected} == {"stop", "length"}
+    completions, generator = generate(path, SAMPLED, attention=attention, **changes)
+    assert_same(completions, expected)
+    assert generator.stats.decode_tokens == sum(len(c.token_ids) for c in completions)
     if "num_pages" in changes:
         assert generator.stats.preemptions > 0
     else:
@@ -91,87 +70,60 @@ def test_rows_of_a_single_page(path: str) -> None:
     """The table of pages then has one column, a slice with gaps; rows of one token stand still while others go on."""
     limits = [1, 10, 30, 1, 1, 1, 30, 30, 1, 1, 40, 10, 1]
     requests = [Request(i, 0, [3, 4, 5, 6, 7], limit) for i, limit in enumerate(limits)]
-
-    def tokens(**changes: Any) -> tuple[list[list[int]], int]:
-        generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, max_num_seqs=6, **changes), ())
-        return tokens_of(generator.generate(requests, SAMPLED, 3, 5)), generator.stats.preemptions
-
-    found, preemptions = tokens(steps_per_sync=8, num_pages=8)
-    assert found == tokens()[0] and preemptions > 0
+    completions, generator = generate(path, SAMPLED, requests, max_num_seqs=6, steps_per_sync=8, num_pages=8)
+    assert_same(completions, generate(path, SAMPLED, requests, max_num_seqs=6)[0])
+    assert generator.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(temperature=0.0), SamplingConfig(min_p=0.02, top_p=0.9)], ids=str)
-def test_other_ways_to_draw(path: str, sampling: SamplingConfig) -> None:
-    check_equal(generate(path, sampling, steps_per_sync=8)[0], generate(path, sampling)[0])
-
-
-RULES = SamplingConfig(
-    temperature=0.9,
-    repetition_penalty=1.2,
-    presence_penalty=0.5,
-    frequency_penalty=0.1,
-    min_response_length=7,
-    logit_bias={5: 1.0},
+@pytest.mark.parametrize(
+    ("sampling", "mixed"),
+    [
+        (SamplingConfig(temperature=0.0), False),
+        (SamplingConfig(min_p=0.02, top_p=0.9), False),
+        (RULES, True),
+        (replace(SAMPLED, logprobs=3), True),
+    ],
+    ids=["greedy", "filtered", "rules", "logprobs"],
 )
-
-
-@pytest.mark.parametrize("sampling", [RULES, replace(SAMPLED, logprobs=3)], ids=["rules", "logprobs"])
-@pytest.mark.parametrize("own", [False, True])
-def test_rules_likeliest_tokens_and_rows_that_draw_by_themselves(path: str, sampling: SamplingConfig, own: bool) -> None:
+def test_rules_likeliest_tokens_and_rows_with_other_settings(path: str, sampling: SamplingConfig, mixed: bool) -> None:
     """All that follows from the rows' own tokens is found on the device."""
     requests = ragged_requests()
-    if own:
-        kinds = (None, SamplingOverrides(0.0), SamplingOverrides(1.4, top_p=0.7), SamplingOverrides(1.0, top_k=3))
-        requests = [replace(request, overrides=kinds[i % 4], min_new_tokens=3 * (i % 4)) for i, request in enumerate(requests)]
-    made, steps = [], []
-    for repeats in (1, 8):
-        generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=repeats), STOPS)
-        made.append(generator.generate(requests, sampling, 3, 5))
-        steps.append(generator.stats.steps)
-    check_equal(made[1], made[0])
-    assert steps[1] < steps[0] / 2
-    assert all((each.top_log_probs is None) == (not sampling.logprobs) for each in made[0])
+    if mixed:
+        requests = [replace(request, min_new_tokens=3 * (i % 4)) for i, request in enumerate(with_overrides(requests))]
+    (expected, stepwise), (completions, generator) = (
+        generate(path, sampling, requests, steps_per_sync=repeats) for repeats in (1, 8)
+    )
+    assert_same(completions, expected)
+    assert generator.stats.steps < stepwise.stats.steps / 2
+    assert all((each.top_log_probs is None) == (not sampling.logprobs) for each in expected)
 
 
-def test_interrupted_rows_go_on(path: str) -> None:
-    wanted = generate(path, SAMPLED)[0]
-    generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=6), STOPS)
-    found, requests = [], ragged_requests()
-    while generator.kept or requests:
-        found += generator.generate_until(requests, SAMPLED, 3, 5, GenerationLimits(steps=2), 0)
-        requests = []
-    check_equal(sorted(found, key=lambda c: c.row_id), wanted)
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("linear") / "model", {**CONFIGS["qwen3-next"], "vocab_size": 301}))
 
 
-def generate_on_rank(world: World, path: str) -> list[Any]:
-    mesh = build_mesh(world, [0, 1], Layout(tp=2))
-    decoder, results = load(path, mesh), []
-    for settings in (SMALL, replace(SMALL, steps_per_sync=6)):
-        found = Generator(decoder, mesh, settings, STOPS).generate(ragged_requests(), SAMPLED, 3, 5)
-        results.append([(c.token_ids, c.log_probs.tolist()) for c in found])
-    return results
-
-
-def test_tensor_parallel_ranks_draw_the_same(path: str) -> None:
-    ranks = run_ranks(2, generate_on_rank, path)
-    assert ranks[0] == ranks[1] and ranks[0][0] == ranks[0][1]
-
-
-def test_training_through_ranks_has_the_same_numbers(tmp_path: Path) -> None:
-    """Two PPO steps on two ranks; bit-equal log-probs of rollout and training forward included."""
-    losses = []
-    for steps in (1, 3):
-        run = tmp_path / str(steps)
-        overrides = tasks.settings(run, 2, f"models.actor.generation.steps_per_sync={steps}")
-        run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert all(row["rollout/log_prob_diff_max"] == 0 for row in rows)
-        losses.append([(row["actor/pg_loss"], row["reward/mean"], row["response_length/mean"]) for row in rows])
-        assert len(rows) == 2 and all(row["generation/steps"] > 1 for row in rows)
-    assert losses[0] == losses[1]
-
-
-GRAPH_RULES = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.1, min_response_length=7, logit_bias={5: 1.0})
+@pytest.mark.parametrize(
+    ("changes", "least", "dtype"),
+    [
+        ({"steps_per_sync": 8}, 0.8, torch.float32),
+        ({"max_num_seqs": 3, "steps_per_sync": 64}, 0.99, torch.float64),
+        ({"max_num_batched_tokens": 33}, 0.9, torch.float32),
+        ({"num_pages": 22, "steps_per_sync": 5}, 0.9, torch.float64),
+    ],
+    ids=str,
+)
+def test_linear_attention_shares_prompts(linear: str, changes: dict[str, Any], least: float, dtype: torch.dtype) -> None:
+    """Five rows of a prompt compute all but its last token once, also where they start one by one: ``least`` of what could be shared
+    is shared. Rows stop and reach their limits within windows; prompts of one token begin in one."""
+    requests = ragged_requests(samples=5)
+    expected, single = generate(linear, SAMPLED, requests, dtype, enable_prefix_caching=False)
+    completions, shared = generate(linear, SAMPLED, requests, dtype, **changes)
+    assert_same(completions, expected, 1e-10 if dtype == torch.float64 else NARROW)
+    shareable = sum(len(request.prompt_ids) - 1 for request in requests) * 4 / 5
+    assert single.stats.hit_tokens == 0 and shared.stats.hit_tokens >= least * shareable
+    assert (shared.stats.preemptions > 0) == ("num_pages" in changes)
+    assert shared.stats.preemptions or shared.stats.prefill_tokens < single.stats.prefill_tokens
 
 
 @dataclass
@@ -183,18 +135,18 @@ class Frozen:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The keys of the graphs that are captured from now on, on this machine, as if it were a GPU."""
-    keys: list[Any] = []
+    """The steps that are captured from now on, on this machine, as if it were a GPU."""
+    steps: list[Any] = []
 
     def capture(self: Graphs, step: Callable[[], None]) -> Frozen:
-        keys.append(step)
+        steps.append(step)
         step()
         return Frozen(step)
 
     monkeypatch.setattr(Graphs, "_capture", capture)
     for module in (model_runner, config):
         monkeypatch.setattr(module, "capabilities", lambda device: replace(capabilities(device), graphs=True, streams=True))
-    return keys
+    return steps
 
 
 def build(path: str, **changes: Any) -> Generator:
@@ -206,32 +158,32 @@ def build(path: str, **changes: Any) -> Generator:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"steps_per_sync": 3, "num_pages": 17}, {"page_size": 5, "max_num_batched_tokens": 33, "max_num_seqs": 7}],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "sampling",
-    [SAMPLED, SamplingConfig(temperature=0.0), GRAPH_RULES, replace(SAMPLED, logprobs=3)],
+    ("sampling", "changes"),
+    [
+        (SAMPLED, {"steps_per_sync": 3, "num_pages": 17}),
+        (SamplingConfig(temperature=0.0), {"page_size": 5, "max_num_batched_tokens": 33, "max_num_seqs": 7}),
+        (replace(RULES, top_p=1.0), {"steps_per_sync": 3, "num_pages": 17}),
+        (replace(SAMPLED, logprobs=3), {}),
+    ],
     ids=["sampled", "greedy", "rules", "logprobs"],
 )
 def test_captured_steps_keep_the_bits(
     path: str, sampling: SamplingConfig, changes: dict[str, Any], captured: list[Any]
 ) -> None:
     """Prompts come while others decode, rows stop within windows, and two windows are under way."""
-    wanted = build(path, enforce_eager=True, **changes).generate(ragged_requests(), sampling, 3, 5)
-    assert not captured and {c.finish_reason for c in wanted} == {"stop", "length"}
+    expected = build(path, enforce_eager=True, **changes).generate(ragged_requests(), sampling, 3, 5)
+    assert not captured and {c.finish_reason for c in expected} == {"stop", "length"}
     generator = build(path, **changes)
-    check_equal(generator.generate(ragged_requests(), sampling, 3, 5), wanted)
+    assert_same(generator.generate(ragged_requests(), sampling, 3, 5), expected)
     assert 1 < len(captured) <= len({padded_size(n + 1) for n in range(20)})
-    assert generator.stats.decode_tokens == sum(len(c.token_ids) for c in wanted)
+    assert generator.stats.decode_tokens == sum(len(c.token_ids) for c in expected)
     # other weights, lengths and seeds: nothing of the first call may be left in what a graph has fixed
     with torch.no_grad():
         generator.decoder.layers[0].gate_up.weight.mul_(0.5)  # type: ignore[union-attr, operator]
     other = build(path, enforce_eager=True, **changes)
     other.decoder.load_state_dict(generator.decoder.state_dict())
     requests = [replace(request, row_id=request.row_id + 50) for request in ragged_requests(max_new_tokens=9)]
-    check_equal(generator.generate(requests, sampling, 4, 6), other.generate(requests, sampling, 4, 6))
+    assert_same(generator.generate(requests, sampling, 4, 6), other.generate(requests, sampling, 4, 6))
 
 
 def test_graphs_stay_while_nothing_moves(path: str, captured: list[Any]) -> None:
@@ -247,27 +199,34 @@ def test_graphs_stay_while_nothing_moves(path: str, captured: list[Any]) -> None
     assert counts[0] == counts[1] == counts[2] > 1
 
 
+FILTERED = SamplingConfig(temperature=0.9, top_p=0.8, top_k=40)
+
+
 @pytest.mark.parametrize(
-    ("family", "a_layer", "sampling"),
+    ("family", "layer_launches", "sampling", "changes"),
     [
-        (None, 10, SamplingConfig(temperature=0.9)),
-        (None, 10, SamplingConfig(temperature=0.9, top_p=0.8, top_k=40)),
-        ("deepseek-v3", 16, SamplingConfig(temperature=0.9)),
-        ("gemma4", 17, SamplingConfig(temperature=0.9)),
+        (None, 10, FILTERED, {"page_size": 5, "max_num_batched_tokens": 33}),
+        ("deepseek-v3", 16, SamplingConfig(temperature=0.9), {}),
+        ("qwen3-5", 13, SAMPLED, {"num_pages": 9, "max_num_seqs": 5}),
+        pytest.param(None, 10, SamplingConfig(temperature=0.9), {}, marks=pytest.mark.long),
+        pytest.param("gemma4", 17, SamplingConfig(temperature=0.9), {}, marks=pytest.mark.long),  # two sizes of heads
+        pytest.param("qwen3-5", 13, SAMPLED, {}, marks=pytest.mark.long),
     ],
-    ids=["plain", "filtered", "latent attention", "two sizes of heads"],
+    ids=str,
 )
 def test_all_that_a_gpu_runs_draws_the_same(
     path: str,
     family: str | None,
-    a_layer: int,
+    layer_launches: int,
     sampling: SamplingConfig,
+    changes: dict[str, Any],
     captured: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """Triton's kernels of layers, attention and draws, in its interpreter, in captured steps; rows of settings of their own. A step
-    takes ``a_layer`` launches a layer and 30 besides, at most. DeepSeek-V3 has its biases, and no experts."""
+    takes ``layer_launches`` a layer and 30 besides, at most, one a layer of linear attention. DeepSeek-V3 has its biases, and no
+    experts. Padding changes no state."""
     gpu = pytest.importorskip("rlhf_spmd.kernels.gpu_ops", reason="triton is not installed: pip install 'rlhf_spmd[triton]'")
     if importlib.import_module("triton_device").DEVICE.type == "cuda":
         pytest.skip("compares with the CPU's numbers")
@@ -275,47 +234,38 @@ def test_all_that_a_gpu_runs_draws_the_same(
         path = str(make_model(tmp_path / "model", {**CONFIGS[family], "vocab_size": 301, "first_k_dense_replace": 4}))
     requests = [
         replace(request, overrides=SamplingOverrides(0.0) if request.row_id == 1 else None)
-        for request in ragged_requests(num_prompts=3, samples=1, max_new_tokens=4)
+        for request in ragged_requests(num_prompts=3, samples=1, max_new_tokens=12 if family == "qwen3-5" else 4)
     ]
-    wanted = build(path, enforce_eager=True).generate(requests, sampling, 3, 5)
+    expected = build(path, enforce_eager=True).generate(requests, sampling, 3, 5)
     mesh = alone()[1]
     counted_launches, counts, decode_once = importlib.import_module("launches").counted_launches, [], ModelRunner._decode_once
 
     def counted(self: ModelRunner, *arguments: Any) -> None:
         with counted_launches() as launches:
             decode_once(self, *arguments)
-        counts.append(launches.names)
+        counts.append(launches)
 
     monkeypatch.setattr(ModelRunner, "_decode_once", counted)
     decoder = Decoder(read_spec(path), "lm", 0, 1, mesh.tp, torch.float32, "cpu", ops=gpu.GpuOps())
     load_pretrained(decoder, path)
-    found = Generator(decoder, mesh, replace(SMALL, attention="triton"), STOPS).generate(requests, sampling, 3, 5)
-    assert tokens_of(found) == tokens_of(wanted) and captured
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.log_probs, b.log_probs, atol=2e-5, rtol=0)
-    most = max(counts, key=lambda names: len(names))
-    assert len(most) <= a_layer * len(decoder.layers) + 30, " ".join(most)
+    generator = Generator(decoder, mesh, replace(SMALL, attention="triton", **changes), STOPS)
+    completions = generator.generate(requests, sampling, 3, 5)
+    assert_same(completions, expected, NARROW if decoder.num_linear else 2e-5)
+    assert captured
+    for launches in counts:
+        assert len(launches.names) <= layer_launches * len(decoder.layers) + 30, " ".join(launches.names)
+        assert launches.names.count("_mix_token") == decoder.num_linear
+        assert not launches.waits or family == "gemma4"  # which rounds a number of the host
+        assert launches.names.count("attend_singles") == len(decoder.layers) - decoder.num_linear
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_call_that_is_interrupted_leaves_no_window_under_way(path: str, eager: bool, captured: list[Any]) -> None:
-    def run(limits: GenerationLimits) -> list[Completion]:
-        generator, found, requests = build(path, enforce_eager=eager), [], ragged_requests()
-        generator.reserve_pages(64)
-        while generator.kept or requests:
-            found += generator.generate_until(requests, SAMPLED, 3, 5, limits, 0)
-            requests = []
-            assert all(token >= 0 for row in generator.kept for token in row.tokens), "a placeholder is left"
-        return sorted(found, key=lambda completion: completion.row_id)
-
-    check_equal(run(GenerationLimits(steps=3)), run(GenerationLimits()))
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_call_that_fails_leaves_its_rows_as_they_were(path: str, eager: bool, captured: list[Any]) -> None:
-    wanted = build(path, enforce_eager=True).generate(ragged_requests(), SAMPLED, 3, 5)
+def test_a_call_that_is_interrupted_or_fails_leaves_its_rows_as_they_were(path: str, eager: bool, captured: list[Any]) -> None:
+    """No window is under way after it."""
+    expected = build(path, enforce_eager=True).generate(ragged_requests(), SAMPLED, 3, 5)
     generator = build(path, enforce_eager=eager)
-    found = generator.generate_until(ragged_requests(), SAMPLED, 3, 5, GenerationLimits(steps=3), 0)
+    generator.reserve_pages(64)
+    completions = generator.generate_until(ragged_requests(), SAMPLED, 3, 5, GenerationLimits(steps=3), 0)
     before, steps = [row.token_ids for row in generator.kept], iter(range(2))
 
     def fail() -> None:
@@ -325,8 +275,10 @@ def test_a_call_that_fails_leaves_its_rows_as_they_were(path: str, eager: bool, 
     with pytest.raises(KeyboardInterrupt):
         generator.generate_until([], SAMPLED, 3, 5, GenerationLimits(), 0, fail)
     assert before and [row.token_ids for row in generator.kept] == before
-    found += generator.generate_until([], SAMPLED, 3, 5, GenerationLimits(), 0)
-    check_equal(sorted(found, key=lambda completion: completion.row_id), wanted)
+    while generator.kept:
+        completions += generator.generate_until([], SAMPLED, 3, 5, GenerationLimits(steps=3), 0)
+        assert all(token >= 0 for row in generator.kept for token in row.tokens), "a placeholder is left"
+    assert_same(sorted(completions, key=lambda completion: completion.row_id), expected)
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -345,19 +297,13 @@ def test_a_row_ends_once(path: str, eager: bool, captured: list[Any]) -> None:
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_what_is_drawn_behind_a_stop_need_not_be_finite(path: str, eager: bool, captured: list[Any]) -> None:
-    def run(steps: int | None) -> list[Completion]:
-        generator = build(path, enforce_eager=eager, steps_per_sync=steps)
-        with torch.no_grad():
-            generator.decoder.embed.weight[: len(STOPS)] = torch.nan  # type: ignore[union-attr]  # a row ends before it reads one
-        return generator.generate(
-            [replace(each, prompt_ids=[max(token, 4) for token in each.prompt_ids]) for each in ragged_requests()],
-            SAMPLED,
-            3,
-            5,
-        )
-
-    found = run(None)
-    assert any(each.finish_reason == "stop" for each in found) and all(each.log_probs.isfinite().all() for each in found)
+    generator = build(path, enforce_eager=eager)
+    with torch.no_grad():
+        generator.decoder.embed.weight[: len(STOPS)] = torch.nan  # type: ignore[union-attr]  # a row ends before it reads one
+    requests = [replace(each, prompt_ids=[max(token, 4) for token in each.prompt_ids]) for each in ragged_requests()]
+    completions = generator.generate(requests, SAMPLED, 3, 5)
+    assert any(each.finish_reason == "stop" for each in completions)
+    assert all(each.log_probs.isfinite().all() for each in completions)
 
 
 def test_sizes_of_graphs() -> None:

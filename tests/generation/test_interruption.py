@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections import Counter
 from dataclasses import replace
@@ -13,35 +12,34 @@ from typing import Any
 import pytest
 import torch
 
-from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of, training_log_probs
+from generators import MODELS, SMALL, alone, assert_same, generate_in_pieces, load, ragged_requests, training_log_probs
 from generators import backend as backend  # a fixture
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.balancing import pack, unpack
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from small_models import CONFIGS
+from tiers import tiers
 
 S = SamplingConfig(temperature=0.9)
 PENALISED = replace(S, repetition_penalty=1.2, logprobs=2)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    root = tmp_path_factory.mktemp("model") / "llama"
-    write_random_model(root, {**MODELS["llama"], "max_position_embeddings": 1024}, seed=7)
-    return str(root)
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of other weights."""
+    root = tmp_path_factory.mktemp("models")
+    for seed in (7, 8):
+        write_random_model(root / str(seed), {**MODELS["llama"], "max_position_embeddings": 1024}, seed)
+    return [str(root / "7"), str(root / "8")]
 
 
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Other weights."""
-    root = tmp_path_factory.mktemp("model") / "other"
-    write_random_model(root, {**MODELS["llama"], "max_position_embeddings": 1024}, seed=8)
-    return str(root)
+@pytest.fixture
+def path(paths: list[str]) -> str:
+    return paths[0]
 
 
 def build(path: str, **changes: Any) -> Generator:
@@ -49,114 +47,70 @@ def build(path: str, **changes: Any) -> Generator:
     return Generator(load(path, mesh), mesh, replace(SMALL, **changes), {2})
 
 
-def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
-    assert tokens_of(found) == tokens_of(wanted)
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a.log_probs, b.log_probs) and torch.equal(a.log_probs_t1, b.log_probs_t1)
-        assert (a.row_id, a.finish_reason) == (b.row_id, b.finish_reason)
-        assert len(a.versions) == len(a.token_ids)
-
-
 def test_a_pool_of_a_twentieth_of_the_need_changes_no_token(path: str) -> None:
     requests = [Request(i, i // 2, [3 + i // 2, 5, 7 + i // 4], 37 + i % 5) for i in range(64)]
     need = sum(-(-(3 + r.max_new_tokens - 1) // 4) for r in requests)
     s = replace(S, ignore_eos=True)
-    wanted = build(path, page_size=4, max_num_seqs=64).generate(requests, s, 1, 2)
+    expected = build(path, page_size=4, max_num_seqs=64).generate(requests, s, 1, 2)
     tight = build(path, page_size=4, max_num_seqs=64, num_pages=need // 20)
-    assert_same(tight.generate(requests, s, 1, 2), wanted)
+    assert_same(tight.generate(requests, s, 1, 2), expected)
     assert tight.stats.num_pages <= 0.05 * need and tight.stats.preemptions > 20
 
 
-@pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"steps_per_sync": 3, "micro_batches": 2}, {"speculative_tokens": 2}])
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"steps_per_sync": 3, "micro_batches": 2}], ids=str)
 def test_whole_groups_leave_before_the_call_ends(path: str, changes: dict[str, Any]) -> None:
     requests, number = ragged_requests(num_prompts=7, samples=3), 4
     sent: list[list[Completion]] = []
-    wanted = {c.row_id: c for c in build(path, **changes).generate(requests, PENALISED, 1, 2)}
-    found = build(path, **changes).generate(
-        requests, PENALISED, 1, 2, finished_groups=FinishedGroups(requests, number, sent.append)
-    )
-    assert_same(found, list(wanted.values()))
+    expected = {c.row_id: c for c in build(path, **changes).generate(requests, PENALISED, 1, 2)}
+    groups = FinishedGroups(requests, number, sent.append)
+    completions = build(path, **changes).generate(requests, PENALISED, 1, 2, finished_groups=groups)
+    assert_same(completions, list(expected.values()))
     assert 1 < len(sent) < number
+    ended = 0
     for portion in sent:
-        assert_same(portion, [wanted[c.row_id] for c in portion])
-        assert all(torch.equal(c.top_log_probs[1], wanted[c.row_id].top_log_probs[1]) for c in portion)  # type: ignore[index]
-    groups = [[request.group_id for c in portion for request in requests if request.row_id == c.row_id] for portion in sent]
-    assert all(count == 3 for portion in groups for count in Counter(portion).values())
-    least = [-(-7 * part // number) for part in range(1, number)]  # groups that have ended when so many portions are due
-    totals = [len({group for portion in groups[: i + 1] for group in portion}) for i in range(len(sent))]
-    assert all(total in range(least[0], 8) for total in totals) and totals[-1] >= least[-1]
+        assert_same(portion, [expected[c.row_id] for c in portion])
+        counts = Counter(c.row_id // 3 for c in portion)  # rows of each group
+        assert set(counts.values()) == {3}
+        ended += len(counts)
+    assert -(-7 * len(sent) // number) <= ended < 8  # groups that have ended when so many portions are due
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_a_group_of_eight_costs_the_prefill_of_one(path: str, page_size: int) -> None:
-    prompt = [3 + (7 * i) % 290 for i in range(512)]
-    generator = build(path, page_size=page_size, max_num_batched_tokens=128)
-    computed = []
-    for n in (1, 8):
-        generator.generate([Request(i, 0, prompt, 1) for i in range(n)], S, 0, 0)
-        computed.append(generator.stats.prefill_tokens + generator.stats.decode_tokens)
-    assert computed == [512, 511 + 8] and computed[1] <= 1.3 * computed[0]
-
-
-def in_pieces(
-    generator: Generator, requests: list[Request], sampling: SamplingConfig, until: GenerationLimits, drop: bool
-) -> list[Completion]:
-    """Half of the rows at first, the others with the second call; a piece at a time until all have ended."""
-    found: list[Completion] = []
-    waiting = [requests[: len(requests) // 2], requests[len(requests) // 2 :]]
-    totals, calls = Counter[str](), 0
-    while waiting or generator.kept:
-        new = waiting.pop(0) if waiting else []
-        ended = generator.generate_until(new, sampling, 3, 5, until, version=1)
-        assert ended or until.tokens, "a call that was to end some groups ended none"
-        found += ended
-        totals.update(prefill=generator.stats.prefill_tokens, decode=generator.stats.decode_tokens)
-        calls += 1
-        if drop:
-            generator.before_training()
-    assert calls > 2 and totals["decode"] == sum(len(c.token_ids) for c in found)
-    order = [r.row_id for r in requests]
-    generator.stats.prefill_tokens = totals["prefill"]
-    return sorted(found, key=lambda c: order.index(c.row_id))
-
-
-@pytest.mark.parametrize("sampling", [S, PENALISED], ids=["plain", "penalised"])
 @pytest.mark.parametrize(
-    "until", [GenerationLimits(tokens=40), GenerationLimits(fraction=0.3), GenerationLimits(tokens=1)], ids=str
+    ("sampling", "limits", "changes"),
+    [
+        (S, GenerationLimits(tokens=40), {}),
+        (PENALISED, GenerationLimits(fraction=0.3), {}),
+        (PENALISED, GenerationLimits(tokens=1), {"num_pages": 24}),
+        (S, GenerationLimits(steps=2), {"steps_per_sync": 6}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("num_pages", [None, 24])
 def test_interrupted_rows_come_out_as_if_never_interrupted(
-    path: str, sampling: SamplingConfig, until: GenerationLimits, num_pages: int | None
+    path: str, sampling: SamplingConfig, limits: GenerationLimits, changes: dict[str, Any]
 ) -> None:
     requests = ragged_requests(samples=2, max_new_tokens=14)
-    generator = build(path, num_pages=num_pages)
-    wanted = generator.generate(requests, sampling, 3, 5)
-    once = generator.stats.prefill_tokens
-    kept = in_pieces(generator, requests, sampling, until, drop=False)
-    assert_same(kept, wanted)
-    with_pages = generator.stats.prefill_tokens
-    dropped = in_pieces(generator, requests, sampling, until, drop=True)
-    assert_same(dropped, wanted)
-    assert generator.stats.prefill_tokens > with_pages >= once if num_pages is None else True
-    for a, b in zip(dropped, wanted, strict=True):
-        assert (a.top_log_probs is None) == (b.top_log_probs is None)
-        if a.top_log_probs is not None and b.top_log_probs is not None:
-            assert all(map(torch.equal, a.top_log_probs, b.top_log_probs))
+    expected = build(path).generate(requests, sampling, 3, 5)
+    generator = build(path, **changes)
+    generator.generate(requests, sampling, 3, 5)
+    prefills = [generator.stats.prefill_tokens]
+    for drop in (False, True):
+        totals = Counter[str]()
+
+        def count(it: Generator, drop: bool = drop, totals: Counter[str] = totals) -> None:
+            totals.update(calls=1, prefill=it.stats.prefill_tokens, decode=it.stats.decode_tokens)
+            if drop:
+                it.before_training()
+
+        assert_same(generate_in_pieces(generator, requests, sampling, limits, count), expected)
+        assert totals["calls"] > 2 and totals["decode"] == sum(len(c.token_ids) for c in expected)
+        prefills.append(totals["prefill"])
+    once, with_pages, dropped = prefills
+    assert "num_pages" in changes or dropped > with_pages >= once
     assert generator._micro_batches is None and not generator.kept
 
 
-def test_pages_are_kept_under_the_same_weights_only(path: str) -> None:
-    generator = build(path)
-    requests = ragged_requests(samples=1, max_new_tokens=20)
-    generator.generate_until(requests, S, 3, 5, GenerationLimits(tokens=30), version=1)
-    generator.generate_until([], S, 3, 5, GenerationLimits(tokens=30), version=1)
-    assert generator.stats.prefill_tokens == 0
-    generator.generate_until([], S, 3, 5, GenerationLimits(tokens=30), version=2)
-    assert generator.stats.prefill_tokens > 0
-
-
-def test_tokens_follow_the_weights_of_their_version(path: str, other: str) -> None:
-    generator, second = build(path), build(other)
+def test_tokens_follow_the_weights_of_their_version(paths: list[str]) -> None:
+    generator, second = map(build, paths)
     requests = ragged_requests(samples=2, max_new_tokens=20)
     ended = generator.generate_until(requests, S, 3, 5, GenerationLimits(tokens=100), version=1)
     generator.decoder, first = second.decoder, generator.decoder
@@ -164,10 +118,8 @@ def test_tokens_follow_the_weights_of_their_version(path: str, other: str) -> No
     assert {v for c in ended for v in c.versions.tolist()} == {1, 2}
     by_id = {r.row_id: r for r in requests}
     asked = [by_id[c.row_id] for c in ended]
-    exact = zip(
-        training_log_probs(first, asked, ended, 0.9), training_log_probs(second.decoder, asked, ended, 0.9), ended, strict=True
-    )
-    for old, new, completion in exact:
+    log_probs = [training_log_probs(decoder, asked, ended, 0.9) for decoder in (first, second.decoder)]
+    for old, new, completion in zip(*log_probs, ended, strict=True):
         assert completion.versions.tolist() == sorted(completion.versions.tolist())
         assert torch.equal(completion.log_probs, torch.where(completion.versions == 1, old, new))
 
@@ -188,10 +140,10 @@ def test_fractions_count_whole_groups(path: str) -> None:
 def test_continued_rows_keep_the_step_they_began_with(path: str) -> None:
     generator = build(path)
     early, late = ragged_requests(samples=1), [replace(r, row_id=r.row_id + 100) for r in ragged_requests(samples=1)]
-    wanted = generator.generate(early, S, 3, 5) + generator.generate(late, S, 3, 6)
-    found = generator.generate_until(early, S, 3, 5, GenerationLimits(tokens=50), 1)
-    found += generator.generate_until(late, S, 3, 6, GenerationLimits(), 2)
-    assert_same(sorted(found, key=lambda c: c.row_id), wanted)
+    expected = generator.generate(early, S, 3, 5) + generator.generate(late, S, 3, 6)
+    completions = generator.generate_until(early, S, 3, 5, GenerationLimits(tokens=50), 1)
+    completions += generator.generate_until(late, S, 3, 6, GenerationLimits(), 2)
+    assert_same(sorted(completions, key=lambda c: c.row_id), expected)
 
 
 def interrupt_by_the_clock(world: World, path: str, layout: Layout) -> list[Any]:
@@ -208,25 +160,12 @@ def interrupt_by_the_clock(world: World, path: str, layout: Layout) -> list[Any]
     return pieces
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", tiers([Layout(tp=2), Layout(pp=2)], [Layout(tp=2)]), ids=str)
 def test_all_ranks_of_a_replica_stop_at_the_same_step(path: str, layout: Layout) -> None:
-    wanted = build(path).generate(ragged_requests(samples=2), S, 3, 5)
+    expected = build(path).generate(ragged_requests(samples=2), S, 3, 5)
     first, second = run_ranks(2, interrupt_by_the_clock, path, layout)
     assert first == second and len(first) > 2
-    assert sorted(row for piece in first for row in piece) == [(c.row_id, c.token_ids) for c in wanted]
-
-
-def test_rows_in_flight_survive_json(path: str, tmp_path: Path) -> None:
-
-    generator = build(path)
-    requests = ragged_requests(samples=2)
-    wanted = generator.generate(requests, PENALISED, 3, 5)
-    ended = generator.generate_until(requests, PENALISED, 3, 5, GenerationLimits(tokens=200), 1)
-    (tmp_path / "kept.json").write_text(json.dumps([pack(0, row) for row in generator.kept]))
-    fresh, saved = build(path), json.loads((tmp_path / "kept.json").read_text())
-    fresh.kept = [unpack(row, torch.float32)[1] for row in saved]
-    ended += fresh.generate_until([], PENALISED, 3, 5, GenerationLimits(), 1)
-    assert_same(sorted(ended, key=lambda c: c.row_id), wanted)
+    assert sorted(row for piece in first for row in piece) == [(c.row_id, c.token_ids) for c in expected]
 
 
 def live_bytes() -> int:
@@ -237,49 +176,50 @@ def live_bytes() -> int:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("kv_cache", ["keep", "offload"])
+@pytest.mark.parametrize(
+    ("backend", "kv_cache"), [("torch", "offload"), ("cpp", "keep"), ("cpp", "offload")], indirect=["backend"]
+)
 def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
+    """No token is computed twice."""
     gc.collect()
     gc.freeze()  # what lives already is not looked at again and again
     requests = ragged_requests(samples=2, max_new_tokens=30)
-    wanted = build(path).generate(requests, PENALISED, 3, 5)
+    expected = build(path).generate(requests, PENALISED, 3, 5)
     generator = build(path, kv_cache=kv_cache, max_num_batched_tokens=50, num_pages=300)
-    found, computed, fresh = [], 0, requests
-    before = live_bytes()
-    while fresh or generator.kept:
-        found += generator.generate_until(fresh, PENALISED, 3, 5, GenerationLimits(steps=7), version=1)
-        computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
-        fresh = []
-        pool = generator._micro_batches.micro_batches[0].cache if generator._micro_batches is not None else None
-        if pool is None:
-            break
-        size, whole, used = pool.pages.nbytes, live_bytes(), len(generator._micro_batches.micro_batches[0].scheduler.pages.used)
-        generator.before_training()
-        given_back = whole - live_bytes()
+    computed, before = 0, live_bytes()
+
+    def wait(it: Generator) -> None:
+        nonlocal computed
+        computed += it.stats.prefill_tokens + it.stats.decode_tokens
+        if it._micro_batches is None:
+            return
+        micro_batch, total = it._micro_batches.micro_batches[0], live_bytes()
+        size, used = micro_batch.cache.pages.nbytes, len(micro_batch.scheduler.pages.used)
+        it.before_training()
+        freed = total - live_bytes()
         if kv_cache == "keep":
-            assert given_back == 0
+            assert freed == 0
         else:  # all of the pool but the pages of rows in flight, and what the torch attention gathers into
-            assert size * (300 - used) // 300 - 8 * used <= given_back and used < 150
-        found += generator.generate_until([], PENALISED, 3, 5, GenerationLimits(steps=1), version=1)
-        computed += generator.stats.prefill_tokens + generator.stats.decode_tokens
-    assert_same(sorted(found, key=lambda c: c.row_id), wanted)
-    assert computed <= sum(len(r.prompt_ids) for r in requests) + sum(len(c.token_ids) for c in found)  # no token twice
+            assert size * (300 - used) // 300 - 8 * used <= freed and used < 150
+
+    assert_same(generate_in_pieces(generator, requests, PENALISED, GenerationLimits(steps=4), wait), expected)
+    assert computed <= sum(len(each) for r, c in zip(requests, expected, strict=True) for each in (r.prompt_ids, c.token_ids))
     assert generator._micro_batches is None and live_bytes() < before + 100_000
 
 
 @pytest.mark.parametrize("name", [None, "gemma4"])  # whose layers have pages of two shapes
-def test_rows_go_on_from_what_older_weights_computed(path: str, other: str, name: str | None, tmp_path: Path) -> None:
+def test_rows_go_on_from_what_older_weights_computed(paths: list[str], name: str | None, tmp_path: Path) -> None:
     """Under other weights: only the last token of a row is new to them, and rows of a prompt that begin later share nothing."""
     if name is not None:
-        path, other = str(tmp_path / "path"), str(tmp_path / "other")
-        for seed, made in enumerate((path, other)):
-            write_random_model(Path(made), {**CONFIGS[name], "initializer_range": 0.2}, seed)
-    first, second = build(path).decoder, build(other).decoder
+        paths = [str(tmp_path / "first"), str(tmp_path / "second")]
+        for seed, path in enumerate(paths):
+            write_random_model(Path(path), {**CONFIGS[name], "initializer_range": 0.2}, seed)
+    first, second = (build(path).decoder for path in paths)
     row = Request(0, 0, [5, 6, 7, 8, 9] * 5, 12)
     late = [replace(row, row_id=1), replace(row, row_id=2)]
     ended = {}
     for kv_cache in ("free", "keep", "offload"):
-        generator = build(path, kv_cache=kv_cache, num_pages=40)
+        generator = build(paths[0], kv_cache=kv_cache, num_pages=40)
         generator.decoder = first
         assert generator.generate_until([row], S, 3, 5, GenerationLimits(steps=4), 1) == []
         generator.before_training()
@@ -289,7 +229,7 @@ def test_rows_go_on_from_what_older_weights_computed(path: str, other: str, name
         # the early row computes its 25 + 4 tokens again, for the others too; or one of the others computes the prompt
         assert counts == ((28, 48) if kv_cache == "free" else (24, 24))
     assert_same(ended["offload"], ended["keep"])
-    assert_same(ended["free"][1:], build(other).generate(late, S, 3, 5))
+    assert_same(ended["free"][1:], build(paths[1]).generate(late, S, 3, 5))
     assert_same(ended["keep"][1:], ended["free"][1:])
     old, new = ended["free"][0], ended["keep"][0]
     assert torch.equal(old.log_probs[:4], new.log_probs[:4]) and not torch.equal(old.log_probs[4:], new.log_probs[4:])

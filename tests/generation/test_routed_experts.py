@@ -9,9 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from generators import SMALL, LastDigits, alone, assert_recorded, chosen_by, load, ragged_requests
+from generators import (
+    SMALL,
+    LastDigits,
+    alone,
+    assert_recorded,
+    assert_same,
+    chosen_by,
+    generate_in_pieces,
+    load,
+    ragged_requests,
+)
 from ranks import run_ranks
-from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationLimits, GenerationStats, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.kernels import Ops
@@ -20,10 +30,11 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.partial_rollouts import PartialRollouts
 from small_models import CONFIGS
+from tiers import tiers
 from triton_device import DEVICE
 
 SIZES = {"vocab_size": 301, "max_position_embeddings": 512, "num_hidden_layers": 3, "initializer_range": 0.2, "eos_token_id": 2}
@@ -40,7 +51,6 @@ CASES: dict[str, tuple[SamplingConfig, dict[str, Any]]] = {
     "chunked prefill": (SAMPLING, {"max_num_batched_tokens": 24, "max_num_seqs": 12}),
     "whole prompts": (SAMPLING, {"enable_chunked_prefill": False, "enable_prefix_caching": False}),
     "several tokens at once": (STOPPING, {"steps_per_sync": 5}),
-    "guesses": (STOPPING, {"speculative_tokens": 3}),
     "pieces": (SAMPLING, {"max_num_seqs": 9}),
     "offloaded pieces": (SAMPLING, {"max_num_seqs": 9, "kv_cache": "offload", "num_pages": 300}),
 }
@@ -55,117 +65,95 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(base / name) for name in (*MODELS, "other")}
 
 
-def generate(generator: Generator, sampling: SamplingConfig, case: str) -> list[Completion]:
-    requests = ragged_requests()
-    if "pieces" not in case:
-        return generator.generate(requests, sampling, 3, 5)
-    completions, waiting = list[Completion](), [requests[:9], requests[9:]]
-    while waiting or generator.kept:
-        new = waiting.pop(0) if waiting else []
-        completions += generator.generate_until(new, sampling, 3, 5, GenerationLimits(tokens=60), 1)
-        generator.before_training()
-    return sorted(completions, key=lambda completion: completion.row_id)
+def generate(decoder: Decoder, mesh: Mesh, case: str, records_experts: bool = True) -> tuple[list[Completion], GenerationStats]:
+    sampling, changes = CASES[case]
+    config = replace(SMALL, **changes)
+    generator = Generator(decoder, mesh, config, {2}, LastDigits(None), records_experts=records_experts)
+    if "pieces" in case:
+        limits = GenerationLimits(tokens=60)
+        completions = generate_in_pieces(generator, ragged_requests(), sampling, limits, Generator.before_training)
+    else:
+        completions = generator.generate(ragged_requests(), sampling, 3, 5)
+    return completions, generator.stats
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["qwen", "deepseek"])
+@pytest.mark.parametrize(("case", "kind"), [(case, ("deepseek", "qwen", "wide")[i % 3]) for i, case in enumerate(CASES)])
 def test_recorded_are_those_of_a_forward_pass(models: dict[str, str], kind: str, case: str) -> None:
     """fp32."""
-    mesh, (sampling, changes) = alone()[1], CASES[case]
-    decoder = load(models[kind], mesh)
-    generator = Generator(decoder, mesh, replace(SMALL, **changes), {2}, LastDigits(None), records_experts=True)
-    completions = generate(generator, sampling, case)
-    assert_recorded(decoder, ragged_requests(), completions)
-    stats = generator.stats
-    assert (stats.preemptions > 0) == (case == "preemption") and (stats.accepted_tokens > 0) == (case == "guesses")
-    plain = Generator(decoder, mesh, replace(SMALL, **changes), {2}, LastDigits(None))
-    for ours, theirs in zip(completions, generate(plain, sampling, case), strict=True):
-        assert ours.token_ids == theirs.token_ids and torch.equal(ours.log_probs, theirs.log_probs) and theirs.experts is None
-
-
-def test_more_experts_than_a_byte_can_number(models: dict[str, str]) -> None:
     mesh = alone()[1]
-    decoder = load(models["wide"], mesh)
-    completions = Generator(decoder, mesh, SMALL, {2}, records_experts=True).generate(ragged_requests(), SAMPLING, 3, 5)
+    decoder = load(models[kind], mesh)
+    completions, stats = generate(decoder, mesh, case)
     assert_recorded(decoder, ragged_requests(), completions)
-    assert max(int(done.experts.max()) for done in completions if done.experts is not None) > 255
-    assert ExpertPages.token_bytes(decoder) == 2 * 2 * 3  # two layers, three experts, two bytes
+    assert (stats.preemptions > 0) == (case == "preemption")
+    plain, _ = generate(decoder, mesh, case, records_experts=False)
+    assert_same(completions, plain)
+    assert all(completion.experts is None for completion in plain)
+    if kind == "wide":
+        assert max(int(done.experts.max()) for done in completions if done.experts is not None) > 255
+        assert ExpertPages.token_bytes(decoder) == 2 * 2 * 3  # two layers, three experts, two bytes
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with the CPU's numbers")
 def test_the_arithmetic_of_gpus_records_the_same(models: dict[str, str]) -> None:
     """In Triton's interpreter: its routing, its attention, and steps that the host does not look at."""
-    mesh, requests, found = alone()[1], ragged_requests(num_prompts=3, samples=2, max_new_tokens=6), list[list[Completion]]()
+    mesh, requests = alone()[1], ragged_requests(num_prompts=3, samples=2, max_new_tokens=6)
+    results = list[list[Completion]]()
     for attention, ops in (("torch", Ops()), ("triton", GpuOps())):
         decoder = Decoder(read_spec(models["qwen"]), "lm", 0, 1, mesh.tp, torch.float32, "cpu", ops=ops)
         decoder.load_state_dict(load(models["qwen"], mesh).state_dict())
         config = replace(SMALL, attention=attention, steps_per_sync=3, max_num_batched_tokens=20)
         generator = Generator(decoder, mesh, config, {2}, records_experts=True)
-        found.append(generator.generate(requests, SamplingConfig(temperature=0.9), 3, 5))
-    for ours, torchs in zip(*found[::-1], strict=True):
+        results.append(generator.generate(requests, SamplingConfig(temperature=0.9), 3, 5))
+    for torchs, ours in zip(*results, strict=True):
         assert ours.token_ids == torchs.token_ids and torch.equal(ours.experts, torchs.experts)
 
 
-def test_recorded_are_transformers_experts(models: dict[str, str]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    mesh, model = alone()[1], AutoModelForCausalLM.from_pretrained(models["qwen"], dtype=torch.float32).eval()
-    generator = Generator(load(models["qwen"], mesh), mesh, SMALL, {2}, records_experts=True)
-    for request, done in zip(ragged_requests(), generator.generate(ragged_requests(), SAMPLING, 3, 5), strict=True):
-        ids = torch.tensor([[*request.prompt_ids, *done.token_ids]])
-        with torch.no_grad():
-            logits = torch.stack(model(ids, output_router_logits=True).router_logits, 1)
-        assert done.experts is not None
-        wanted = logits.topk(done.experts.shape[2], -1).indices
-        assert torch.equal(done.experts[:-1].long().sort(-1).values, wanted[:-1].sort(-1).values)
-
-
-def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    return ours is not None and theirs is not None and torch.equal(ours, theirs)
+def same(ours: Tensor | None, reference: Tensor | None) -> bool:
+    return ours is not None and reference is not None and torch.equal(ours, reference)
 
 
 def on_ranks(world: World, path: str, layout: Layout) -> dict[str, list[Tensor | None]]:
     mesh = build_mesh(world, list(range(world.size)), layout) if world.size > 1 else alone()[1]
-    decoder, found = load(path, mesh, torch.float64), {}
-    for case in ("preemption", "guesses", "pieces"):
-        sampling, changes = CASES[case]
-        generator = Generator(decoder, mesh, replace(SMALL, **changes), {2}, LastDigits(None), records_experts=True)
-        found[case] = [done.experts for done in generate(generator, sampling, case)]
-    return found
+    decoder = load(path, mesh, torch.float64)
+    return {case: [done.experts for done in generate(decoder, mesh, case)[0]] for case in ("preemption", "pieces")}
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("qwen", Layout(pp=3)), ("qwen", Layout(tp=2)), ("deepseek", Layout(pp=2)), ("deepseek", Layout(tp=2))],
+    [
+        ("qwen", Layout(pp=3)),
+        ("deepseek", Layout(tp=2)),
+        pytest.param("qwen", Layout(tp=2), marks=pytest.mark.long),
+        pytest.param("deepseek", Layout(pp=2), marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_every_rank_has_the_experts_of_all_stages(models: dict[str, str], kind: str, layout: Layout) -> None:
-    wanted = on_ranks(alone()[0], models[kind], Layout())
-    for found in run_ranks(layout.size, on_ranks, models[kind], layout):
-        for case, experts in wanted.items():
-            assert all(map(same, found[case], experts)), case
+    expected = on_ranks(alone()[0], models[kind], Layout())
+    for experts_of in run_ranks(layout.size, on_ranks, models[kind], layout):
+        for case, experts in expected.items():
+            assert all(map(same, experts_of[case], experts)), case
 
 
-def move(world: World, path: str, layout: Layout, changes: dict[str, Any]) -> tuple[list[tuple[int, Tensor | None]], int]:
+def move(world: World, path: str, layout: Layout) -> tuple[list[tuple[int, Tensor | None]], int]:
     mesh = build_mesh(world, list(range(world.size)), layout)
-    generator = Generator(load(path, mesh), mesh, replace(SMALL, **changes), {2}, records_experts=True)
-    mine = ragged_requests()[3:] if mesh.dp_rank == 0 else ragged_requests()[:3]
-    found = [(done.row_id, done.experts) for done in generator.generate(mine, SAMPLING, 3, 5)]
-    return found, generator.stats.moved_rows
+    generator = Generator(load(path, mesh), mesh, replace(SMALL, rebalance_steps=4), {2}, records_experts=True)
+    requests = ragged_requests()[3:] if mesh.dp_rank == 0 else ragged_requests()[:3]
+    experts = [(done.row_id, done.experts) for done in generator.generate(requests, SAMPLING, 3, 5)]
+    return experts, generator.stats.moved_rows
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", tiers([Layout(dp=2), Layout(dp=2, pp=2)], [Layout(dp=2)]), ids=str)
 def test_moved_rows_bring_their_experts(models: dict[str, str], layout: Layout) -> None:
     mesh, path = alone()[1], models["qwen"]
     plain = Generator(load(path, mesh), mesh, SMALL, {2}, records_experts=True).generate(ragged_requests(), SAMPLING, 3, 5)
-    results = run_ranks(layout.size, move, path, layout, {"rebalance_steps": 4})
+    results = run_ranks(layout.size, move, path, layout)
     assert sum(moved for _, moved in results) > 0
-    for found, _ in results:
-        assert all(same(experts, plain[row].experts) for row, experts in found)
+    for rows, _ in results:
+        assert all(same(experts, plain[row].experts) for row, experts in rows)
 
 
-@pytest.mark.parametrize("kv_cache", ["free", "keep"])
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(("kv_cache", "saved"), [("free", False), ("keep", False), ("free", True)])
 def test_tokens_keep_the_experts_that_drew_them(models: dict[str, str], kv_cache: Literal["free", "keep"], saved: bool) -> None:
     """A row goes on with other weights, maybe from a checkpoint: its first tokens have the experts of the first weights."""
     mesh, row, steps = alone()[1], Request(0, 0, [5, 6, 7, 8, 9] * 5, 12), 4

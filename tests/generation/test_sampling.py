@@ -5,48 +5,110 @@ A row draws the same tokens beside rows with other settings, and where its token
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from generators import SMALL, LastDigits, alone, load, ragged_requests
+from generate_runs import ROWS, arguments, read_output, run_program_on_rank, write_rows
+from generate_runs import model as model  # a fixture
+from generators import (
+    OVERRIDES,
+    RULES,
+    SMALL,
+    alone,
+    assert_same,
+    build_generator,
+    load,
+    ragged_requests,
+    row_of,
+    tokens_of,
+    transformers_greedy,
+    with_overrides,
+)
 from ranks import run_ranks
+from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import check_section
-from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.decode_micro_batches import Speculation
-from rlhf_spmd.generation.sampler import filter_weights, row_keys, sample, uniform
-from rlhf_spmd.generation.sequence import SamplingOverrides, SequenceState
-from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.parallel.world import World
-from sampler_statistics import chi_square_z, draws, exact_probabilities
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
+from rlhf_spmd.generation.logit_rules import LogitRules
+from rlhf_spmd.generation.sampler import (
+    build_sampling_tensors,
+    draw_rows,
+    filter_weights,
+    group_by_sampling,
+    row_keys,
+    sample,
+    uniform,
+)
+from rlhf_spmd.generation.sequence import SamplingOverrides
+from rlhf_spmd.models.attention import PackedAttention
+from rlhf_spmd.models.heads import local_logits
+from sampler_statistics import chi_square_z, draws, kept_weights
 
-OPTIONS = [
-    SamplingConfig(),
-    SamplingConfig(temperature=0.6),
-    SamplingConfig(temperature=2.0),
-    SamplingConfig(top_k=4),
-    SamplingConfig(top_p=0.7),
-    SamplingConfig(min_p=0.1),
-    SamplingConfig(temperature=1.3, top_k=8, top_p=0.8, min_p=0.05),
-]
+EOS = 2
+OPTIONS = {
+    "temperature": SamplingConfig(temperature=0.6),
+    "top_k": SamplingConfig(top_k=4, temperature=2.0),
+    "top_p": SamplingConfig(top_p=0.7),
+    "min_p": SamplingConfig(min_p=0.1),
+    "filters": SamplingConfig(temperature=1.3, top_k=8, top_p=0.8, min_p=0.05),
+    "repetition": SamplingConfig(repetition_penalty=1.7),
+    "frequency": SamplingConfig(frequency_penalty=0.9),
+    "presence": SamplingConfig(presence_penalty=-1.1, temperature=0.8),
+    "bias": SamplingConfig(logit_bias={3: 1.5, 7: -4.0, 11: 2.0}),
+    "allowed": SamplingConfig(allowed_token_ids=list(range(0, 20, 2))),
+    "forbidden": SamplingConfig(forbidden_token_ids=[3, 4, 5, 6, 11]),
+    "minimum": SamplingConfig(min_response_length=9, stop_token_ids=[4, 5]),
+    "all": replace(RULES, allowed_token_ids=list(range(1, 19)), min_response_length=9),
+}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_draws_follow_the_exact_distribution(options: SamplingConfig) -> None:
-    generator = torch.Generator().manual_seed(3)
+def rules_in_loops(
+    logits: np.ndarray, prompt: Sequence[int], drawn: Sequence[int], s: SamplingConfig, ends: set[int]
+) -> np.ndarray:
+    """The rules of one row, written down from their definition: fp64, one token after the other."""
+    out = logits.astype(np.float64).copy()
+    for token in range(len(out)):
+        out[token] += s.logit_bias.get(token, 0.0)
+        if token in [*prompt, *drawn]:
+            out[token] *= s.repetition_penalty if out[token] < 0 else 1 / s.repetition_penalty
+        out[token] -= s.frequency_penalty * list(drawn).count(token) + s.presence_penalty * (token in drawn)
+        kept_out = token in s.forbidden_token_ids or (s.allowed_token_ids is not None and token not in s.allowed_token_ids)
+        if kept_out or (token in ends and len(drawn) < s.min_response_length):
+            out[token] = -math.inf
+    return out
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_draws_follow_the_exact_distribution(name: str) -> None:
+    s, generator = OPTIONS[name], torch.Generator().manual_seed(3)
     logits = torch.randn(20, generator=generator)
-    p = exact_probabilities(logits.numpy(), options)
-    tokens = sample(logits.expand(40_000, -1), options, draws(40_000))
-    counts = np.bincount(tokens.numpy(), minlength=20)
+    prompt, drawn, ends = [1, 3, 4, 3], [3, 5, 7, 5, 5, 11], {0, *s.stop_token_ids}
+    weights = kept_weights(rules_in_loops(logits.numpy(), prompt, drawn, s, ends), s)
+    p, plain = weights / weights.sum(), logits.softmax(0).numpy()
+    assert np.abs(p - plain).max() > 0.02
+    number = 40_000
+    tokens = torch.tensor([[*prompt, *drawn, 9, 9]])  # what lies behind a row's end does not count
+    row = row_of(0, prompt, 1000, response=drawn, min_new=s.min_response_length)
+    lines = torch.zeros(number, dtype=torch.int64)
+    rules = LogitRules(s, ends, [row], 20, torch.device("cpu"))
+    changed = rules.apply(logits.expand(number, -1), lines, lines + len(prompt) + len(drawn), tokens)
+    counts = np.bincount(sample(changed, s, draws(number)).numpy(), minlength=20)
     assert counts[p == 0].sum() == 0
     assert chi_square_z(counts, p) < 4.0
 
 
-@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
+FILTERS = [OPTIONS[name] for name in ("temperature", "top_k", "top_p", "min_p", "filters")]
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_filters_keep_what_transformers_keeps(options: SamplingConfig) -> None:
     from transformers.generation import logits_process as hf
 
@@ -79,8 +141,6 @@ def test_greedy_and_extreme_draws() -> None:
     peaked = torch.tensor([[-200.0, 0.0, -200.0]])  # fp32 weights 0, 1, 0
     for u in (0.0, 1 - 2.0**-53):
         assert sample(peaked, SamplingConfig(), torch.tensor([u], dtype=torch.float64)).tolist() == [1]
-    cold = sample(torch.randn(4, 50), SamplingConfig(temperature=1e-3), draws(4))
-    assert cold.shape == (4,)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
@@ -89,9 +149,18 @@ def test_draws_from_broken_logits_lie_in_the_vocabulary(broken: float) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         logits = torch.randn(4, 300, dtype=dtype)
         logits[1], logits[2, 7] = broken, broken
-        for options in (SamplingConfig(temperature=0.0), *OPTIONS):
+        for options in (SamplingConfig(temperature=0.0), SamplingConfig(), *FILTERS):
             drawn = sample(logits, options, largest)
             assert int(drawn.min()) >= 0 and int(drawn.max()) < 300, options
+
+
+def test_rows_whose_rules_leave_nothing_say_so(path: str) -> None:
+    decoder, cpu = build_generator(path).decoder, torch.device("cpu")
+    logits, samplings, kinds = torch.randn(3, 301), [SamplingConfig(), SamplingConfig(temperature=0.0)], np.array([1, 0, 1])
+    settings, groups = build_sampling_tensors(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
+    scores = logits.index_fill(0, torch.tensor([1]), -torch.inf)
+    _, _, log_probs = draw_rows(decoder.ops, scores, logits, settings, torch.arange(3), torch.arange(3), decoder, groups)
+    assert log_probs.isnan().tolist() == [False, True, False]
 
 
 def numbers(seed: int, steps: Any, row_ids: Any, positions: Any) -> torch.Tensor:
@@ -100,16 +169,16 @@ def numbers(seed: int, steps: Any, row_ids: Any, positions: Any) -> torch.Tensor
 
 def splitmix(seed: int, step: int, row_id: int, position: int) -> float:
     """The definition, in whole numbers modulo 2^64."""
-    whole, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
     def mix(x: int) -> int:
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & whole
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & whole
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
         return x ^ (x >> 31)
 
-    state = seed & whole
+    state = seed & mask
     for counter in (step, row_id, position):
-        state = mix(mix(state + golden & whole) ^ (counter + golden & whole))
+        state = mix(mix(state + golden & mask) ^ (counter + golden & mask))
     return float((state >> 11) * 2.0**-53)
 
 
@@ -117,47 +186,19 @@ def test_uniform_numbers_are_those_of_the_definition() -> None:
     random = np.random.default_rng(0)
     steps, rows, positions = (random.integers(0, 2**62, 1000) for _ in range(3))
     for seed in (0, 7, -3, 2**64 - 1):
-        wanted = [splitmix(seed, *map(int, key)) for key in zip(steps, rows, positions, strict=True)]
-        assert numbers(seed, steps, rows, positions).tolist() == wanted
-
-
-def test_uniform_numbers() -> None:
-    rows = np.arange(200_000)
-    u = numbers(1, 2, rows, rows % 7).numpy()
-    assert u.min() >= 0 and u.max() < 1
-    assert abs(u.mean() - 0.5) < 0.003 and abs(u.var() - 1 / 12) < 0.001
-    grid = np.abs(np.sort(u) - (rows + 0.5) / len(rows)).max()
-    assert grid * len(rows) ** 0.5 < 1.95  # Kolmogorov-Smirnov at 0.1 percent
-    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.01
-
-
-def test_uniform_depends_on_each_counter_and_on_nothing_else() -> None:
-    def one(seed: int, step: int, row: int, position: int) -> float:
-        return float(numbers(seed, step, [row], [position])[0])
-
-    grid = [(s, t, r, p) for s in (0, 1, -5) for t in (0, 1, 2) for r in (0, 1, 2**40) for p in (0, 1, 2)]
-    values = {one(*key) for key in grid}
-    assert len(values) == len(grid)  # also no symmetry between the counters
-    together = numbers(1, 2, [0, 1, 2**40], [2, 1, 0])
-    assert together.tolist() == [one(1, 2, 0, 2), one(1, 2, 1, 1), one(1, 2, 2**40, 0)]
+        expected = [splitmix(seed, *map(int, key)) for key in zip(steps, rows, positions, strict=True)]
+        assert numbers(seed, steps, rows, positions).tolist() == expected
 
 
 def test_chunks_of_rows_do_not_change_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, options = torch.randn(33, 300), SamplingConfig(top_p=0.9, top_k=50)
-    whole = sample(logits, options, draws(33))
+    tokens = sample(logits, options, draws(33))
     monkeypatch.setattr("rlhf_spmd.generation.sampler.CHUNK_ELEMENTS", 1000)
-    assert torch.equal(sample(logits, options, draws(33)), whole)
+    assert torch.equal(sample(logits, options, draws(33)), tokens)
 
 
-def check(config: SamplingConfig | GenerationConfig) -> None:
-    check_section(config, "sampling")
-    if isinstance(config, GenerationConfig):
-        config.check_device("sampling")
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_bad_settings_are_named() -> None:
+    for config, message in (
         (SamplingConfig(n=0), r"sampling\.n=0"),
         (SamplingConfig(temperature=-1.0), r"sampling\.temperature=-1\.0"),
         (SamplingConfig(temperature=float("nan")), r"sampling\.temperature=nan"),
@@ -169,182 +210,209 @@ def check(config: SamplingConfig | GenerationConfig) -> None:
         (GenerationConfig(num_pages=0), r"sampling\.num_pages=0"),
         (GenerationConfig(attention="flash"), r"attention='flash': allowed are auto, torch"),
         (GenerationConfig(gpu_memory_utilization=0.0), r"gpu_memory_utilization=0\.0"),
-        (
-            GenerationConfig(max_num_seqs=100, max_num_batched_tokens=50),
-            r"max_num_batched_tokens=50 is less than max_num_seqs=100",
-        ),
+        (GenerationConfig(max_num_seqs=9, max_num_batched_tokens=5), r"max_num_batched_tokens=5 is less than max_num_seqs=9"),
         (GenerationConfig(steps_per_sync=0), r"steps_per_sync=0"),
         (GenerationConfig(steps_per_sync=4, speculative_tokens=2), r"steps_per_sync=4 has no effect with speculative_tokens=2"),
-    ],
-)
-def test_bad_settings_are_named(config: SamplingConfig | GenerationConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(config)
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_section(config, "sampling")
+
+
+def redrawn(logits: np.ndarray, request: Request, number: int) -> list[int]:
+    """The tokens of a row again from the training forward's logits, the rules in loops, and the inverse of the distribution."""
+    tokens: list[int] = []
+    for position in range(number):
+        ruled = rules_in_loops(logits[position], request.prompt_ids, tokens, RULES, {EOS, 4})
+        cumulative = np.cumsum(kept_weights(ruled.astype(np.float32), RULES))
+        u = float(uniform(row_keys(3, torch.tensor(5), torch.tensor([request.row_id])), torch.tensor([position]))[0])
+        tokens.append(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")))
+    return tokens
+
+
+def test_tokens_are_those_of_the_definition(path: str) -> None:
+    """The likeliest tokens and log-probs at temperature 1 are those without the rules."""
+    generator, requests = build_generator(path), ragged_requests(samples=2)
+    decoder, completions = generator.decoder, generator.generate(requests, RULES, 3, 5)
+    assert min(len(c.token_ids) for c in completions) >= 5 and {c.finish_reason for c in completions} == {"stop", "length"}
+    for request, completion in zip(requests, completions, strict=True):
+        ids, drawn = torch.tensor([*request.prompt_ids, *completion.token_ids]), torch.tensor(completion.token_ids)
+        with torch.no_grad():
+            logits = local_logits(decoder, decoder(ids, PackedAttention([len(ids)])))[len(request.prompt_ids) - 1 : -1]
+        assert completion.token_ids == redrawn(logits.double().numpy(), request, len(drawn))
+        assert completion.top_log_probs is not None
+        likeliest, (top_ids, values) = logits.log_softmax(-1).topk(3), completion.top_log_probs
+        assert torch.equal(top_ids, likeliest.indices)
+        torch.testing.assert_close(values, likeliest.values, atol=1e-5, rtol=0)
+        inside = (top_ids == drawn[:, None]).any(-1)
+        same = values[inside][top_ids[inside] == drawn[inside, None]]
+        assert torch.equal(same, completion.log_probs_t1[inside])  # the same bits
+
+
+def test_greedy_with_rules_equals_transformers_generate(path: str) -> None:
+    requests = ragged_requests(samples=1, max_new_tokens=40)
+    prompts = [list(r.prompt_ids) for r in requests]
+    s = SamplingConfig(temperature=0.0, repetition_penalty=1.3, min_response_length=8, forbidden_token_ids=[10, 11])
+    options = {"repetition_penalty": 1.3, "min_new_tokens": 8, "suppress_tokens": [10, 11]}
+    completions = build_generator(path).generate(requests, s, 0, 0)
+    assert tokens_of(completions) == transformers_greedy(path, prompts, 40, **options)
 
 
 MIXED_SAMPLING = SamplingConfig(temperature=0.8, logprobs=2, repetition_penalty=1.2)
-OVERRIDES = (
-    None,
-    SamplingOverrides(0.0),
-    SamplingOverrides(1.4, top_p=0.7),
-    SamplingOverrides(1.0, top_k=3),
-    SamplingOverrides(0.8, min_p=0.2),
-    SamplingOverrides(0.8),
-)
 
 
-def mixed() -> list[Request]:
-    return [replace(request, overrides=OVERRIDES[i % len(OVERRIDES)]) for i, request in enumerate(ragged_requests())]
+def generate(path: str, requests: list[Request], sampling: SamplingConfig, **changes: Any) -> list[Completion]:
+    return build_generator(path, replace(SMALL, **changes)).generate(requests, sampling, 3, 5)
 
 
-def generate_by_id(generator: Generator, requests: list[Request], sampling: SamplingConfig = MIXED_SAMPLING) -> dict[int, Any]:
-    completions = generator.generate(requests, sampling, 3, 5)
-    return {c.row_id: (c.token_ids, c.log_probs.tolist(), c.log_probs_t1.tolist()) for c in completions}
-
-
-def one_by_one(path: str, dtype: torch.dtype = torch.float32) -> dict[int, Any]:
-    """Each kind of rows in a call of its own, whose settings are theirs."""
-    generator = Generator(load(path, alone()[1], dtype), alone()[1], SMALL, {2})
-    rows: dict[int, Any] = {}
-    for own in OVERRIDES:
-        alike = [replace(request, overrides=None) for request in mixed() if request.overrides == own]
-        rows |= generate_by_id(generator, alike, MIXED_SAMPLING if own is None else MIXED_SAMPLING.with_overrides(own))
-    return rows
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"num_pages": 20}, {"speculative_tokens": 3}, {"steps_per_sync": 4}], ids=str)
-def test_a_mixed_batch_is_the_batches_of_each_kind(path: str, dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    generator = Generator(load(path, alone()[1], dtype), alone()[1], replace(SMALL, **changes), {2})
-    together, wanted = generate_by_id(generator, mixed()), one_by_one(path, dtype)
-    if dtype == torch.float32:
-        assert together == wanted
-    for row, (tokens, *log_probs) in together.items():  # products in float64 depend on the batch
-        assert tokens == wanted[row][0]
-        torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(wanted[row][1:]), atol=1e-12, rtol=0)
-    greedy = [request.row_id for request in mixed() if request.overrides == SamplingOverrides(0.0)]
-    assert all(together[row][1] == together[row][2] for row in greedy)  # log-probs at temperature 1
-    others = [row for row in together if mixed()[row].overrides in (None, OVERRIDES[2]) and len(together[row][0]) > 2]
-    assert others and all(together[row][1] != together[row][2] for row in others)
-
-
-def test_the_same_settings_in_every_row_are_those_of_the_call(path: str) -> None:
-    generator = Generator(load(path, alone()[1]), alone()[1], replace(SMALL, steps_per_sync=4), {2})
-    plain = SamplingConfig(temperature=1.3, top_k=9)
-    own = [replace(request, overrides=plain.overrides) for request in ragged_requests()]
-    assert generate_by_id(generator, own, SamplingConfig()) == generate_by_id(generator, ragged_requests(), plain)
-
-
-def generate_mixed(world: World, path: str, layout: Layout, config: GenerationConfig) -> dict[int, Any]:
-    mesh = build_mesh(world, list(range(world.size)), layout)
-    requests = [request for request in mixed() if mesh.dp_rank == 0 or request.group_id == 1]
-    requests = [request for request in requests if layout.dp == 1 or (request.group_id == 1) == (mesh.dp_rank == 1)]
-    return generate_by_id(Generator(load(path, mesh), mesh, config, {2}), requests)
-
-
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [(Layout(tp=2), {}), (Layout(pp=2), {"num_pages": 40}), (Layout(dp=2), {"rebalance_steps": 3, "max_num_seqs": 4})],
-    ids=str,
-)
-def test_in_every_layout_and_wherever_a_row_moves(path: str, layout: Layout, changes: dict[str, Any]) -> None:
-    wanted = one_by_one(path)
-    results = run_ranks(2, generate_mixed, path, layout, replace(SMALL, **changes))
-    assert set(wanted) == {row for rows in results for row in rows}
-    for rows in results:
-        for row, (tokens, log_probs, _) in rows.items():
-            assert tokens == wanted[row][0]
-            assert log_probs == pytest.approx(wanted[row][1], abs=2e-5 if layout.tp > 1 else 0)
-
-
-def test_settings_that_cannot_be_are_named(path: str) -> None:
-    generator = Generator(load(path, alone()[1]), alone()[1], SMALL, {2})
+def test_a_mixed_batch_is_the_batches_of_each_kind(path: str) -> None:
+    requests = with_overrides(ragged_requests())
+    expected: list[Completion] = []
+    for kind in OVERRIDES:  # in a call whose settings are theirs
+        alike = [replace(request, overrides=None) for request in requests if request.overrides == kind]
+        expected += generate(path, alike, MIXED_SAMPLING if kind is None else MIXED_SAMPLING.with_overrides(kind))
+    expected.sort(key=lambda completion: completion.row_id)
+    for changes in ({}, {"num_pages": 20}, {"steps_per_sync": 4}):
+        assert_same(generate(path, requests, MIXED_SAMPLING, **changes), expected)
+    for request, completion in zip(requests, expected, strict=True):
+        if request.overrides == SamplingOverrides(0.0):
+            assert torch.equal(completion.log_probs, completion.log_probs_t1)  # at temperature 1
     with pytest.raises(ValueError, match=r"sampling of row 5\.top_p=0.0: must be above 0 and at most 1"):
-        generator.generate(
-            [Request(4, 0, [3], 4), Request(5, 0, [3], 4, overrides=SamplingOverrides(top_p=0.0))], MIXED_SAMPLING, 0, 0
-        )
+        generate(path, [Request(5, 0, [3], 4, overrides=SamplingOverrides(top_p=0.0))], MIXED_SAMPLING)
 
 
-# few tokens to choose from, so that three in a row often come again
-REPEATING = SamplingConfig(temperature=0.8, allowed_token_ids=[2, 5, 6, 7])
-GUESSED = {
-    "greedy": SamplingConfig(temperature=0.0),
-    "sampled": REPEATING,
-    "penalties and a minimum": replace(
-        REPEATING, frequency_penalty=0.02, repetition_penalty=1.05, min_response_length=9, logprobs=2
-    ),
-    "stop string": replace(REPEATING, stop=["75"], ignore_eos=True),
-}
+def test_guesses_change_no_bit_and_save_steps(path: str) -> None:
+    """Few tokens to choose from, so that three in a row often come again."""
+    sampling = SamplingConfig(temperature=0.8, allowed_token_ids=[2, 5, 6, 7], frequency_penalty=0.02, min_response_length=9)
+    results = []
+    for changes in ({}, {"speculative_tokens": 4}, {"speculative_tokens": 4, "num_pages": 22}):
+        generator = build_generator(path, replace(SMALL, **changes))
+        results.append((generator.generate(ragged_requests(max_new_tokens=60), sampling, 3, 5), generator.stats))
+    (expected, plain), *guessed = results
+    for completions, stats in guessed:
+        assert_same(completions, expected)
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert plain.draft_tokens == 0 and guessed[0][1].steps < plain.steps and guessed[1][1].preemptions > 0
 
 
-def generate_guessing(
-    world: World, path: str, layout: Layout, sampling: SamplingConfig, changes: dict[str, Any]
-) -> tuple[list[Completion], Any]:
-    mesh = build_mesh(world, list(range(world.size)), layout) if world.size > 1 else alone()[1]
-    generator = Generator(load(path, mesh), mesh, replace(SMALL, **changes), {2}, LastDigits(None))
-    return generator.generate(ragged_requests(samples=3, max_new_tokens=60), sampling, 3, 5), generator.stats
+# -- stop strings, and the program ``generate``
 
 
-def assert_same(found: list[Completion], wanted: list[Completion], tolerance: float = 0.0) -> None:
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.row_id, a.token_ids, a.finish_reason) == (b.row_id, b.token_ids, b.finish_reason)
-        torch.testing.assert_close(a.log_probs, b.log_probs, atol=tolerance, rtol=0)
-        if a.top_log_probs is not None and b.top_log_probs is not None:
-            assert torch.equal(a.top_log_probs[0], b.top_log_probs[0])
+def byte_tokenizer() -> Any:
+    """256 bytes and some merges, so that characters come in pieces and stop strings cross token borders."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("ab", "a"), ("\u0120", "a"), ("b", "\u0120a")]
+    vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges), "</s>"])}
+    inner = Tokenizer(models.BPE(vocabulary, merges))
+    inner.add_special_tokens(["</s>"])
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
 
 
-@pytest.mark.parametrize("name", GUESSED)
-def test_guesses_change_no_bit_and_save_steps(path: str, name: str) -> None:
-    world = alone()[0]
-    wanted, plain = generate_guessing(world, path, Layout(), GUESSED[name], {})
-    assert plain.draft_tokens == plain.accepted_tokens == 0
-    for changes in ({}, {"num_pages": 22}, {"max_num_batched_tokens": 24}, {"page_size": 3}):
-        found, stats = generate_guessing(world, path, Layout(), GUESSED[name], {**changes, "speculative_tokens": 4})
-        assert_same(found, wanted)
-        assert stats.decode_tokens == plain.decode_tokens and 0 < stats.accepted_tokens < stats.draft_tokens
-        assert (stats.preemptions > 0) == ("num_pages" in changes)
-        if not changes:
-            assert stats.steps < plain.steps
+TOKENIZER = byte_tokenizer()
+PIECES = [TOKENIZER.convert_tokens_to_ids(t) for t in ("a", "b", "ab", "aba", "\u0120a", "b\u0120a", "\u0120", "c", "</s>")]
+PIECES += TOKENIZER.convert_tokens_to_ids(["\u00c3", "\u00a9"])  # the two bytes of é
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
-def test_guesses_through_ranks(path: str, layout: Layout) -> None:
-    sampling = GUESSED["penalties and a minimum"]
-    wanted, _ = generate_guessing(alone()[0], path, Layout(), sampling, {})
-    for found, stats in run_ranks(2, generate_guessing, path, layout, sampling, {"speculative_tokens": 3}):
-        assert_same(found, wanted, tolerance=2e-5 if layout.tp > 1 else 0.0)
-        assert stats.accepted_tokens > 0
+def decode_bytes(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def test_guesses_and_interruptions(path: str) -> None:
-    wanted, _ = generate_guessing(alone()[0], path, Layout(), REPEATING, {})
-    mesh = alone()[1]
-    generator = Generator(load(path, mesh), mesh, replace(SMALL, speculative_tokens=4), {2})
-    requests, found = ragged_requests(samples=3, max_new_tokens=60), []
-    while requests or generator.kept:
-        found += generator.generate_until(requests, REPEATING, 3, 5, GenerationLimits(tokens=50), 1)
-        requests = []
-    assert_same(sorted(found, key=lambda c: c.row_id), wanted)
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(st.sampled_from(PIECES), max_size=40),
+    stops=st.lists(st.sampled_from(["ba a", "é", "aé", "cc", " ", "b a b a", "éc"]), min_size=1, max_size=2),
+    ignored=st.integers(0, 10),
+)
+def test_stop_strings_are_found_at_the_token_that_completes_them(ids: list[int], stops: list[str], ignored: int) -> None:
+    def new_match(n: int) -> int | None:
+        """Where in the first n tokens' text the first stop string begins that the first n - 1 tokens do not hold whole."""
+        before, text = decode_bytes(ids[: n - 1]).rstrip("\ufffd"), decode_bytes(ids[:n])
+        starts = [i for s in stops for i in range(len(text)) if text.startswith(s, i) and i + len(s) > len(before)]
+        return min(starts, default=None)
+
+    watch = StopStrings(stops, decode_bytes)
+    for n in range(ignored + 1, len(ids) + 1):
+        start = new_match(n)
+        assert watch.completed_by_last(ids[:n]) == (start is not None)
+        assert watch.cut(ids[:n])[0] == decode_bytes(ids[:n])[:start]
 
 
-def test_a_guess_is_what_followed_last_time_in_the_group() -> None:
-    row, other, alone = rows = [
-        SequenceState(Request(0, 7, [1, 2, 3, 4, 5, 1], 9), index=0),
-        SequenceState(Request(1, 7, [1, 2, 3, 4, 5, 1], 9), index=1),
-        SequenceState(Request(2, 8, [9, 9, 9, 9], 9), index=2),
+def test_a_stop_string_is_found_across_tokens_without_text() -> None:
+    b, nothing, a = TOKENIZER.convert_tokens_to_ids(["b", "</s>", "a"])
+    watch = StopStrings(["ba"], decode_bytes)
+    assert watch.completed_by_last([b, *[nothing] * 40, a]) and not watch.completed_by_last([a, *[nothing] * 40, a])
+
+
+def test_the_program_stops_at_strings_and_writes_the_likeliest(model: Path, tmp_path: Path) -> None:
+    """Also at a special token, and through stages that draw several tokens at once."""
+    limits = [{"min_response_length": i, "max_response_length": max(i, 5) if i % 3 == 0 else 40} for i in range(24)]
+    rows = write_rows(tmp_path / "in.jsonl", [row | limit for row, limit in zip(ROWS[:3] * 8, limits, strict=True)])
+    common = [
+        "sampling.max_response_length=40",
+        "sampling.logprobs=2",
+        "sampling.ignore_eos=true",
+        f"sampling.allowed_token_ids={[0, EOS, *range(68, 94)]}",  # <unk>, </s>, a to z
     ]
-    speculation = Speculation(rows, 3)
+    program.main(arguments(model, rows, tmp_path / "plain.jsonl", *common, "sampling.stop=['<unk>']"))
+    plain = read_output(tmp_path / "plain.jsonl")
+    texts = [row["text"][i + 1 : i + 3] for i, row in enumerate(plain)]  # from two tokens, which may end the row
+    letters = next(text for text in texts if len(text) == 2 and "e" not in text)
+    stops = [letters, "e", "<unk>"]
+    common.append(f"sampling.stop=[{letters!r},'e','<unk>']")
+    program.main(arguments(model, rows, tmp_path / "cut.jsonl", *common, "generation.steps_per_sync=4"))
+    common.append("sampling.include_stop_str_in_output=true")
+    run_ranks(2, run_program_on_rank, arguments(model, rows, tmp_path / "uncut.jsonl", *common, "layout.pp=2"))
+    cut, uncut = (read_output(tmp_path / f"{name}.jsonl") for name in ("cut", "uncut"))
+    endings = set()
+    for i, (row, full, long) in enumerate(zip(cut, uncut, plain, strict=True)):
+        assert long["response_ids"][: len(row["response_ids"])] == row["response_ids"] == full["response_ids"]
+        assert [len(pairs) for pairs in row["top_log_probs"]] == [2] * len(row["response_ids"])
+        assert "e" not in full["text"][i:-1] and 0 not in row["response_ids"][i:-1]
+        if row["finish_reason"] == "stop":
+            ending = full["text"].removeprefix(row["text"])
+            assert len(row["response_ids"]) >= i and ending in stops
+            endings.add(ending)
+        else:
+            assert len(row["response_ids"]) == limits[i]["max_response_length"]
+    assert endings == set(stops) and any(EOS in row["response_ids"] for row in cut)
 
-    def draw(of: SequenceState, tokens: list[int]) -> None:
-        of.tokens += tokens
-        speculation.note(of, len(tokens))
 
-    assert speculation.guess(row) == []  # 4, 5, 1 has been seen, but nothing behind it
-    draw(row, [2, 3])
-    assert speculation.guess(row) == [4, 5, 1]
-    assert speculation.guess(other) == [2, 3]
-    draw(other, [2, 3, 8])
-    assert speculation.guess(row) == [8]
-    draw(row, [8, 1, 2, 3, 4, 5])
-    assert speculation.guess(row) == []  # one token is left, which needs no guess
-    assert speculation.guess(alone) == [9]
+def test_a_rows_own_minimum_leaves_tokens_to_draw(model: Path, tmp_path: Path) -> None:
+    """Otherwise a token that is not allowed would be drawn."""
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4]}, {"prompt_ids": [4], "min_response_length": 2}])
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        program.prepare(None, arguments(model, rows, tmp_path / "o", "sampling.allowed_token_ids=[2]"), alone()[0].launch)
+    mesh, only_end = alone()[1], SamplingConfig(allowed_token_ids=[EOS])
+    generator, row = Generator(load(str(model), mesh), mesh, SMALL, [EOS]), Request(0, 0, [4], 3)
+    assert generator.generate([row], only_end, 0, 0)[0].token_ids == [EOS]
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        generator.generate([row, Request(1, 1, [4], 3, min_new_tokens=1)], only_end, 0, 0)
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        generator.generate([row], SamplingConfig(stop=["x"]), 0, 0)
+
+
+def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4]}])
+    for override, message in (
+        ("repetition_penalty=1e-39", r"sampling\.repetition_penalty=1e-39: must be at least 1e-06 and at most 1000000"),
+        ("frequency_penalty=-1e39", r"sampling\.frequency_penalty=-1e\+39: must be at least -1000000000"),
+        ("presence_penalty=.inf", r"sampling\.presence_penalty=inf"),
+        ("logit_bias={5: 0, 3: 1e39}", r"sampling\.logit_bias=\{3: 1e\+39\}: must be between -1000000000"),
+        ("logit_bias={300: 1}", r"sampling\.logit_bias: token id 300 must lie in 0 \.\. 199"),
+        ("stop_token_ids=[-1]", r"sampling\.stop_token_ids: token id -1"),
+        ("stop=['x</s>']", r"sampling\.stop: 'x</s>' contains the special token '</s>'.*its id 2 in sampling\.stop_token_ids"),
+        ("stop=['']", "a stop string must not be empty"),
+        ("logprobs=-1", r"sampling\.logprobs=-1"),
+        ("allowed_token_ids=[]", "leave no token to draw"),
+        ("min_response_length=3", r"min_response_length=3: .* at most sampling\.max_response_length=2"),
+    ):
+        argv = arguments(model, rows, tmp_path / "out.jsonl", "sampling.max_response_length=2", f"sampling.{override}")
+        with pytest.raises(ValueError, match=message):
+            program.prepare(None, argv, alone()[0].launch)
+    with pytest.raises(ValueError, match=r"val_sampling\.logprobs=11: must be between 0 and 10, the model's vocabulary"):
+        SamplingConfig(logprobs=11).check_ids(10, [], False, "val_sampling")
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        SamplingConfig(allowed_token_ids=[EOS], min_response_length=1).check_ids(10, [EOS], False, "sampling")

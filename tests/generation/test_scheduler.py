@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from generators import row_of
-from places import ROOT
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_allocator import PageAllocator, PrefixTable
 from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
@@ -49,8 +43,8 @@ class FakeCache:
         for row, start, count, _ in step.work:  # what attention reads is the row's own history
             now, begun = known[row.index], self.begun[row.index]
             for position in range(start + count):
-                epoch, held = self.slots[row.pages[position // self.page_size], position % self.page_size]
-                assert held == now[: position + 1], f"row {row.index} reads a foreign token"
+                epoch, content = self.slots[row.pages[position // self.page_size], position % self.page_size]
+                assert content == now[: position + 1], f"row {row.index} reads a foreign token"
                 assert epoch >= begun, f"row {row.index} reads what was forgotten before it began"
 
 
@@ -175,14 +169,15 @@ def run_to_the_end(
         cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if not step.work:
-            held = [row for row in rows if row.held]
-            assert held, "nothing runs, and nobody is waited for"
-            for row in held:
+            waiting = [row for row in rows if row.held]
+            assert waiting, "nothing runs, and nobody is waited for"
+            for row in waiting:
                 chaos.let_go(scheduler, row, texts[row.index], lasts[row.index])
             continue
         assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
         assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
         assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.held for work in step.work)
+        assert limits.enable_chunked_prefill or recurrent or all(work.samples for work in step.work), "part of a prompt"
         chaos.look_ahead(scheduler, step, texts)
         check_pages(scheduler)
         cache.run(step)
@@ -201,74 +196,57 @@ def run_to_the_end(
     return scheduler
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_random_schedules(data: st.DataObject) -> None:
-    page_size = data.draw(st.integers(1, 9))
-    stems = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4))
-    row = st.tuples(st.integers(0, len(stems) - 1), st.integers(0, 12), st.integers(1, 20), st.booleans())
-    rows = data.draw(st.lists(row, max_size=16))
-    prompts = [stems[stem] + [7] * (extra if extra < 4 else 0) for stem, extra, _, _ in rows]
-    longest = max([-(-(len(p) + n + 3) // page_size) for p, (_, _, n, _) in zip(prompts, rows, strict=True)], default=1)
-    max_num_seqs = data.draw(st.integers(1, 8))
-    limits = GenerationConfig(
-        page_size=page_size,
-        num_pages=longest + data.draw(st.integers(0, 20)),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + data.draw(st.integers(0, 60)),
-        enable_prefix_caching=data.draw(st.booleans()),
-    )
-    run_to_the_end(limits, prompts, [n for _, _, n, _ in rows], [stop for _, _, _, stop in rows])
+def draw_prompts(rng: random.Random, wide: bool = False) -> list[list[int]]:
+    """A few prompts; some share their beginnings."""
+    stems = [[rng.randint(0, 1 + wide) for _ in range(rng.randint(1, 30 if wide else 9))] for _ in range(4 if wide else 2)]
+    return [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(rng.randint(1, 16 if wide else 6))]
 
 
-def random_schedule(rng: random.Random, chaos: Chaos, recurrent: bool = False) -> Scheduler:
-    """A few rows on a small pool; some share their prompts' beginnings, some stop before their limit."""
-    page_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
-    stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
-    count = rng.randint(1, 6)
-    prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
-    lengths = [rng.randint(1, 7) for _ in range(count)]
-    longest = max(-(-(len(prompt) + n + 3) // page_size) for prompt, n in zip(prompts, lengths, strict=True))
-    limits = GenerationConfig(
+def draw_limits(rng: random.Random, longest: int, wide: bool = False) -> GenerationConfig:
+    """A small pool that holds a row of ``longest`` tokens, for a few rows and few tokens at once."""
+    page_size, max_num_seqs, chunked = rng.randint(1, 9 if wide else 4), rng.randint(1, 8 if wide else 5), rng.random() < 0.9
+    max_num_batched_tokens = max_num_seqs + rng.randint(0, 60 if wide else 12)
+    return GenerationConfig(
         page_size=page_size,
-        num_pages=longest + rng.choice((0, 0, 1, 2, 5, 20)),
+        num_pages=-(-longest // page_size) + rng.choice((0, 0, 1, 2, 5, 20)),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
+        max_num_batched_tokens=max_num_batched_tokens if chunked else max(max_num_batched_tokens, longest),
         enable_prefix_caching=rng.random() < 0.8,
+        enable_chunked_prefill=chunked,
     )
-    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in range(count)], chaos, recurrent)
 
 
-def test_ten_thousand_random_schedules() -> None:
-    """Half of them disturbed."""
+def random_schedule(rng: random.Random, chaos: Chaos, recurrent: bool = False, wide: bool = False) -> Scheduler:
+    """Some rows stop before their limit."""
+    prompts = draw_prompts(rng, wide)
+    lengths = [rng.randint(1, 20 if wide else 7) for _ in prompts]
+    limits = draw_limits(rng, max(len(prompt) + n + 3 for prompt, n in zip(prompts, lengths, strict=True)), wide)
+    return run_to_the_end(limits, prompts, lengths, [rng.random() < 0.3 for _ in prompts], chaos, recurrent)
+
+
+def test_random_schedules() -> None:
+    """Half of them disturbed, and some larger than the others."""
     rng = random.Random(0)
     chaos = Chaos(rng, 0.1, 4)
     counts = Counter[str]()
-    for number in range(10_000):
-        scheduler = random_schedule(rng, chaos if number % 2 else QUIET)
+    for number in range(6000):
+        scheduler = random_schedule(rng, chaos if number % 2 else QUIET, wide=number % 20 == 0)
         counts["preempted"] += scheduler.stats.preemptions > 0
         counts["shared"] += scheduler.stats.hit_tokens > 0
-    assert min(counts["preempted"], counts["shared"]) > 1000, counts  # the schedules are not all easy
-    assert len(chaos.done) == 6 and min(chaos.done.values()) > 500, chaos.done
+    assert min(counts["preempted"], counts["shared"]) > 500, counts  # the schedules are not all easy
+    assert len(chaos.done) == 6 and min(chaos.done.values()) > 250, chaos.done
 
 
 def run_ahead(rng: random.Random, most: int, recurrent: bool = False) -> Scheduler:
     """As on a device: up to ``most`` steps are planned before the tokens of the first are read, placeholders stand for these, and
     rows that have stopped go on till it is known."""
-    page_size, max_num_seqs, count = rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 6)
-    stems = [[rng.randint(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(2)]
-    prompts = [rng.choice(stems) + [7] * rng.choice((0, 0, 1, 3)) for _ in range(count)]
+    prompts = draw_prompts(rng)
     news = [rng.randint(1, 9) for _ in prompts]
     ends = [len(prompt) + rng.randint(1, new) for prompt, new in zip(prompts, news, strict=True)]  # some stop at their limit
     texts = [prompt + [1000 * (i + 1) + j for j in range(news[i])] for i, prompt in enumerate(prompts)]
-    limits = GenerationConfig(
-        page_size=page_size,
-        num_pages=max(-(-len(text) // page_size) for text in texts) + rng.choice((0, 0, 1, 2, 5, 20)),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.randint(0, 12),
-    )
+    limits = draw_limits(rng, max(map(len, texts)))
     scheduler = Scheduler(limits, recurrent, spare_slots(limits, recurrent))
-    prefix_table, cache = PrefixTable(page_size), FakeCache(limits, texts, recurrent)
+    prefix_table, cache = PrefixTable(limits.page_size), FakeCache(limits, texts, recurrent)
     rows = [row_of(i, prompt, news[i], prefix_ids=prefix_table.prefix_ids(prompt)) for i, prompt in enumerate(prompts)]
     for row in rows:
         scheduler.add(row)
@@ -309,58 +287,40 @@ def run_ahead(rng: random.Random, most: int, recurrent: bool = False) -> Schedul
 
 def test_schedules_that_are_planned_before_tokens_are_read() -> None:
     rng, preempted = random.Random(1), 0
-    for number in range(4000):
+    for number in range(2000):
         preempted += run_ahead(rng, number % 3).stats.preemptions > 0
-    assert preempted > 300
+    assert preempted > 150
 
 
 def test_states_of_linear_attention_are_those_of_the_rows_tokens() -> None:
     """Whatever is preempted, shared, or planned before tokens are read."""
     rng, counts = random.Random(2), Counter[str]()
-    for number in range(4000):
+    for number in range(2000):
         scheduler = run_ahead(rng, number % 3, True) if number % 2 else random_schedule(rng, QUIET, True)
         counts["preempted"] += scheduler.stats.preemptions > 0
         counts["shared"] += scheduler.stats.hit_tokens > 0
-    assert min(counts["preempted"], counts["shared"]) > 300, counts
-
-
-@settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12), extra=st.integers(0, 10))
-def test_whole_prompts_without_chunking(lengths: list[tuple[int, int]], extra: int) -> None:
-    limits = GenerationConfig(
-        page_size=4, num_pages=14 + extra, max_num_seqs=5, max_num_batched_tokens=55, enable_chunked_prefill=False
-    )
-    prompts = [list(range(n)) for n, _ in lengths]
-    run_to_the_end(limits, prompts, [n for _, n in lengths], [False] * len(lengths))
+    assert min(counts["preempted"], counts["shared"]) > 150, counts
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 16, 17, 50])
-def test_a_prompt_is_computed_once(prompt_length: int, recurrent: bool) -> None:
+def test_a_prompt_is_computed_once(recurrent: bool) -> None:
     limits = GenerationConfig(page_size=8, num_pages=200, max_num_seqs=3, max_num_batched_tokens=64)
-    prompts = [list(range(prompt_length))] * 6 + [[99] * prompt_length] * 6
-    scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12, recurrent=recurrent)
-    # all rows but the first of each prompt; the last prompt token is every row's own
-    assert scheduler.stats.hit_tokens == (prompt_length - 1) * 10
-    assert scheduler.stats.preemptions == 0
-
-
-def test_pressure_preempts_and_still_ends() -> None:
-    limits = GenerationConfig(page_size=4, num_pages=10, max_num_seqs=8, max_num_batched_tokens=64)
-    scheduler = run_to_the_end(limits, [[i, i + 1, i + 2] for i in range(8)], [30] * 8, [False] * 8)
-    assert scheduler.stats.preemptions > 0
+    for prompt_length in (1, 7, 8, 9, 17, 50):
+        prompts = [list(range(prompt_length))] * 6 + [[99] * prompt_length] * 6
+        scheduler = run_to_the_end(limits, prompts, [5] * 12, [False] * 12, recurrent=recurrent)
+        # all rows but the first of each prompt; the last prompt token is every row's own
+        assert scheduler.stats.hit_tokens == (prompt_length - 1) * 10
+        assert scheduler.stats.preemptions == 0
 
 
 def test_rows_that_cannot_fit_are_refused() -> None:
     scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=2, max_num_seqs=8, max_num_batched_tokens=64))
-    with pytest.raises(ValueError, match="num_pages=2: a row may have up to 10 tokens, which need 3 pages of page_size=4"):
-        scheduler.add(row_of(0, [0] * 5, 5, prefix_ids=(0, 1)))
     scheduler.add(row_of(0, [0] * 5, 4, prefix_ids=(0, 1)))  # the last token is never written
-    whole = Scheduler(
+    unchunked = Scheduler(
         GenerationConfig(page_size=4, num_pages=20, max_num_seqs=8, max_num_batched_tokens=16, enable_chunked_prefill=False)
     )
     with pytest.raises(ValueError, match="max_num_batched_tokens=16"):
-        whole.add(row_of(0, [0] * 15, 2, prefix_ids=(0, 1, 2, 3)))
+        unchunked.add(row_of(0, [0] * 15, 2, prefix_ids=(0, 1, 2, 3)))
 
 
 def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
@@ -377,12 +337,6 @@ def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
     assert manager.find(11) is None and manager.find(10) == a
     with pytest.raises(AssertionError, match="released once too often"):
         manager.release([a])
-
-
-def test_the_schedulers_half_imports_no_torch() -> None:
-    names = ", ".join(("sequence", "page_allocator", "scheduler"))
-    code = f"import sys; from rlhf_spmd.generation import {names}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, cwd=ROOT).returncode == 0
 
 
 def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:

@@ -1,4 +1,6 @@
-"""The Triton attention against attention in float64 and against itself, bit for bit; on GPUs its kernels are compiled."""
+"""Triton's attention, latent attention too, against attention in float64 and against itself, bit for bit; on GPUs its kernels are
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +8,36 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from generators import MODELS, SMALL, alone, load, ragged_requests, row_of, tokens_of
+from generators import row_of
 from places import ROOT
-from rlhf_spmd.generation import GenerationConfig, Generator, SamplingConfig, backends, triton_attention
+from rlhf_spmd.generation import GenerationConfig, backends, triton_attention
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.generation.triton_attention import TritonAttention
-from rlhf_spmd.kernels import AttentionRule, triton_paged_attention
+from rlhf_spmd.kernels import AttentionRule, Ops, PageTarget, triton_paged_attention
+from rlhf_spmd.kernels.gpu_ops import GpuOps
+from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.triton_paged_attention import TileShape
-from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
-from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.models.spec import spec_from_config
 from small_models import CONFIGS
 from triton_device import DEVICE
 
 PLAIN = AttentionRule(0.25, None, None)
+SINKS = torch.linspace(-3, 6, 6, device=DEVICE)
 WIDE = (64, 128) if DEVICE.type == "cpu" else (16, 32)  # rows of a chunk's tile; more of float32 would not fit into registers
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+TOLERANCES = {FP32: 1e-5, FP16: 3e-3, BF16: 2e-2}
+Chunk = tuple[int, int, int]  # row, first position, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +49,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Rows:
-    """Rows whose queries, keys and values [positions, heads, D] are known in full."""
+    """Rows whose queries, keys and values [positions, heads, elements] are known in full. ``latent``: of one KV head, whose values are
+    its keys' first elements, and whose pages hold the keys of a step before its attention."""
 
     queries: list[Tensor]
     keys: list[Tensor]
     values: list[Tensor]
+    latent: bool = False
 
     @classmethod
-    def draw(cls, lengths: Sequence[int], kv_heads: int, group: int, dim: int, dtype: torch.dtype = torch.float32) -> Rows:
+    def draw(cls, lengths: Sequence[int], kv_heads: int, group: int, dim: int, dtype: torch.dtype = FP32) -> Rows:
         generator = torch.Generator().manual_seed(sum(lengths) + dim)
 
         def some(heads: int) -> list[Tensor]:
@@ -59,58 +66,61 @@ class Rows:
 
         return cls(some(kv_heads * group), some(kv_heads), some(kv_heads))
 
-    def attend(
-        self,
-        chunks: Sequence[tuple[int, int, int]],
-        rule: AttentionRule,
-        page_size: int,
-        seed: int = 0,
-        chunk_rows: int | None = None,
-    ) -> list[Tensor]:
-        """What one step gives for each chunk (row, first position, tokens); what comes before lies in the pages already."""
-        kv_heads, dim = self.keys[0].shape[1:]
-        needed = [-(-(start + count) // page_size) for _, start, count in chunks]
-        order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
-        dtype = self.keys[0].dtype
-        cache = KVCache(2, kv_heads, dim, len(order), page_size, dtype, DEVICE, build_backend("triton", dtype, DEVICE))
+    @classmethod
+    def draw_latent(cls, lengths: Sequence[int], heads: int, rank: int, rope: int, dtype: torch.dtype = FP32) -> Rows:
+        rows = cls.draw(lengths, 1, heads, rank + rope, dtype)
+        return cls(rows.queries, rows.keys, [keys[..., :rank] for keys in rows.keys], latent=True)
+
+    def cache(self, num_pages: int, page_size: int) -> KVCache:
+        dtype, (kv_heads, dim) = self.keys[0].dtype, self.keys[0].shape[1:]
+        value_dim = self.values[0].shape[2] if self.latent else None
+        backend = build_backend("triton", dtype, DEVICE)
+        cache = KVCache(2, kv_heads, dim, num_pages, page_size, dtype, DEVICE, backend, value_dim=value_dim)
         cache.pages.fill_(torch.nan)  # what is not written must not be used
-        by_slot = cache.pages[1].view(2, kv_heads, -1, dim)
-        work = []
-        for (row, start, count), pages in zip(chunks, needed, strict=True):
-            held = [order.pop() for _ in range(pages)]
-            work.append(SequenceWork(row_of(row, [0], 9998, pages=held), start, count, True))
-            for position in range(start):
-                slot = held[position // page_size] * page_size + position % page_size
-                by_slot[0, :, slot], by_slot[1, :, slot] = self.keys[row][position], self.values[row][position]
+        return cache
+
+    def fill(self, cache: KVCache, row: int, pages: Tensor, count: int) -> None:
+        """Writes the first ``count`` positions of ``row`` to its pages."""
+        past = torch.arange(count)
+        slots = pages[past // cache.page_size] * cache.page_size + past % cache.page_size
+        planes = cache.pages[1].view(cache.planes, cache.kv_heads, -1, cache.head_dim)
+        for plane, entries in zip(planes, (self.keys[row], self.values[row]), strict=False):
+            plane[:, slots.to(DEVICE)] = entries[:count].transpose(0, 1)
+
+    def attend(
+        self, chunks: Sequence[Chunk], rule: AttentionRule, page_size: int, seed: int = 0, chunk_rows: int | None = None
+    ) -> list[Tensor]:
+        """Returns what one step gives for each chunk; what comes before lies in the pages already."""
+        needed = [-(-(start + count) // page_size) for _, start, count in chunks]
+        order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed))
+        cache, work = self.cache(len(order), page_size), []
+        for (row, start, count), pages in zip(chunks, order[3:].split(needed), strict=True):
+            work.append(SequenceWork(row_of(row, [0], 9998, pages=pages.tolist()), start, count, True))
+            self.fill(cache, row, pages, start + count if self.latent else start)
         parts = [
             torch.cat([x[row][start : start + count] for row, start, count in chunks])
             for x in (self.queries, self.keys, self.values)
         ]
-        whole = torch.cat(parts, 1)  # heads of a token lie together, as the decoder gives them
-        q, k, v = whole.split([x.shape[1] for x in parts], 1)
-        shape_of = partial(TileShape.of_chunks, chunk_rows=chunk_rows)
-        context = TritonAttention.for_step(work, cache, q.shape[1], shape_of)
+        if self.latent:
+            q, k, v = parts
+        else:  # heads of a token lie together, as the decoder gives them
+            q, k, v = torch.cat(parts, 1).split([x.shape[1] for x in parts], 1)
+        context = TritonAttention.for_step(work, cache, q.shape[1], partial(TileShape.of_chunks, chunk_rows=chunk_rows))
         positions = torch.cat([torch.arange(start, start + count) for _, start, count in chunks])
         assert torch.equal(context.positions.cpu(), positions)
-        out = context.attend(1, q, k, v, rule)
+        out = context.attend_written(1, q, rule) if self.latent else context.attend(1, q, k, v, rule)
         assert not context.arrived.any(), "counters are clear for the next layer"
         return list(out.split([count for *_, count in chunks]))
 
-    def decode(self, starts: Sequence[int], rule: AttentionRule, page_size: int, spare: int) -> Tensor:
-        """What one step gives for a token of each row, by device tensors alone. ``spare``: columns of the table that no row needs."""
-        kv_heads, dim = self.keys[0].shape[1:]
-        dtype, pages = self.keys[0].dtype, [start // page_size + 1 for start in starts]
-        cache = KVCache(2, kv_heads, dim, sum(pages) + 1, page_size, dtype, DEVICE, build_backend("triton", dtype, DEVICE))
-        cache.pages.fill_(torch.nan)
-        by_slot = cache.pages[1].view(2, kv_heads, -1, dim)
-        order = torch.randperm(sum(pages)) + 1
+    def decode(self, starts: Sequence[int], rule: AttentionRule, page_size: int, spare: int = 2) -> Tensor:
+        """Returns what one step gives for a token of each row, by device tensors alone. ``spare``: columns of the table that no row
+        needs."""
+        pages = [start // page_size + 1 for start in starts]
+        cache, order = self.cache(sum(pages) + 1, page_size), torch.randperm(sum(pages)) + 1
         table = torch.zeros(len(starts), max(pages) + spare + 3, dtype=torch.int32, device=DEVICE)[:, : max(pages) + spare]
-        for row, (start, held) in enumerate(zip(starts, order.split(pages), strict=True)):
-            table[row, : len(held)] = held
-            past = torch.arange(start)
-            slots = held[past // page_size] * page_size + past % page_size
-            by_slot[0][:, slots.to(DEVICE)] = self.keys[row][:start].transpose(0, 1)
-            by_slot[1][:, slots.to(DEVICE)] = self.values[row][:start].transpose(0, 1)
+        for row, (start, numbers) in enumerate(zip(starts, order.split(pages), strict=True)):
+            table[row, : len(numbers)] = numbers
+            self.fill(cache, row, numbers, start + 1 if self.latent else start)
         q, k, v = (
             torch.stack([rows[start] for rows, start in zip(each, starts, strict=False)])
             for each in (self.queries, self.keys, self.values)
@@ -118,9 +128,9 @@ class Rows:
         positions = torch.tensor(starts, device=DEVICE)
         context = TritonAttention.decoding(positions, table, cache, q.shape[1])
         assert torch.equal(context.slots, cache.slots_of(positions, table))
-        out = context.attend(1, q, k, v, rule)
-        assert torch.equal(context.attend(1, q, k, v, rule), out), "the next layer finds clear counters"
-        return out
+        layers = [context.attend_written(1, q, rule) if self.latent else context.attend(1, q, k, v, rule) for _ in range(2)]
+        assert torch.equal(*layers), "the next layer finds clear counters"
+        return layers[0]
 
     def expected(self, row: int, start: int, count: int, rule: AttentionRule) -> Tensor:
         q, k, v = (x[row].double() for x in (self.queries, self.keys, self.values))
@@ -135,218 +145,138 @@ class Rows:
             scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(-1, count, 1)], -1)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v.repeat_interleave(group, 1))
 
+    def check(self, chunks: Sequence[Chunk], outputs: Sequence[Tensor], rule: AttentionRule) -> None:
+        """Against float64."""
+        for chunk, output in zip(chunks, outputs, strict=True):
+            tolerance = TOLERANCES[output.dtype]
+            assert output.dtype == self.keys[0].dtype and output.shape[2] == self.values[0].shape[2]
+            torch.testing.assert_close(output.double(), self.expected(*chunk, rule), atol=tolerance, rtol=0)
+
 
 LENGTHS = [1, 7, 64, 65, 130, 203]
 CHUNKS = [(0, 0, 1), (1, 0, 7), (2, 63, 1), (3, 40, 25), (4, 129, 1), (5, 190, 1), (4, 60, 17)]
+WIDE_CHUNKS = [(5, 130, 73), (4, 13, 40), (3, 64, 1), (2, 5, 2)]
+LATENT = AttentionRule(0.1)
+SHORT_CASES = [  # page size, rows, rule, rows of a chunk's tile
+    (5, (2, 3, 32), replace(PLAIN, window=37), None),
+    (64, (1, 1, 64), replace(PLAIN, window=1), None),
+    (16, (1, 20, 16), replace(PLAIN, softcap=2.0, window=64), None),
+    (16, (2, 3, 32), replace(PLAIN, window=37, sinks=SINKS), None),
+    (16, (2, 2, 32, BF16), PLAIN, None),
+    (8, (1, 5, 16), PLAIN, WIDE[0]),
+    (32, (1, 1, 40), replace(PLAIN, window=30), WIDE[1]),
+    (256, (1, 20, 16), replace(PLAIN, softcap=2.0, window=100), WIDE[1]),
+    (5, (3, 24, 10), LATENT, None),
+    (64, (20, 16, 4), LATENT, None),  # tiles of some of a token's heads
+    (64, (40, 32, 8, BF16), LATENT, None),
+    (64, (16, 512, 64), LATENT, None),  # DeepSeek's
+]
+LONG_CASES = [
+    (1, (1, 4, 24), PLAIN, None),
+    (64, (1, 8, 128), PLAIN, None),
+    (256, (1, 2, 96), PLAIN, None),
+    (16, (3, 1, 80), replace(PLAIN, softcap=5.0), None),
+    (16, (2, 2, 32, FP16), PLAIN, None),
+    (1, (1, 40, 2), LATENT, None),
+    (16, (3, 24, 16, FP16), LATENT, None),
+    (64, (16, 512, 64, BF16), LATENT, None),
+]
+
+
+@pytest.mark.parametrize("case", [*SHORT_CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)], ids=str)
+def test_ragged_work_equals_float64(case: tuple[int, tuple[int, ...], AttentionRule, int | None]) -> None:
+    """Single tokens, and chunks of prompts of which a part lies in the pages. Wide chunks have several tiles, whose keys begin within a
+    block of their own: pages smaller and larger than a block of 16 keys."""
+    page_size, sizes, rule, chunk_rows = case
+    rows = (Rows.draw_latent if rule is LATENT else Rows.draw)(LENGTHS, *sizes)
+    chunks = WIDE_CHUNKS if chunk_rows else CHUNKS
+    rows.check(chunks, rows.attend(chunks, rule, page_size, chunk_rows=chunk_rows), rule)
 
 
 @pytest.mark.parametrize(
-    ("page_size", "kv_heads", "group", "dim", "rule"),
+    ("sizes", "rule"),
     [
-        (16, 2, 2, 16, PLAIN),
-        (1, 1, 4, 24, PLAIN),
-        (64, 1, 8, 128, PLAIN),
-        (256, 1, 2, 96, PLAIN),
-        (16, 3, 1, 80, replace(PLAIN, softcap=5.0)),
-        (5, 2, 3, 32, replace(PLAIN, window=37)),
-        (64, 1, 1, 64, replace(PLAIN, window=1)),
-        (16, 1, 20, 16, replace(PLAIN, softcap=2.0, window=64)),
-        (16, 2, 3, 32, replace(PLAIN, window=37, sinks=torch.linspace(-3, 6, 6, device=DEVICE))),
+        ((2, 3, 24), PLAIN),
+        ((2, 3, 24), replace(PLAIN, softcap=3.0, window=70, sinks=SINKS)),
+        ((20, 24, 6), LATENT),
+        pytest.param((3, 24, 6), LATENT, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_ragged_work_equals_float64(page_size: int, kv_heads: int, group: int, dim: int, rule: AttentionRule) -> None:
-    rows = Rows.draw(LENGTHS, kv_heads, group, dim)
-    for chunk, found in zip(CHUNKS, rows.attend(CHUNKS, rule, page_size), strict=True):
-        torch.testing.assert_close(found.double(), rows.expected(*chunk, rule), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("chunk_rows", WIDE)
-@pytest.mark.parametrize(
-    ("page_size", "group", "dim", "rule"),
-    [
-        (8, 5, 16, PLAIN),
-        (32, 1, 40, replace(PLAIN, window=30)),
-        (256, 20, 16, replace(PLAIN, softcap=2.0, window=100)),
-    ],
-    ids=str,
-)
-def test_wide_tiles_equal_float64(page_size: int, group: int, dim: int, rule: AttentionRule, chunk_rows: int) -> None:
-    """Chunks of several tiles, whose keys begin within a block of their own: pages smaller and larger than a block of 16 keys."""
-    rows, chunks = Rows.draw(LENGTHS, 1, group, dim), [(5, 130, 73), (4, 13, 40), (3, 64, 1), (2, 5, 2)]
-    for chunk, found in zip(chunks, rows.attend(chunks, rule, page_size, 0, chunk_rows), strict=True):
-        torch.testing.assert_close(found.double(), rows.expected(*chunk, rule), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [PLAIN, replace(PLAIN, softcap=3.0, window=70), replace(PLAIN, sinks=torch.linspace(-3, 6, 6, device=DEVICE))],
-    ids=["plain", "capped", "sinks"],
-)
-def test_programs_that_share_a_row_change_no_bit(rule: AttentionRule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_share_a_row_change_no_bit(
+    sizes: tuple[int, int, int], rule: AttentionRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One program for all splits, two, and one for each; rows of one split and of four beside each other."""
-    rows, starts = Rows.draw(LENGTHS, 2, 3, 24), [0, 5, 63, 64, 129, 202]
-    found = []
+    starts = [0, 5, 63, 64, 129, 202]
+    chunks = [(row, start, 1) for row, start in enumerate(starts)]
+    rows = (Rows.draw_latent if rule is LATENT else Rows.draw)(LENGTHS, *sizes)
+    outputs = []
     for programs, page_size, spare in ((1, 16, 0), (24, 5, 40), (4096, 64, 9)):
-        monkeypatch.setattr(triton_attention, "PROGRAMS", programs)
-        found.append(rows.decode(starts, rule, page_size, spare))
+        for name in ("PROGRAMS", "LATENT_PROGRAMS"):
+            monkeypatch.setattr(triton_attention, name, programs)
+        outputs.append(rows.decode(starts, rule, page_size, spare))
     monkeypatch.setattr(triton_attention, "PART_BYTES", 0)  # parts of so many rows take too much memory
-    found.append(rows.decode(starts, rule, 64, 9))
-    assert all(torch.equal(found[0], other) for other in found[1:])
-    for row, start in enumerate(starts):
-        torch.testing.assert_close(found[0][row : row + 1].double(), rows.expected(row, start, 1, rule), atol=1e-5, rtol=0)
-    stepped = rows.attend([(row, start, 1) for row, start in enumerate(starts)], rule, 7)
-    assert torch.equal(torch.cat(stepped), found[0])
+    outputs += [rows.decode(starts, rule, 64, 9), torch.cat(rows.attend(chunks, rule, 7))]
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    rows.check(chunks, outputs[0].split(1), rule)
 
 
-class Launches(TorchDispatchMode):
-    """What a GPU would be asked to run: torch's operators but for views and new memory, and Triton's kernels."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        for name in ("locate_rows", "write", "attend_chunks", "attend_singles"):
-            monkeypatch.setattr(triton_paged_attention, name, _Counted(getattr(triton_paged_attention, name), name, self.names))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (func.is_view or func.name().startswith("aten::empty")):
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass
-class _Counted:
-    kernel: Any
-    name: str
-    names: list[str]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **options: Any) -> None:
-            self.names.append(self.name)
-            with _disable_current_modes():  # the interpreter works with torch, too
-                self.kernel[grid](*arguments, **options)
-
-        return launch
-
-
-def test_a_decoding_step_launches_once_and_twice_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype = torch.float32
-    cache = KVCache(2, 2, 16, 24, 16, dtype, DEVICE, build_backend("triton", dtype, DEVICE))
-    table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)
-    positions = torch.tensor([3, 66, 127], device=DEVICE)
-    q, k, v = torch.randn(3, 10, 16, device=DEVICE).split([6, 2, 2], 1)
-    with Launches(monkeypatch) as launches:
-        context = TritonAttention.decoding(positions, table, cache, 6)
-        assert context.sharing > 1, "rows whose splits several programs share are counted, too"
-        assert launches.names == ["locate_rows"]
-        for layer in range(2):
-            context.attend(layer, q, k, v, PLAIN)
-    assert launches.names == ["locate_rows", *["write", "attend_singles"] * 2]
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)], ids=str)
-def test_half_precision_equals_float64_within_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
-    rows = Rows.draw(LENGTHS, 2, 2, 32, dtype)
-    for chunk, found in zip(CHUNKS, rows.attend(CHUNKS, PLAIN, 16), strict=True):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), rows.expected(*chunk, PLAIN), atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("rule", [PLAIN, replace(PLAIN, softcap=3.0, window=50)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [replace(PLAIN, softcap=3.0, window=50), pytest.param(PLAIN, marks=pytest.mark.long)], ids=["capped", "plain"]
+)
 def test_batch_chunks_and_pages_change_no_bit(rule: AttentionRule) -> None:
     """Each token alone through the split kernel, in company, in chunks of several sizes, tiles and pages of several sizes. On GPUs all
     tiles are narrow: there wide ones may round otherwise."""
     wide = WIDE if DEVICE.type == "cpu" else (16, 16)
     rows = Rows.draw(LENGTHS, 1, 3, 24)
-    ((whole,), (other,)) = (rows.attend([(row, 0, LENGTHS[row])], rule, 16, 0, wide[1]) for row in (4, 3))
+    ((together,), (other,)) = (rows.attend([(row, 0, LENGTHS[row])], rule, 16, 0, wide[1]) for row in (4, 3))
     for page_size, size, chunk_rows in ((1, 64, 16), (7, 23, 16), (32, 130, wide[0])):
         for start in range(0, 130, size):
             count = min(size, 130 - start)
-            (found,) = rows.attend([(4, start, count)], rule, page_size, start, chunk_rows)
-            assert torch.equal(found, whole[start : start + count])
+            (chunk,) = rows.attend([(4, start, count)], rule, page_size, start, chunk_rows)
+            assert torch.equal(chunk, together[start : start + count])
     for start in (0, 50, 63, 64, 129):
         (single,) = rows.attend([(4, start, 1)], rule, 16, start)
         company = rows.attend([(3, start // 2, 1), (5, 9, 20), (4, start, 1), (1, 2, 1)], rule, 5, start)
-        assert torch.equal(single[0], whole[start]) and torch.equal(company[2][0], whole[start])
+        assert torch.equal(single[0], together[start]) and torch.equal(company[2][0], together[start])
         assert torch.equal(company[0][0], other[start // 2])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("triton") / "qwen3"
-    write_random_model(path, {**MODELS["qwen3"], "num_hidden_layers": 2}, seed=7)
-    return str(path)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with the CPU's numbers; test_gpu.py generates on a GPU")
 @pytest.mark.parametrize(
-    "changes", [{}, {"page_size": 5, "max_num_batched_tokens": 33, "num_pages": 45, "steps_per_sync": 3}], ids=str
+    ("sizes", "interleaved", "dtype", "tolerance"),
+    [
+        ((3, 5, 24, 10), False, FP32, 1e-5),
+        ((40, 16, 24, 6), True, BF16, 4e-2),
+        pytest.param((2, 128, 512, 64), True, FP32, 1e-5, marks=pytest.mark.long),
+        pytest.param((2, 128, 512, 64), True, BF16, 4e-2, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-def test_the_generator_draws_the_same_tokens(model: str, changes: dict[str, int]) -> None:
-    requests = ragged_requests(num_prompts=6, samples=2, max_new_tokens=6)
-    results = []
-    for attention in ("torch", "triton"):
-        decoder = load(model, alone()[1])
-        config = replace(SMALL, attention=attention, **changes)
-        generator = Generator(decoder, alone()[1], config, read_eos_ids(model))
-        results.append(generator.generate(requests, SamplingConfig(temperature=0.9), 3, 5))
-    assert tokens_of(results[0]) == tokens_of(results[1])
-    for ours, torchs in zip(*results[::-1], strict=True):
-        torch.testing.assert_close(ours.log_probs, torchs.log_probs, atol=2e-5, rtol=0)
+def test_latent_keys_and_queries_equal_float64(
+    sizes: tuple[int, int, int, int], interleaved: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Of five rows, one of which is padding: of this one no key is written."""
+    (heads, nope, rank, rope), tokens, written = sizes, 5, 4
+    generator = torch.Generator().manual_seed(3)
 
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="generates on the CPU, in the interpreter")
-def test_the_command_line_takes_it_and_names_it(model: str, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
-    settings = {
-        "model.path": model,
-        "data.path": tmp_path / "in.jsonl",
-        "out": tmp_path / "out.jsonl",
-        "sampling.max_response_length": 3,
-        "generation.attention": "triton",
-    }
-    program = "import triton_device; from rlhf_spmd.generate import main; main()"
-    command = [sys.executable, "-c", program, *(f"{key}={value}" for key, value in settings.items())]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("src", "tests", "tests/helpers"))}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0 and "attention triton" in ended.stderr, ended.stderr
-    assert len(json.loads((tmp_path / "out.jsonl").read_text())["response_ids"]) == 3
-
-
-# registers of a thread that Triton 3.6 and its ptxas gave for sm_90, see tests/started/compile_triton.py
-REGISTERS = {
-    "bf16": {
-        "attend_chunks": 253,
-        "attend_chunks, windows": 255,
-        "attend_chunks, wide": 230,
-        "attend_chunks, sinks": 255,
-        "attend_singles": 168,
-        "attend_singles, windows": 210,
-        "attend_singles, wide": 170,
-        "attend_singles, sinks": 210,
-    },
-    "fp32": {"attend_chunks": 108, "attend_chunks, windows": 111, "attend_singles": 96, "attend_singles, windows": 106},
-}
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernels_compile_for_a_gpu(dtype: str, tmp_path: Path) -> None:
-    """Nothing spills. Chunks take Hopper's products of warp groups, and keys arrive while others are computed. Multiplications and
-    additions are fused in the matrix products alone: elsewhere both forms must round alike."""
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/started/compile_triton.py", dtype]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    kernels = {kernel["name"]: kernel for kernel in map(json.loads, ended.stdout.splitlines())}
-    assert [*kernels] == [*REGISTERS[dtype], "locate_rows", "write"]
-    for name, kernel in kernels.items():
-        counts = kernel["instructions"]
-        assert kernel["stack"] == 0 and kernel["registers"] <= REGISTERS[dtype].get(name, 64), kernel
-        assert counts["fma"] == (kernel["products"] if dtype == "fp32" else 0), kernel
-        if name in REGISTERS[dtype]:
-            assert counts["cp.async"] > 0 and (
-                dtype == "fp32" or counts["wgmma" if "chunks" in name and "wide" not in name else "mma.sync"] > 0
-            ), kernel
+    q, latent, weight = some(tokens, heads, nope + rope), some(tokens, rank + rope), some(rank)
+    to_keys = (some(heads, nope + 3, rank) / nope**0.5)[:, :nope]  # beside the matrices that make values
+    angle = some(tokens, 1, rope // 2)
+    keys = LatentKeys(weight, 1e-6, to_keys, angle.cos(), angle.sin(), interleaved)
+    cos, sin = keys.cos.double(), keys.sin.double()
+    wide = LatentKeys(weight.double(), 1e-6, to_keys.double(), cos, sin, interleaved)
+    expected, entries = latent_heads(Ops(), q.double(), latent.double(), wide)
+    slots = torch.tensor([17, 3, 40, 0], device=DEVICE)
+    for ops in (GpuOps(), Ops()):
+        pages = torch.full((1, 1, 3, 16 * (rank + rope)), torch.nan, dtype=dtype, device=DEVICE)
+        queries = ops.latent_to_pages(q, latent, keys, PageTarget(pages, slots))
+        torch.testing.assert_close(queries.double(), expected, atol=tolerance, rtol=tolerance)
+        lines = pages.view(-1, rank + rope)
+        torch.testing.assert_close(lines[slots].double(), entries[:written], atol=tolerance, rtol=tolerance)
+        assert lines.isnan().all(1).sum() == len(lines) - written
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the backends are there on a GPU")
@@ -369,3 +299,46 @@ def test_a_backend_that_cannot_serve_is_refused_with_those_that_can(monkeypatch:
     with pytest.raises(ValueError, match=r"^here\.page_size=64: flash_attn's pages are multiples of 256 tokens"):
         GenerationConfig(attention="flash_attn").check("here")
     assert choose_backend("auto", "torch", torch.float32, torch.device("cuda"), "attention") == "triton"
+
+
+def output_of(cache: Path, script: str, *arguments: str) -> list[str]:
+    """The lines that a script of ``tests/started`` prints."""
+    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, f"tests/started/{script}.py", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout.splitlines()
+
+
+# the most registers of a thread that Triton 3.6 and its ptxas gave for sm_90
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "dtype", "registers"),
+    [("triton", "bf16", 255), ("triton", "fp32", 111), ("latent", "bf16", 255), ("latent", "fp32", 107)],
+)
+def test_compiled_attention(script: str, dtype: str, registers: int, tmp_path: Path) -> None:
+    """Nothing spills, at DeepSeek's sizes neither, a multiprocessor's registers and shared memory hold a program, and keys arrive while
+    others are computed. Chunks take Hopper's products of warp groups. Multiplications and additions are fused in the matrix products
+    alone: elsewhere both forms must round alike."""
+    kernels = [json.loads(line) for line in output_of(tmp_path, f"compile_{script}", dtype)]
+    assert len(kernels) > 4
+    for kernel in kernels:
+        name, counts, attends = kernel["name"], kernel["instructions"], kernel["name"].startswith("attend")
+        assert kernel["stack"] == 0 and kernel["registers"] <= (registers if attends else 64), kernel
+        assert kernel["registers"] * kernel.get("threads", 0) <= 1 << 16 and kernel["shared"] <= 227 << 10, kernel
+        assert not attends or counts["cp.async"] > 0, kernel
+        if dtype == "bf16" and attends:
+            product = "wgmma" if script == "triton" and "chunks" in name and "wide" not in name else "mma.sync"
+            assert counts[product] > 0, kernel
+        if script == "triton":
+            assert counts["fma"] == (kernel["products"] if dtype == "fp32" else 0), kernel
+
+
+@pytest.mark.long
+def test_compiled_draws(tmp_path: Path) -> None:
+    """Without spills, with few enough registers, and with no addition fused with a multiplication, so that weights round alike."""
+    rows = [line.split() for line in output_of(tmp_path, "compile_draw")]
+    names = ["_sum_tiles", "_sum_tiles", "_pick", "_count_weights", "_gather_candidates", "_pick_filtered"]
+    assert [row[0] for row in rows] == names
+    for name, registers, stack, shared, fused in rows:
+        assert int(registers) <= 128 and int(stack) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name

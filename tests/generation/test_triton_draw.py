@@ -7,41 +7,31 @@ of fp64 sums. Else weights are fp32 numbers of another rounding.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from generators import MODELS, alone, load
-from places import ROOT
+from launches import counted_launches
 from ranks import run_ranks
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sampler import build_sampling_tensors, draw_rows, group_by_sampling, row_keys, sample, uniform
+from rlhf_spmd.generation.sampler import build_sampling_tensors, draw_rows, row_keys, sample, uniform
 from rlhf_spmd.kernels import triton_draw, triton_filter
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.sampling_tensors import Drawn
-from rlhf_spmd.models.heads import log_probs_of
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
+from sampler_statistics import kept_weights
+from tiers import tiers
 from triton_device import DEVICE
 
 COMPILED = DEVICE.type == "cuda"
-ROWS = 4096 if COMPILED else 24  # the interpreter takes 0.1 s a row
+ROWS = 4096 if COMPILED else 21  # the interpreter takes 0.1 s a row
 OPTIONS = [  # settings that fp32 holds exactly
     SamplingConfig(),
     SamplingConfig(temperature=0.0),
@@ -78,22 +68,12 @@ def drawn(logits: Tensor, samplings: SamplingConfig | Sequence[SamplingConfig], 
     return GpuOps().draw_rows(logits if scores is None else scores, logits, settings, *numbers(len(logits)))
 
 
-def kept_weights(scores: NDArray[np.float32], s: SamplingConfig) -> NDArray[np.float64]:
-    """One row in the terms of ``SamplingConfig``: fp32 weights, all else in float64 and by loops over a sorted list."""
-    w = np.exp((scores - scores.max()) / np.float32(s.temperature)).astype(np.float64)
-    w[w < s.min_p] = 0.0
-    if 0 < s.top_k < len(w):
-        w[w < np.sort(w)[-s.top_k]] = 0.0
-    if s.top_p < 1.0:
-        mass, goal = 0.0, s.top_p * w.sum()
-        for token in np.argsort(-w, kind="stable"):
-            if mass >= goal:
-                w[token] = 0.0
-            mass += w[token]
-    return w
+def is_filtered(s: SamplingConfig) -> bool:
+    return s.top_p < 1 or s.top_k > 0 or s.min_p > 0
 
 
-def check_tokens(tokens: Tensor, scores: Tensor, samplings: Sequence[SamplingConfig], slack: float) -> None:
+def check_tokens(tokens: Tensor, scores: Tensor, samplings: Sequence[SamplingConfig], exact_rows: bool = False) -> None:
+    """``exact_rows``: filtered rows, and all rows of one tile, have the reference's weights if the kernels are interpreted."""
     draws = uniform(*numbers(len(scores))).tolist()
     excused = 0
     rows = zip(tokens.tolist(), scores.cpu().numpy(), samplings, draws, strict=True)
@@ -103,75 +83,60 @@ def check_tokens(tokens: Tensor, scores: Tensor, samplings: Sequence[SamplingCon
             continue
         weights = kept_weights(x, s)
         cumulative = weights.cumsum() / weights.sum()
-        wanted = int(np.searchsorted(cumulative, u, side="right"))
+        expected = int(np.searchsorted(cumulative, u, side="right"))
         assert weights[token] > 0, (row, s)
-        if token != wanted:
+        if token != expected:
             excused += 1
-            assert np.abs(cumulative - u).min() < slack, (row, s, token, wanted)
+            slack = 1e-12 if exact_rows and not COMPILED and (is_filtered(s) or len(x) <= triton_draw.TILE) else 1e-6
+            assert np.abs(cumulative - u).min() < slack, (row, s, token, expected)
     assert excused <= 1 + len(scores) // 100
 
 
-def check_log_probs(found: Drawn, logits: Tensor, samplings: Sequence[SamplingConfig]) -> None:
+def check_log_probs(draws: Drawn, logits: Tensor, samplings: Sequence[SamplingConfig]) -> None:
     temperatures = torch.tensor([s.log_prob_temperature for s in samplings], device=DEVICE, dtype=torch.float64)[:, None]
-    for got, t in zip(found[1:], (temperatures, torch.ones_like(temperatures)), strict=True):
-        wanted = (logits.double() / t).log_softmax(1).gather(1, found[0][:, None])[:, 0]
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=0)
-
-
-@triton.jit
-def _uniforms(keys: tl.tensor, positions: tl.tensor, out: tl.tensor, SIZE: tl.constexpr) -> None:
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + at, triton_draw.uniform_of(tl.load(keys + at), tl.load(positions + at)))
-
-
-def test_uniform_numbers_have_the_bits_of_torchs() -> None:
-    keys = torch.randint(-(2**63), 2**63 - 1, (4096,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    keys[:3] = torch.tensor([0, -1, -(2**63)])
-    positions, out = torch.arange(4096, device=DEVICE) * 977, torch.empty(4096, dtype=torch.float64, device=DEVICE)
-    _uniforms[(4,)](keys, positions, out, 1024)
-    assert torch.equal(out, uniform(keys, positions))
-
-
-@pytest.mark.parametrize("vocabulary", [7, 300, 1793])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_tokens_and_log_probs_are_those_of_float64(options: SamplingConfig, vocabulary: int) -> None:
-    logits = normal(ROWS, vocabulary)
-    found, samplings = drawn(logits, options), [options] * ROWS
-    filtered = options.top_p < 1 or options.top_k > 0 or options.min_p > 0
-    exact = not COMPILED and (filtered or vocabulary <= 512)
-    check_tokens(found[0], logits, samplings, 1e-12 if exact else 1e-6)
-    check_log_probs(found, logits, samplings)
-    ops_tokens = sample(logits.cpu(), options, uniform(*numbers(ROWS)).cpu())  # what CPUs draw
-    assert int((found[0].cpu() != ops_tokens).sum()) <= 1 + ROWS // 100
+    for log_probs, t in zip(draws[1:], (temperatures, torch.ones_like(temperatures)), strict=True):
+        expected = (logits.double() / t).log_softmax(1).gather(1, draws[0][:, None])[:, 0]
+        assert log_probs.dtype == torch.float32
+        torch.testing.assert_close(log_probs.double(), expected, atol=1e-6, rtol=0)
 
 
 def mixed(rows: int) -> list[SamplingConfig]:
     return [OPTIONS[i % len(OPTIONS)] for i in range(rows)]
 
 
-def test_rows_of_all_settings_draw_together_what_they_draw_alone() -> None:
+@pytest.mark.parametrize("vocabulary", [7, 300, 1793])
+def test_tokens_and_log_probs_are_those_of_float64(vocabulary: int) -> None:
+    """Of rows of all settings together."""
+    logits, samplings = normal(ROWS, vocabulary), mixed(ROWS)
+    draws = drawn(logits, samplings)
+    check_log_probs(draws, logits, samplings)
+    check_tokens(draws[0], logits, samplings, exact_rows=True)
+    uniforms = uniform(*numbers(ROWS))
+    for options in OPTIONS:  # what CPUs draw
+        lines = [row for row, s in enumerate(samplings) if s is options]
+        tokens = sample(logits[lines].cpu(), options, uniforms[lines].cpu())
+        assert int((draws[0][lines].cpu() != tokens).sum()) <= 1 + len(lines) // 100
+
+
+def test_rows_draw_alone_what_they_draw_together() -> None:
     logits = normal(len(OPTIONS) * 2, 1793)
     together = drawn(logits, mixed(len(logits)))
-    check_tokens(together[0], logits, mixed(len(logits)), 1e-6)
-    check_log_probs(together, logits, mixed(len(logits)))
     keys, positions = numbers(len(logits))
     for row, options in enumerate(mixed(len(logits))):
         settings = build_sampling_tensors([options], np.zeros(1, dtype=np.int64), DEVICE)
-        one = logits[row : row + 1].clone()
-        alone_ = GpuOps().draw_rows(one, one, settings, keys[row : row + 1], positions[row : row + 1])
-        for part, whole in zip(alone_, together, strict=True):
-            assert torch.equal(part[0], whole[row]), (row, options)
+        line = logits[row : row + 1].clone()
+        single = GpuOps().draw_rows(line, line, settings, keys[row : row + 1], positions[row : row + 1])
+        for part, parts in zip(single, together, strict=True):
+            assert torch.equal(part[0], parts[row]), (row, options)
 
 
 def test_candidates_that_do_not_fit_are_found_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    filters = [options for options in OPTIONS if options.top_p < 1 or options.top_k > 0 or options.min_p > 0]
-    rows = 2 * len(filters)
-    logits, samplings = normal(rows, 1793, 0.5), [*filters, *filters]
+    samplings = [*filter(is_filtered, OPTIONS)] * 2
+    logits = normal(len(samplings), 1793, 0.5)
     roomy = drawn(logits, samplings)
     monkeypatch.setattr(triton_filter, "CANDIDATES", 16)
     narrow = drawn(logits, samplings)
-    check_tokens(narrow[0], logits, samplings, 1e-6 if COMPILED else 1e-12)
+    check_tokens(narrow[0], logits, samplings, exact_rows=True)
     assert all(map(torch.equal, roomy, narrow))
 
 
@@ -183,14 +148,10 @@ def test_of_equal_weights_the_nucleus_keeps_the_lower_ids() -> None:
         SamplingConfig(min_p=1.0),
         SamplingConfig(temperature=0.0),
     ]
-    tokens, log_probs, _ = drawn(flat, settings)
-    check_tokens(tokens, flat, settings, 1e-12)
-    ends = [501, 251, 1, 751, 1001, 501, 1001, 1]
-    assert all(token < end for token, end in zip(tokens.tolist(), ends, strict=True))
-    torch.testing.assert_close(log_probs, torch.full_like(log_probs, -np.log(1001)))
+    check_tokens(drawn(flat, settings)[0], flat, settings, exact_rows=True)
     steps = torch.tensor([1.0, 0.5, 0.5, 0.5, 0.125], device=DEVICE).log().expand(ROWS, 5).contiguous()
     samplings = [SamplingConfig(top_p=0.6875)] * ROWS  # 1.8 of 2.6: one of the three halves goes
-    assert set(drawn(steps, samplings)[0].tolist()) <= {0, 1, 2}
+    check_tokens(drawn(steps, samplings)[0], steps, samplings, exact_rows=True)
 
 
 def test_forbidden_tokens_are_never_drawn_and_rules_do_not_enter_log_probs() -> None:
@@ -198,84 +159,48 @@ def test_forbidden_tokens_are_never_drawn_and_rules_do_not_enter_log_probs() -> 
     scores = logits.clone()
     scores[:, ::2] = -torch.inf
     scores[:, 512:] = -torch.inf  # a tile without any
-    found = drawn(logits, mixed(14), scores)
-    assert bool((found[0] % 2 == 1).all()) and bool((found[0] < 512).all())
-    check_tokens(found[0], scores, mixed(14), 1e-6)
-    check_log_probs(found, logits, mixed(14))
-    greedy = SamplingConfig(temperature=0.0)
-    found = drawn(logits, greedy, scores)
-    check_tokens(found[0], scores, [greedy] * 14, 0.0)
-    check_log_probs(found, logits, [greedy] * 14)
+    draws = drawn(logits, mixed(14), scores)
+    check_tokens(draws[0], scores, mixed(14))
+    check_log_probs(draws, logits, mixed(14))
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("broken", tiers([torch.nan, torch.inf, -torch.inf], lambda value: value != torch.inf))
 def test_rows_that_are_not_finite_say_so_and_harm_no_other(broken: float) -> None:
     logits = normal(len(OPTIONS), 700)
-    whole = drawn(logits, OPTIONS)
-    for options in (OPTIONS[0], OPTIONS[1], OPTIONS[6]):
-        rows = logits[:4].clone()
-        rows[1], rows[2] = broken, rows[2].clone()
-        rows[2, 600] = broken
-        found = drawn(rows, options)
-        assert bool(((found[0] >= 0) & (found[0] < 700)).all())
-        bad = [1] if broken == -torch.inf else [1, 2]  # one token that cannot be drawn harms nothing
-        assert [row for row in range(4) if not bool(found[2][row].isfinite())] == bad, options
-    scores = logits.clone()
+    before = drawn(logits, OPTIONS)
+    rows, scores = logits[:4].clone(), logits[:4].clone()
+    rows[1], rows[2, 600] = broken, broken
     scores[1] = broken
-    for options in (OPTIONS[0], OPTIONS[1], OPTIONS[6]):  # logits may be right where the rules leave nothing
-        assert not bool(drawn(logits, options, scores)[2][1].isfinite())
+    bad = [1] if broken == -torch.inf else [1, 2]  # one token that cannot be drawn harms nothing
+    for options in (OPTIONS[0], OPTIONS[1], OPTIONS[6]):
+        draws = drawn(rows, options)
+        assert bool(((draws[0] >= 0) & (draws[0] < 700)).all())
+        assert [row for row in range(4) if not bool(draws[2][row].isfinite())] == bad, options
+        assert not bool(drawn(logits[:4], options, scores)[2][1].isfinite())  # logits may be right where rules leave nothing
     logits[3] = broken
-    for part, before in zip(drawn(logits, OPTIONS), whole, strict=True):
-        assert torch.equal(torch.cat([part[:3], part[4:]]), torch.cat([before[:3], before[4:]]))
+    for part, expected in zip(drawn(logits, OPTIONS), before, strict=True):
+        assert torch.equal(torch.cat([part[:3], part[4:]]), torch.cat([expected[:3], expected[4:]]))
 
 
+@pytest.mark.long
 def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TILE", 4096), ("CHUNK", 512)):
-        monkeypatch.setattr(triton_filter, name, value)
-    monkeypatch.setattr(triton_draw, "TILE", 4096)
+    for module, name, value in ((triton_filter, "TILE", 4096), (triton_filter, "CHUNK", 512), (triton_draw, "TILE", 4096)):
+        monkeypatch.setattr(module, name, value)
     logits = normal(3, 151_936, 3.0)
     samplings = [SamplingConfig(), SamplingConfig(top_p=0.9375, top_k=2000), SamplingConfig(temperature=0.75, top_p=0.875)]
-    found = drawn(logits, samplings)
-    check_tokens(found[0], logits, samplings, 1e-6)
-    check_log_probs(found, logits, samplings)
-
-
-class Seen(TorchDispatchMode):
-    """Counts torch's operations that are no views and make no empty memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not (func.is_view or name.startswith("empty") or name == "alias"):
-            self.names[name] += 1
-        return func(*args, **(kwargs or {}))
+    draws = drawn(logits, samplings)
+    check_tokens(draws[0], logits, samplings)
+    check_log_probs(draws, logits, samplings)
 
 
 @pytest.mark.parametrize(("options", "launches"), [(OPTIONS[0], 2), (OPTIONS[1], 2), (OPTIONS[6], 5)], ids=str)
-def test_a_draw_takes_few_launches_and_never_waits(
-    options: SamplingConfig, launches: int, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_takes_few_launches_and_never_waits(options: SamplingConfig, launches: int, model: str) -> None:
     """Triton's launches, and torch's: the counts of weights begin as zeros."""
-    counted: Counter[str] = Counter()
-    kernels = {triton_draw: ("_sum_tiles", "_pick"), triton_filter: ("_count_weights", "_gather_candidates", "_pick_filtered")}
-    for module, names in kernels.items():
-        for name in names:
-            kernel = getattr(module, name)
-
-            def run(*arguments: Any, name: str = name, run: Any = kernel.run, **more: Any) -> Any:
-                counted[name] += 1
-                with torch.utils._python_dispatch._disable_current_modes():  # the interpreter copies its arguments
-                    return run(*arguments, **more)
-
-            monkeypatch.setattr(kernel, "run", run)
     logits, decoder = normal(2, 301), load(model, alone()[1])
     settings, (keys, positions) = build_sampling_tensors([options], np.zeros(2, dtype=np.int64), DEVICE), numbers(2)
-    with Seen() as seen:
+    with counted_launches() as counted:
         draw_rows(GpuOps(), logits, logits, settings, keys, positions, decoder, [])
-    assert counted.total() == launches and dict(seen.names) == ({"zeros": 1} if launches > 2 else {})
+    assert len(counted.names) == launches + (launches > 2) and not counted.waits, counted.names
 
 
 @pytest.fixture(scope="module")
@@ -290,69 +215,21 @@ def draw_on_rank(world: World, path: str, ruled: bool, samplings: Sequence[Sampl
 
     triton_draw.TILE = triton_filter.TILE = 64
     decoder = load(path, build_mesh(world, [0, 1], Layout(tp=2)))
-    whole, (first, last) = normal(len(samplings), 301), decoder.vocab_range
-    logits = whole[:, first:last].contiguous()
-    scores = logits if not ruled else whole.masked_fill(torch.arange(301) % 3 == 0, -torch.inf)
+    all_logits, (first, last) = normal(len(samplings), 301), decoder.vocab_range
+    logits = all_logits[:, first:last].contiguous()
+    scores = logits if not ruled else all_logits.masked_fill(torch.arange(301) % 3 == 0, -torch.inf)
     settings = build_sampling_tensors(samplings, np.arange(len(samplings)), DEVICE)
     return list(draw_rows(GpuOps(), scores, logits, settings, *numbers(len(samplings)), decoder, []))
 
 
 @pytest.mark.skipif(COMPILED, reason="gloo ranks, in the interpreter")
-@pytest.mark.parametrize(("ruled", "filtered"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("ruled", "filtered"), [(True, False), (False, True)])
 def test_slices_of_the_vocabulary_draw_what_the_whole_draws(model: str, ruled: bool, filtered: bool) -> None:
     settings = OPTIONS if filtered else OPTIONS[:3]
     samplings = [*settings, *settings]
     first, second = run_ranks(2, draw_on_rank, model, ruled, samplings)
     assert all(map(torch.equal, first, second))
-    whole = normal(len(samplings), 301)
-    scores = whole.masked_fill(torch.arange(301) % 3 == 0, -torch.inf) if ruled else whole
-    check_tokens(first[0], scores, samplings, 1e-6)
-    check_log_probs((first[0], first[1], first[2]), whole, samplings)
-
-
-def test_other_ops_draw_group_by_group_as_before(model: str) -> None:
-    decoder, logits = load(model, alone()[1]), normal(8, 301).cpu()
-    kinds = np.array([0, 1, 2, 1, 0, 2, 2, 1])
-    samplings = [SamplingConfig(), SamplingConfig(temperature=0.6, top_p=0.9), SamplingConfig(temperature=0.0)]
-    keys, positions = (each.cpu() for each in numbers(8))
-    cpu = torch.device("cpu")
-    tensors, alike = build_sampling_tensors(samplings, kinds, cpu), group_by_sampling(samplings, kinds, cpu)
-    tokens, log_probs, at_one = draw_rows(decoder.ops, logits, logits, tensors, keys, positions, decoder, alike)
-    u = uniform(keys, positions)
-    for row, kind in enumerate(kinds):
-        one, s = logits[row : row + 1], samplings[kind]
-        assert torch.equal(sample(one, s, u[row : row + 1]), tokens[row : row + 1])
-        for got, t in ((log_probs, s.log_prob_temperature), (at_one, 1.0)):
-            assert torch.equal(log_probs_of(decoder, one, tokens[row : row + 1], t), got[row : row + 1])
-    ruled = logits.clone()
-    ruled[3] = -torch.inf
-    assert draw_rows(decoder.ops, ruled, logits, tensors, keys, positions, decoder, alike)[2].isnan().tolist() == [
-        row == 3 for row in range(8)
-    ]
-    same = replace(samplings[0], temperature=0.7)
-    one_kind = np.zeros(8, dtype=np.int64)
-    parts = draw_rows(
-        decoder.ops,
-        logits,
-        logits,
-        build_sampling_tensors([same], one_kind, cpu),
-        keys,
-        positions,
-        decoder,
-        group_by_sampling([same], one_kind, cpu),
-    )
-    assert torch.equal(parts[0], sample(logits, same, u)) and parts[1] is not parts[2]
-
-
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Without spills, with few enough registers, and with no addition fused with a multiplication, so that weights round alike."""
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/started/compile_draw.py"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    rows = [line.split() for line in ended.stdout.splitlines()]
-    assert [row[0] for row in rows] == [
-        "_sum_tiles", "_sum_tiles", "_pick", "_count_weights", "_gather_candidates", "_pick_filtered"
-    ]  # fmt: skip
-    for name, registers, stack, shared, fused in rows:
-        assert int(registers) <= 128 and int(stack) == 0 and int(shared) <= 32 << 10 and int(fused) == 0, name
+    all_logits = normal(len(samplings), 301)
+    scores = all_logits.masked_fill(torch.arange(301) % 3 == 0, -torch.inf) if ruled else all_logits
+    check_tokens(first[0], scores, samplings)
+    check_log_probs((first[0], first[1], first[2]), all_logits, samplings)

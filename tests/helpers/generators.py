@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -12,8 +13,8 @@ import torch
 
 from rlhf_spmd import kernels
 from rlhf_spmd.data.tokenizer import Decoding
-from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
+from rlhf_spmd.generation.sequence import SamplingOverrides, SequenceState
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -47,6 +48,27 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 SMALL = GenerationConfig(page_size=8, max_num_seqs=16, max_num_batched_tokens=512)
+RULES = SamplingConfig(
+    temperature=1.3,
+    repetition_penalty=0.7,
+    frequency_penalty=0.4,
+    presence_penalty=0.5,
+    logit_bias={3: 1.5, 4: 2.0, 11: 2.0},
+    forbidden_token_ids=[8],
+    min_response_length=5,
+    stop_token_ids=[4],
+    min_p=0.02,
+    top_k=12,
+    top_p=0.9,
+    logprobs=3,
+)
+OVERRIDES = (
+    None,
+    SamplingOverrides(0.0),
+    SamplingOverrides(1.4, top_p=0.7),
+    SamplingOverrides(1.0, top_k=3),
+    SamplingOverrides(0.8, min_p=0.2),
+)
 
 
 class LastDigits(Decoding):
@@ -88,11 +110,16 @@ def ragged_requests(num_prompts: int = 7, samples: int = 3, max_new_tokens: int 
     requests = []
     for group in range(num_prompts):
         length = [1, 3, 8, 17, 64, 65, 100][group % 7]
-        own = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
-        prompt = (stem[: length // 2] + own)[:length]
+        ending = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+        prompt = (stem[: length // 2] + ending)[:length]
         for j in range(samples):
             requests.append(Request(group * samples + j, group, prompt, max_new_tokens - 4 * j))
     return requests
+
+
+def with_overrides(requests: Sequence[Request]) -> list[Request]:
+    """Rows whose sampling settings differ, by turns."""
+    return [replace(request, overrides=OVERRIDES[i % len(OVERRIDES)]) for i, request in enumerate(requests)]
 
 
 def training_log_probs(
@@ -111,8 +138,8 @@ def training_log_probs(
 
 
 def num_unequal(decoder: Decoder, requests: list[Request], completions: list[Completion], temperature: float) -> int:
-    wanted = training_log_probs(decoder, requests, completions, temperature)
-    return sum(int((w != c.log_probs).sum()) for w, c in zip(wanted, completions, strict=True))
+    expected = training_log_probs(decoder, requests, completions, temperature)
+    return sum(int((log_probs != c.log_probs).sum()) for log_probs, c in zip(expected, completions, strict=True))
 
 
 def chosen_by(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
@@ -126,13 +153,43 @@ def chosen_by(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
 def assert_recorded(decoder: Decoder, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
     """All but the last token, which repeats the one before it."""
     for request, completion in zip(requests, completions, strict=True):
-        wanted, found = chosen_by(decoder, [*request.prompt_ids, *completion.token_ids]), completion.experts
-        assert found is not None and found.shape == wanted.shape
-        assert torch.equal(found[:-1].long(), wanted[:-1]) and torch.equal(found[-1], found[-2])
+        expected, experts = chosen_by(decoder, [*request.prompt_ids, *completion.token_ids]), completion.experts
+        assert experts is not None and experts.shape == expected.shape
+        assert torch.equal(experts[:-1].long(), expected[:-1]) and torch.equal(experts[-1], experts[-2])
 
 
 def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids for c in completions]
+
+
+def assert_same(completions: Sequence[Completion], expected: Sequence[Completion], tolerance: float = 0.0) -> None:
+    """The same rows in the same order; log-probs differ by at most ``tolerance``."""
+    for ours, reference in zip(completions, expected, strict=True):
+        assert (ours.row_id, ours.token_ids) == (reference.row_id, reference.token_ids)
+        assert ours.finish_reason == reference.finish_reason and len(ours.versions) == len(ours.token_ids)
+        torch.testing.assert_close(ours.log_probs, reference.log_probs, atol=tolerance, rtol=0)
+        torch.testing.assert_close(ours.log_probs_t1, reference.log_probs_t1, atol=tolerance, rtol=0)
+        assert (ours.top_log_probs is None) == (reference.top_log_probs is None)
+        if ours.top_log_probs is not None and reference.top_log_probs is not None:
+            assert torch.equal(ours.top_log_probs[0], reference.top_log_probs[0])
+            torch.testing.assert_close(ours.top_log_probs[1], reference.top_log_probs[1], atol=tolerance, rtol=0)
+
+
+def generate_in_pieces(
+    generator: Generator,
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    limits: GenerationLimits,
+    after_call: Callable[[Generator], None] = lambda generator: None,
+) -> list[Completion]:
+    """Half of the rows at first, the others with the second call, and calls until all rows have ended; sorted by row."""
+    half = len(requests) // 2
+    portions = [requests[:half], requests[half:]]
+    completions: list[Completion] = []
+    while portions or generator.kept:
+        completions += generator.generate_until(portions.pop(0) if portions else [], sampling, 3, 5, limits, 1)
+        after_call(generator)
+    return sorted(completions, key=lambda completion: completion.row_id)
 
 
 def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:

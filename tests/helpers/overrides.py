@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 STEADY = tuple(f"models.{role}.optim.eps=1e-3" for role in ("actor", "critic"))  # Adam does not magnify what rounds off at 0
 FP64 = tuple(f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward"))
 
@@ -17,12 +19,23 @@ def layout(
     return tuple(f"models.{role}.layout.{key}={n}" for key, n in keys.items())
 
 
+def layouts(text: str) -> tuple[str, ...]:
+    """Overrides; ``text`` such as "actor tp2 dp2, generation tp2, critic dp4 zero3"."""
+    overrides: tuple[str, ...] = ()
+    for part in text.split(", "):
+        role, *axes = part.split()
+        overrides += layout(role, **{axis: int(size) for axis, size in re.findall(r"([a-z_]+)(\d+)", " ".join(axes))})
+    return overrides
+
+
 def micro_batches(rows: int | None = None, tokens: int | None = None) -> tuple[str, ...]:
     if tokens:
         return (f"algorithm.ppo_max_token_len_per_gpu={tokens}",)
     return "algorithm.use_dynamic_bsz=false", f"algorithm.ppo_micro_batch_size_per_gpu={rows}"
 
 
+# A process that scores is started for every rank of the role, and costs half of what the rank costs.
+ONE_SCORER = ("placement.pools.scores=[0]", "models.reward.pool=scores")
 ACROSS_NODES = (*layout("actor", tp=2), *layout("critic", dp=2, zero=1))
 IN_FLIGHT = 16  # prompts; a step takes half of them
 PARTIAL = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.sampler import row_keys, uniform
@@ -14,21 +15,19 @@ def draws(n: int, seed: int = 0, step: int = 0) -> torch.Tensor:
     return uniform(row_keys(seed, torch.tensor(step), rows), torch.zeros_like(rows))
 
 
-def exact_probabilities(logits: np.ndarray, s: SamplingConfig) -> np.ndarray:
-    """Plain fp64, one row, in loops: temperature, min_p, top_k, top_p."""
-    p = np.exp(logits.astype(np.float64) / s.temperature)
-    p /= p.sum()
-    p[p < s.min_p * p.max()] = 0.0
-    order = np.argsort(-p, kind="stable")
-    if s.top_k > 0:
-        p[order[s.top_k :]] = 0.0
-    p /= p.sum()
-    mass = 0.0
-    for token in order:
-        if mass >= s.top_p:
-            p[token] = 0.0
-        mass += p[token]
-    return p / p.sum()
+def kept_weights(scores: NDArray[np.float32], s: SamplingConfig) -> NDArray[np.float64]:
+    """One row in the terms of ``SamplingConfig``: fp32 weights, all else in float64 and by loops over a sorted list."""
+    w = np.exp((scores - scores.max()) / np.float32(s.temperature)).astype(np.float64)
+    w[w < s.min_p] = 0.0
+    if 0 < s.top_k < len(w):
+        w[w < np.sort(w)[-s.top_k]] = 0.0
+    if s.top_p < 1.0:
+        mass, goal = 0.0, s.top_p * w.sum()
+        for token in np.argsort(-w, kind="stable"):
+            if mass >= goal:
+                w[token] = 0.0
+            mass += w[token]
+    return w
 
 
 def chi_square_z(counts: np.ndarray, p: np.ndarray) -> float:

@@ -18,8 +18,9 @@ def tiers(values: Iterable[Any], short: Callable[[Any], bool] | Iterable[Any]) -
 def pairwise(
     axes: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool] = lambda case: True
 ) -> list[dict[str, Any]]:
-    """Returns a covering array: cases with one value of every axis, in which each pair of values of two axes occurs that an allowed case
-    has. Greedy and deterministic: each case is the one of the product that has the most pairs that are missing, the first of equals.
+    """Returns a covering array: cases with one value of every axis. Each pair of values of two axes that an allowed case has is in one.
+
+    Greedy and deterministic: the next case is the one of the product that has the most missing pairs, the first of equals.
     """
     cases = [case for values in product(*axes.values()) if allowed(case := dict(zip(axes, values, strict=True)))]
     pairs_of = [set(combinations([(axis, repr(value)) for axis, value in case.items()], 2)) for case in cases]

@@ -44,13 +44,6 @@ def test_a_tokenizer_without_a_template_names_what_there_is_to_set(section: str,
         encoder.render([{"role": "user", "content": "1"}], "prompt 0")
 
 
-@pytest.mark.parametrize("kept", [None, "val/loss"])
-def test_an_older_best_export_is_named_only_where_the_best_is_kept(kept: str | None, tmp_path: Path) -> None:
-    (tmp_path / "exports" / "best").mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text(f"run: {{keep_best: {kept or 'null'}}}")
-    assert any("exports/best" in line for line in artifact_lines(tmp_path)) == (kept is not None)
-
-
 def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
     """A run that went on from an older one saves steps again: the end of the run and its report name what ``auto`` goes on from."""
     for name in ("step_2", "step_10"):

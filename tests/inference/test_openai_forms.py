@@ -1,4 +1,4 @@
-"""What OpenAI's answers say of tokens."""
+"""OpenAI's requests and answers, without a model: what a request asks for, and what an answer says of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_spmd.data.tokenizer import byte_alphabet, token_bytes
-from rlhf_spmd.inference.openai_forms import TextDelta, TextOffsets, choice_of, read_request
+from rlhf_spmd.inference.openai_forms import TextDelta, TextOffsets, choice_of, prompts_of, read_body, read_request
 from rlhf_spmd.inference.sampling_params import Logprob
 
 
@@ -23,19 +23,16 @@ def tokenizer_of(pieces: list[str], decoder: Any = None) -> Any:
 
 
 def test_the_bytes_of_a_token_are_those_of_the_vocabulary() -> None:
+    """Of byte-level vocabularies and of SentencePiece's; None where the vocabulary does not tell them."""
     from tokenizers import decoders, pre_tokenizers
 
     assert byte_alphabet().keys() == set(pre_tokenizers.ByteLevel.alphabet())
-    written = {byte: character for character, byte in byte_alphabet().items()}
-    whole, half = " \u00e9".encode(), "x\u20ac".encode()[:2]
-    pieces = ["".join(written[byte] for byte in each) for each in (whole, half)]
-    tokenizer = tokenizer_of(pieces, decoders.ByteLevel())
+    characters = {byte: character for character, byte in byte_alphabet().items()}
+    words = " \u00e9".encode(), "x\u20ac".encode()[:2]
+    tokenizer = tokenizer_of(["".join(characters[byte] for byte in word) for word in words], decoders.ByteLevel())
     texts = [tokenizer.decode([token]) for token in (0, 1)]
     assert texts == [" \u00e9", "x\ufffd"]
-    assert [token_bytes(tokenizer, token, text) for token, text in enumerate(texts)] == [list(whole), list(half)]
-
-
-def test_the_bytes_of_sentencepiece_and_of_what_does_not_tell_them() -> None:
+    assert [token_bytes(tokenizer, token, text) for token, text in enumerate(texts)] == [[*word] for word in words]
     tokenizer = tokenizer_of(["<0xE2>", "\u4e2d\ufffd"])
     assert [token_bytes(tokenizer, token, "\ufffd") for token in (0, 1)] == [[0xE2], None]
 
@@ -46,58 +43,72 @@ def test_offsets_are_those_of_characters_however_the_tokens_come() -> None:
     def decode(ids: Any) -> str:
         return b"".join(pieces[i] for i in ids).decode(errors="replace")
 
-    whole = TextOffsets(decode).add(range(6))
-    assert whole == [0, 1, 1, 2, 5, 5]
+    offsets = TextOffsets(decode).add(range(6))
+    assert offsets == [0, 1, 1, 2, 5, 5]
     for cut in range(6):
-        bit_by_bit = TextOffsets(decode, 7)  # after a text
-        assert [*bit_by_bit.add(range(cut)), *bit_by_bit.add(range(cut, 6))] == [7 + at for at in whole]
+        in_parts = TextOffsets(decode, 7)  # after a text
+        assert [*in_parts.add(range(cut)), *in_parts.add(range(cut, 6))] == [7 + offset for offset in offsets]
     assert TextOffsets(decode).add([2] * 9) == [0, 0, 0, 0, 8, 8, 8, 8, 16]  # never a character: a mark for each byte
 
 
 def test_log_probs_in_openai_s_form() -> None:
-    drawn = {5: Logprob(-2.0, None, "x"), 6: Logprob(-0.5, 1, "y"), 7: Logprob(-inf, 2, "z")}
-    its = TextDelta("ax", [{4: Logprob(nan, None, "a")}, drawn], [0, 1], "length")
-    told = choice_of(3, its, False, lambda token, text: [*text.encode()])
-    assert told == {"index": 3, "text": "ax", "finish_reason": "length", "stop_reason": None, "logprobs": told["logprobs"]}
-    assert told["logprobs"] == {
+    entry = {5: Logprob(-2.0, None, "x"), 6: Logprob(-0.5, 1, "y"), 7: Logprob(-inf, 2, "z")}
+    delta = TextDelta("ax", [{4: Logprob(nan, None, "a")}, entry], [0, 1], "length")
+    choice = choice_of(3, delta, False, lambda token, text: [*text.encode()])
+    log_probs = {
         "tokens": ["a", "x"],
         "token_logprobs": [None, -2.0],
         "top_logprobs": [None, {"x": -2.0, "y": -0.5, "z": -9999.0}],
         "text_offset": [0, 1],
     }
-    same = {
-        5: Logprob(-2.0, None, "y"),
-        6: Logprob(-0.5, 1, "y"),
-    }  # two tokens with one text: it is seen that 5 was not the likeliest
-    assert choice_of(0, TextDelta("y", [same], [0]), False, lambda *_: None)["logprobs"]["top_logprobs"] == [{"y": -0.5}]
-    (of_chat,) = choice_of(0, TextDelta("x", [drawn]), True, lambda token, text: [token], "later")["logprobs"]["content"]
-    assert of_chat.pop("top_logprobs") == [
-        {"token": "y", "logprob": -0.5, "bytes": [6]},
-        {"token": "z", "logprob": -9999.0, "bytes": [7]},
-    ]
-    assert of_chat == {"token": "x", "logprob": -2.0, "bytes": [5]}
+    assert choice == {"index": 3, "text": "ax", "finish_reason": "length", "stop_reason": None, "logprobs": log_probs}
+    # two tokens with one text: a client sees that 5 was not the likeliest
+    same_text = {5: Logprob(-2.0, None, "y"), 6: Logprob(-0.5, 1, "y")}
+    assert choice_of(0, TextDelta("y", [same_text], [0]), False, lambda *_: None)["logprobs"]["top_logprobs"] == [{"y": -0.5}]
+    (content,) = choice_of(0, TextDelta("x", [entry]), True, lambda token, text: [token], "later")["logprobs"]["content"]
+    best = [{"token": "y", "logprob": -0.5, "bytes": [6]}, {"token": "z", "logprob": -9999.0, "bytes": [7]}]
+    assert content == {"token": "x", "logprob": -2.0, "bytes": [5], "top_logprobs": best}
 
 
 @pytest.mark.parametrize(
-    ("body", "chat", "said"),
+    ("chat", "raw", "message"),
     [
-        ({"tools": [{}]}, True, "tools are not supported yet"),
-        ({"tool_choice": "required"}, True, "tool_choice is not supported yet"),
-        ({"response_format": {"type": "json_object"}}, True, "response_format is not supported yet"),
-        ({"suffix": "b"}, False, "suffix is not supported yet"),
-        ({"best_of": 2}, False, "best_of is not supported yet"),
-        ({"logits_processors": []}, False, "unknown key 'logits_processors'"),
-        ({"stream": "yes"}, False, "stream='yes' must be true or false"),
-        ({"chat_template_kwargs": 5}, True, "chat_template_kwargs=5 must be a mapping"),
+        (True, '{"tools": [{}]}', "tools are not supported yet"),
+        (True, '{"tool_choice": "required"}', "tool_choice is not supported yet"),
+        (True, '{"response_format": {"type": "json_object"}}', "response_format is not supported yet"),
+        (False, '{"suffix": "b"}', "suffix is not supported yet"),
+        (False, '{"logits_processors": []}', "unknown key 'logits_processors'"),
+        (False, '{"prompt_logprobs": 1}', "unknown key 'prompt_logprobs'"),
+        (False, '{"temprature": 1}', "unknown key 'temprature'; did you mean 'temperature'?"),
+        (False, '{"stream_options": {"usage": true}}', "unknown key 'stream_options.usage'"),
+        (False, '{"stream": "yes"}', "stream='yes' must be true or false"),
+        (False, '{"max_tokens": "many"}', "max_tokens='many' must be an integer or null"),
+        (False, '{"max_tokens": 0}', "max_tokens=0 is for echo=true"),
+        (False, '{"stop": [1]}', "stop[0]=1 must be text"),
+        (True, '{"chat_template_kwargs": 5}', "chat_template_kwargs=5 must be a mapping"),
+        (False, '{"chat_template_kwargs": {"x": 1}}', "chat_template_kwargs are for /v1/chat"),
+        (True, '{"echo": true}', "echo=true is for /v1/completions"),
+        (True, '{"messages": "abc"}', "messages must be a list of objects"),
+        (False, "[]", "a request is a JSON object"),
+        (False, "[" * 100_000, "a request's JSON is at most 100 values deep"),
+        (False, '{"metadata": ' + "[" * 200 + "]" * 200 + "}", "a request's JSON is at most 100"),
+        (False, '{"prompt": "\\ud800"}', "'utf-8' codec can't encode character"),
     ],
 )
-def test_what_is_not_there_is_refused_by_its_name(body: dict[str, Any], chat: bool, said: str) -> None:
-    with pytest.raises(ValueError, match="^" + said.replace("(", "\\(")):
+def test_what_cannot_be_asked_is_one_line(chat: bool, raw: str, message: str) -> None:
+    def read() -> None:
+        body = read_body(raw.encode())
         read_request(body, chat)
+        prompts_of(body, chat)
+
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
+        read()
+    assert str(refusal.value).startswith(message)
 
 
 def test_what_a_request_asks_for() -> None:
     nothing = {"tools": [], "tool_choice": "auto", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
+    nothing |= {"parallel_tool_calls": True, "stream": False}
     assert read_request(nothing, True) == read_request({}, True) and read_request({}, True)[1].max_tokens is None
     form, params = read_request({"echo": True, "max_tokens": 0, "logprobs": 3}, False)
     assert form.echo and (params.max_tokens, params.logprobs, params.prompt_logprobs) == (0, 3, 3)

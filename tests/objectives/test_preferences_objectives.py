@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flat_config import flat_config
 from rlhf_spmd.algorithms import cost_model, dpo, kto, orpo, reward_model, safe_rlhf, simpo
@@ -50,26 +49,26 @@ def assert_same(
     The batch is also given in two micro-batches, whose losses and gradients must add up to the same.
     """
     per_row = len(fields[name]) == len(LENGTHS)
-    theirs = fields[name].clone().requires_grad_()
-    expected = derived(list(theirs) if per_row else list(theirs.split(LENGTHS)))
-    (slope,) = torch.autograd.grad(expected, theirs)
-    mine, total, told = fields[name].clone().requires_grad_(), torch.tensor(0.0, dtype=torch.float64), {}
+    derived_inputs = fields[name].clone().requires_grad_()
+    expected = derived(list(derived_inputs) if per_row else list(derived_inputs.split(LENGTHS)))
+    (slope,) = torch.autograd.grad(expected, derived_inputs)
+    inputs, total, stats = fields[name].clone().requires_grad_(), torch.tensor(0.0, dtype=torch.float64), {}
     for part in (range(8),), (range(4), range(4, 8)):
-        total, told = torch.tensor(0.0, dtype=torch.float64), {}
+        total, stats = torch.tensor(0.0, dtype=torch.float64), {}
         for chosen in part:
             rows = Rows(ROWS.row_ids[chosen], ROWS.group_ids[chosen], ROWS.lengths[chosen])
             at = {
                 key: torch.cat([x.split(LENGTHS)[i] for i in chosen]) if len(x) > 8 else x[chosen] for key, x in fields.items()
             }
-            at[name] = torch.cat([mine.split(LENGTHS)[i] for i in chosen]) if not per_row else mine[chosen]
+            at[name] = torch.cat([inputs.split(LENGTHS)[i] for i in chosen]) if not per_row else inputs[chosen]
             loss, report = objective.loss(at, rows, Totals(sum(LENGTHS), 8))
             total = total + loss
-            told = {key: told.get(key, 0.0) + float(value) for key, value in report.items()}
-        (gradient,) = torch.autograd.grad(total, mine)
+            stats = {key: stats.get(key, 0.0) + float(value) for key, value in report.items()}
+        (gradient,) = torch.autograd.grad(total, inputs)
         assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
         torch.testing.assert_close(gradient, slope, rtol=1e-9, atol=1e-12)
     assert float(slope.abs().max()) > 1e-3
-    return told
+    return stats
 
 
 # -- the DPO family
@@ -106,38 +105,13 @@ def test_dpo(name: str) -> None:
         return sum(loss(r[w] - r[b]) for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN), "ref_logps": REF_LOGPS}
-    told = assert_same(config.loss.objective(1.0), fields, "log_probs", derived)
+    stats = assert_same(config.loss.objective(1.0), fields, "log_probs", derived)
     implied = [0.3 * float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)), config.loss.length_normalized)]
     margins = [implied[w] - implied[b] for w, b in PAIRS]
-    assert told["rewards/margins"] == pytest.approx(sum(margins) / 4)
-    assert told["rewards/accuracies"] == sum(margin > 0 for margin in margins) / 4
-    assert told["rewards/chosen"] == pytest.approx(sum(implied[w] for w, _ in PAIRS) / 4)
-    assert told["logps/rejected"] == pytest.approx(sum(float(LOG_PROBS.split(LENGTHS)[b].sum()) for _, b in PAIRS) / 4)
-
-
-class Copies(TorchDispatchMode):
-    """Counts copies of integers from the CPU to another device, and refuses the other way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        device = (kwargs or {}).get("device")
-        if func is torch.ops.aten._to_copy.default and device is not None and args[0].device.type != device.type:
-            assert device.type == "meta", "the loss waits for the device"
-            self.sizes += [args[0].numel()] if not args[0].is_floating_point() else []
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_pairs_of_a_micro_batch_are_found_without_waiting_for_the_device() -> None:
-    """``chosen`` stays on the CPU, and the positions go to the device once, for all fields and both sides."""
-    objective = dpo.Config().loss.objective(1.0)
-    assert objective.on_cpu == ("chosen",)
-    there = {"log_probs": LOG_PROBS.to("meta"), "ref_logps": REF_LOGPS.to("meta")}
-    with Copies() as copies:
-        loss, _ = objective.loss({**there, "chosen": torch.tensor(CHOSEN)}, ROWS, Totals(sum(LENGTHS), 8))
-    assert loss.device.type == "meta" and len(copies.sizes) <= 3, copies.sizes  # positions, and lengths of the rows twice
+    assert stats["rewards/margins"] == pytest.approx(sum(margins) / 4)
+    assert stats["rewards/accuracies"] == sum(margin > 0 for margin in margins) / 4
+    assert stats["rewards/chosen"] == pytest.approx(sum(implied[w] for w, _ in PAIRS) / 4)
+    assert stats["logps/rejected"] == pytest.approx(sum(float(LOG_PROBS.split(LENGTHS)[b].sum()) for _, b in PAIRS) / 4)
 
 
 def test_orpo() -> None:
@@ -150,9 +124,9 @@ def test_orpo() -> None:
         return sum(terms) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN)}
-    told = assert_same(orpo.Config(beta=0.4).objective(1.0), fields, "log_probs", derived)
+    stats = assert_same(orpo.Config(beta=0.4).objective(1.0), fields, "log_probs", derived)
     means = [float(row.mean()) for row in LOG_PROBS.split(LENGTHS)]
-    assert told["nll_loss"] == pytest.approx(-sum(means[w] for w, _ in PAIRS) / 4)
+    assert stats["nll_loss"] == pytest.approx(-sum(means[w] for w, _ in PAIRS) / 4)
 
 
 def test_simpo() -> None:
@@ -181,17 +155,17 @@ def test_kto() -> None:
         return total / 8
 
     fields = {"log_probs": LOG_PROBS, "desirable": desirable, "ref_logps": REF_LOGPS}
-    told = assert_same(kto.objective(DATA, config, 0.2, 3 / 8), fields, "log_probs", derived)
+    stats = assert_same(kto.objective(DATA, config, 0.2, 3 / 8), fields, "log_probs", derived)
     implied = [0.3 * float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)))]
-    assert told["rewards/chosen"] == pytest.approx(sum(implied[i] for i in (0, 4, 6)) / 3)
-    assert told["rewards/rejected"] == pytest.approx(sum(implied[i] for i in (1, 2, 3, 5, 7)) / 5)
+    assert stats["rewards/chosen"] == pytest.approx(sum(implied[i] for i in (0, 4, 6)) / 3)
+    assert stats["rewards/rejected"] == pytest.approx(sum(implied[i] for i in (1, 2, 3, 5, 7)) / 5)
 
 
 def test_kto_s_baseline_is_the_mean_log_ratio() -> None:
     fields = {"old_log_probs": LOG_PROBS, "ref_logps": REF_LOGPS, "desirable": torch.tensor(CHOSEN)}
-    _, told = kto.mean_log_ratio(fields, ROWS, ALONE())
+    _, stats = kto.mean_log_ratio(fields, ROWS, ALONE())
     expected = sum(float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)))) / 8
-    assert told == {"kto/kl": pytest.approx(expected), "kto/desirable_fraction": 0.5}
+    assert stats == {"kto/kl": pytest.approx(expected), "kto/desirable_fraction": 0.5}
     far = kto_loss(torch.tensor([0.0]), torch.tensor([True]), 1.0, 1.0, (1.0, 1.0))
     assert float(far) == pytest.approx(1 - 1 / (1 + math.e))
 
@@ -208,8 +182,8 @@ def test_reward_model() -> None:
         return sum(-torch.log(sigma(r[w] - r[b] - margin[w])) for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"row_values": scores, "chosen": torch.tensor(CHOSEN), "margin": margin}
-    told = assert_same(reward_model.Config().objective(1.0), fields, "row_values", derived)
-    assert told["accuracy"] == sum(bool(scores[w] > scores[b]) for w, b in PAIRS) / 4
+    stats = assert_same(reward_model.Config().objective(1.0), fields, "row_values", derived)
+    assert stats["accuracy"] == sum(bool(scores[w] > scores[b]) for w, b in PAIRS) / 4
 
 
 def test_cost_model() -> None:
@@ -225,9 +199,9 @@ def test_cost_model() -> None:
         return total / 4
 
     fields = {"row_values": costs, "chosen": torch.tensor(CHOSEN), "safe": torch.tensor(safe)}
-    told = assert_same(cost_model.Config().objective(1.0), fields, "row_values", derived)
-    assert told["accuracy"] == sum(bool(costs[b] > costs[w]) for w, b in PAIRS) / 4
-    assert told["accuracy_sign"] == sum(float(c) * s < 0 for c, s in zip(costs, safe, strict=True)) / 8
+    stats = assert_same(cost_model.Config().objective(1.0), fields, "row_values", derived)
+    assert stats["accuracy"] == sum(bool(costs[b] > costs[w]) for w, b in PAIRS) / 4
+    assert stats["accuracy_sign"] == sum(float(c) * s < 0 for c, s in zip(costs, safe, strict=True)) / 8
 
 
 # -- pairs
@@ -263,83 +237,70 @@ def ALONE() -> GlobalReduce:
     return GlobalReduce(sum=lambda x: x, max=lambda x: x, state={})
 
 
+def safe_fields(costs: Tensor, ref: Tensor = LOG_PROBS) -> dict[str, Tensor]:
+    fields = {"scores": numbers(6, size=8), "costs": costs, "old_values": numbers(8), "old_cost_values": numbers(9)}
+    return fields | {"old_log_probs": LOG_PROBS, "ref_log_prob": ref}
+
+
 def test_lagrangian_advantages() -> None:
     """2310.12773, section 3.3 and appendix B: r - beta/2 KL and c + beta/2 KL per token, (A_r - lambda A_c) / (1 + lambda)."""
-    config = flat_config(
-        safe_rlhf.Config,
-        gamma=0.9,
-        lam=0.8,
-        lambda_init=0.5,
-        lambda_lr=0.4,
-        threshold=0.2,
-        kl_ctrl=KLControlConfig(kl_coef=0.1),
-    )
-    log_probs, ref = LOG_PROBS, LOG_PROBS + numbers(5, 0.3)
-    scores, costs, values, cost_values = numbers(6, size=8), numbers(7, size=8), numbers(8), numbers(9)
-    fields = {"scores": scores, "costs": costs, "old_values": values, "old_cost_values": cost_values}
-    fields |= {"old_log_probs": log_probs, "ref_log_prob": ref}
-    whole = ALONE()
-    given, told = safe_rlhf.lagrangian(config, 1)(fields, ROWS, whole)
+    knobs = {"gamma": 0.9, "lam": 0.8, "lambda_init": 0.5, "lambda_lr": 0.4, "threshold": 0.2}
+    config = flat_config(safe_rlhf.Config, **knobs, kl_ctrl=KLControlConfig(kl_coef=0.1))
+    ref, costs = LOG_PROBS + numbers(5, 0.3), numbers(7, size=8)
+    fields = safe_fields(costs, ref)
+    reduce = ALONE()
+    returned, metrics = safe_rlhf.lagrangian(config, 1)(fields, ROWS, reduce)
 
     excess = sum(costs.tolist()) / 8 - 0.2
     multiplier = 0.5 * math.exp(0.4 * 0.5 * excess)
-    assert told["safe_rlhf/lambda"] == pytest.approx(multiplier) and whole.state == {"lambda": told["safe_rlhf/lambda"]}
-    assert told["safe_rlhf/cost_excess"] == pytest.approx(excess)
+    assert metrics["safe_rlhf/lambda"] == pytest.approx(multiplier) and reduce.state == {"lambda": metrics["safe_rlhf/lambda"]}
+    assert metrics["safe_rlhf/cost_excess"] == pytest.approx(excess)
 
     def side(end: Tensor, sign: float, baseline: Tensor) -> tuple[Tensor, Tensor]:
-        rewards = -sign * 0.05 * (log_probs - ref)
-        at = 0
-        for row, length in enumerate(LENGTHS):
-            at += length
-            rewards[at - 1] += end[row]
+        rewards = -sign * 0.05 * (LOG_PROBS - ref)
+        rewards[ROWS.lengths.cumsum(0) - 1] += end
         advantages, returns = gae(rewards, baseline, ROWS.lengths, 0.9, 0.8)
         return (advantages - advantages.mean()) / (advantages.var() + 1e-8).sqrt(), returns
 
-    (of_reward, returns), (of_cost, cost_returns) = side(scores, 1.0, values), side(costs, -1.0, cost_values)
+    of_reward, returns = side(fields["scores"], 1.0, fields["old_values"])
+    of_cost, cost_returns = side(costs, -1.0, fields["old_cost_values"])
     expected = (of_reward - multiplier * of_cost) / (1 + multiplier)
     for name, value in (("advantages", expected), ("returns", returns), ("cost_returns", cost_returns)):
-        torch.testing.assert_close(given[name].values, value, rtol=1e-10, atol=1e-12)  # type: ignore[union-attr]
+        torch.testing.assert_close(returned[name].values, value, rtol=1e-10, atol=1e-12)  # type: ignore[union-attr]
 
-    safe_rlhf.lagrangian(config, 2)(fields, ROWS, whole)
-    assert whole.state["lambda"] == pytest.approx(multiplier * math.exp(0.4 * multiplier * excess))
+    safe_rlhf.lagrangian(config, 2)(fields, ROWS, reduce)
+    assert reduce.state["lambda"] == pytest.approx(multiplier * math.exp(0.4 * multiplier * excess))
 
 
 def test_rows_without_a_cost_count_on_the_side_of_the_reward_only() -> None:
     """The multiplier's step is of the rows that have one; without any it stays. The others' cost returns are the critic's values."""
     config = flat_config(safe_rlhf.Config, lambda_init=0.5, lambda_lr=0.4, threshold=0.5)
-    fields = {"scores": numbers(6, size=8), "costs": torch.full((8,), torch.nan).double()}
-    fields |= {"old_values": numbers(8), "old_cost_values": numbers(9), "old_log_probs": LOG_PROBS, "ref_log_prob": LOG_PROBS}
-    whole = ALONE()
-    reward_only, told = safe_rlhf.lagrangian(config, 1)(fields, ROWS, whole)
-    assert whole.state == {"lambda": 0.5} and "safe_rlhf/cost_excess" not in told
+    fields = safe_fields(torch.full((8,), torch.nan).double())
+    reduce = ALONE()
+    reward_only, metrics = safe_rlhf.lagrangian(config, 1)(fields, ROWS, reduce)
+    assert reduce.state == {"lambda": 0.5} and "safe_rlhf/cost_excess" not in metrics
     torch.testing.assert_close(reward_only["cost_returns"].values, fields["old_cost_values"])  # type: ignore[union-attr]
     fields["costs"][:2] = 1.0
-    given, told = safe_rlhf.lagrangian(config, 1)(fields, ROWS, whole)
-    assert told["safe_rlhf/cost_excess"] == 0.5 and told["safe_rlhf/lambda"] == pytest.approx(0.5 * math.exp(0.4 * 0.5 * 0.5))
+    returned, metrics = safe_rlhf.lagrangian(config, 1)(fields, ROWS, reduce)
+    multiplier = 0.5 * math.exp(0.4 * 0.5 * 0.5)
+    assert metrics["safe_rlhf/cost_excess"] == 0.5 and metrics["safe_rlhf/lambda"] == pytest.approx(multiplier)
     with_cost = sum(LENGTHS[:2])
-    advantages, alone = (x["advantages"].values for x in (given, reward_only))  # type: ignore[union-attr]
-    ratio = (1 + 0.5) / (1 + told["safe_rlhf/lambda"])
-    torch.testing.assert_close(advantages[with_cost:], alone[with_cost:] * ratio)
-    assert not torch.allclose(advantages[:with_cost], alone[:with_cost] * ratio)
-    of_cost = given["cost_returns"].values  # type: ignore[union-attr]
-    torch.testing.assert_close(of_cost[with_cost:], fields["old_cost_values"][with_cost:])
-    assert not torch.allclose(of_cost[:with_cost], fields["old_cost_values"][:with_cost])
+    advantages, others = (x["advantages"].values for x in (returned, reward_only))  # type: ignore[union-attr]
+    ratio = (1 + 0.5) / (1 + multiplier)
+    torch.testing.assert_close(advantages[with_cost:], others[with_cost:] * ratio)
+    assert not torch.allclose(advantages[:with_cost], others[:with_cost] * ratio)
+    cost_returns = returned["cost_returns"].values  # type: ignore[union-attr]
+    torch.testing.assert_close(cost_returns[with_cost:], fields["old_cost_values"][with_cost:])
+    assert not torch.allclose(cost_returns[:with_cost], fields["old_cost_values"][:with_cost])
 
 
 def test_the_multiplier_waits_and_is_bounded() -> None:
     config = flat_config(safe_rlhf.Config, lambda_init=1.0, lambda_lr=10.0, lambda_max=3.0, lambda_update_delay_steps=2)
-    fields = {
-        "scores": numbers(6, size=8),
-        "costs": torch.ones(8).double(),
-        "old_values": numbers(8),
-        "old_cost_values": numbers(9),
-    }
-    fields |= {"old_log_probs": LOG_PROBS, "ref_log_prob": LOG_PROBS}
-    whole = ALONE()
-    found = [safe_rlhf.lagrangian(config, number)(fields, ROWS, whole)[1]["safe_rlhf/lambda"] for number in range(1, 5)]
-    assert found == [1.0, 1.0, pytest.approx(3.0), pytest.approx(3.0)]
+    fields, reduce = safe_fields(torch.ones(8).double()), ALONE()
+    rising = [safe_rlhf.lagrangian(config, number)(fields, ROWS, reduce)[1]["safe_rlhf/lambda"] for number in range(1, 5)]
+    assert rising == [1.0, 1.0, pytest.approx(3.0), pytest.approx(3.0)]
     fields["costs"] = torch.full((8,), -1e6).double()
-    falling = [safe_rlhf.lagrangian(config, number)(fields, ROWS, whole)[1]["safe_rlhf/lambda"] for number in (5, 6)]
+    falling = [safe_rlhf.lagrangian(config, number)(fields, ROWS, reduce)[1]["safe_rlhf/lambda"] for number in (5, 6)]
     assert falling[0] == falling[1] == pytest.approx(math.exp(-20.0))
 
 
@@ -351,13 +312,10 @@ def test_the_multiplier_waits_and_is_bounded() -> None:
     [
         (
             flat_config(dpo.Config, loss_type="sigmod"),
-            r"algorithm.loss_type='sigmod' is not known; did you mean 'sigmoid'\? allowed: sigmoid,",
+            r"loss_type='sigmod' is not known; did you mean 'sigmoid'\? allowed: sigmoid,",
         ),
         (flat_config(dpo.Config, label_smoothing=0.5), r"algorithm.label_smoothing=0.5: must be at least 0 and below 0.5"),
-        (
-            flat_config(dpo.Config, label_smoothing=0.1, loss_type="ipo"),
-            r"label_smoothing=0.1 does nothing with .*=ipo",
-        ),
+        (flat_config(dpo.Config, label_smoothing=0.1, loss_type="ipo"), r"label_smoothing=0.1 does nothing with .*=ipo"),
         (flat_config(dpo.Config, loss_type="robust"), r"algorithm.loss_type=robust corrects for algorithm.label_smoothing"),
         (flat_config(dpo.Config, beta=0.0), r"algorithm.beta=0.0: must be above 0"),
         (kto.Config(desirable_weight=-1.0), r"algorithm.desirable_weight=-1.0: must be at least 0"),

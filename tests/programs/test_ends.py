@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from generate_runs import CONFIG, TEMPLATE, read_output, write_rows, write_tokenizer
 from reward_models import write_reward_model
-from rlhf_spmd import LLM, SamplingParams, evaluate, generate
+from rlhf_spmd import evaluate, generate
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, prepare_model
@@ -19,7 +18,7 @@ from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare
-from tasks import leave_world, other_task, settings
+from tasks import other_task, settings
 
 OF_CONFIG, OF_TOKENIZER, OF_TEMPLATE = 5, 2, 98
 ENDS = (OF_TOKENIZER, OF_CONFIG, OF_TEMPLATE)
@@ -38,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def asked(model: Path, directory: Path, *more: str) -> list[str]:
+def arguments(model: Path, directory: Path, *more: str) -> list[str]:
     rows = write_rows(directory / "in.jsonl", [{"prompt": "abc", "answer": "1"}])
     return [f"model.path={model}", f"data.path={rows}", f"out={directory / 'out.jsonl'}", *more]
 
@@ -53,21 +52,14 @@ def test_ends_are_joined(model: Path) -> None:
     assert join_ends(small, tokenizer).eos_token_ids == (OF_TOKENIZER,)  # others are not in its vocabulary
 
 
-def of_generate(model: Path, directory: Path) -> Any:
-    return generate.prepare(None, asked(model, directory), LAUNCH)
-
-
-def of_evaluate(model: Path, directory: Path) -> Any:
-    return evaluate.prepare(None, asked(model, directory, "reward.function=reward_functions:length"), LAUNCH)
-
-
-def of_engine(model: Path, directory: Path) -> Any:
-    return prepare_model(EngineConfig(model=ModelConfig(path=str(model))), LAUNCH)
-
-
-@pytest.mark.parametrize("program", [of_generate, of_evaluate, of_engine])
-def test_programs_know_all_ends(model: Path, tmp_path: Path, program: Callable[[Path, Path], Any]) -> None:
-    assert program(model, tmp_path).spec.eos_token_ids == ENDS
+def test_programs_know_all_ends(model: Path, tmp_path: Path) -> None:
+    reward = "reward.function=reward_functions:length"
+    for program in (
+        generate.prepare(None, arguments(model, tmp_path), LAUNCH),
+        evaluate.prepare(None, arguments(model, tmp_path, reward), LAUNCH),
+        prepare_model(EngineConfig(model=ModelConfig(path=str(model))), LAUNCH),
+    ):
+        assert program.spec.eos_token_ids == ENDS
 
 
 def test_training_knows_all_ends_of_each_model_that_generates(model: Path, tmp_path: Path) -> None:
@@ -75,30 +67,19 @@ def test_training_knows_all_ends_of_each_model_that_generates(model: Path, tmp_p
     config = json.loads((judge / "config.json").read_text())
     (judge / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "abc", "answer": "1"}] * 16)
-    given = [
-        f"reward.judge.{key}" for key in ("template='{response}'", "pattern='(1)'", "range=[0, 1]", "max_response_length=4")
-    ]
-    given += [f"models.actor.path={model}", f"models.reward.path={judge}", f"data.path={rows}", "sampling.n=2"]
+    judged = ("template='{response}'", "pattern='(1)'", "range=[0, 1]", "max_response_length=4")
+    overrides = [f"reward.judge.{key}" for key in judged]
+    overrides += [f"models.actor.path={model}", f"models.reward.path={judge}", f"data.path={rows}", "sampling.n=2"]
     task = other_task({"name": "dr_grpo", "ppo_mini_batch_size": 4}, "actor")
-    plans = prepare(task, settings(tmp_path / "run", 1, *given), 1).plans
+    plans = prepare(task, settings(tmp_path / "run", 1, *overrides), 1).plans
     specs = [plans[role].spec for role in ("actor", "reward")]
     assert [spec.eos_token_ids for spec in specs if spec is not None] == [ENDS, (1, 7)]
 
 
-@pytest.mark.parametrize("token", ENDS)
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_response_stops_at_each_end(model: Path, tmp_path: Path, token: int, ignored: bool) -> None:
-    more = [f"sampling.logit_bias={{{token}: 100}}", "sampling.max_response_length=3", f"sampling.ignore_eos={ignored}"]
-    generate.main(asked(model, tmp_path, *more))
-    (row,) = read_output(tmp_path / "out.jsonl")
-    wanted = ([token] * 3, "length") if ignored else ([token], "stop")
-    assert (row["response_ids"], row["finish_reason"]) == wanted
-
-
-def test_an_engine_stops_at_each_end(model: Path) -> None:
-    llm = LLM(model)
-    for token in ENDS:
-        (answer,) = llm.generate(["abc"], SamplingParams(logit_bias={token: 100}, max_tokens=3))
-        (output,) = answer.outputs
-        assert (output.token_ids, output.finish_reason, output.stop_reason) == ([token], "stop", None)
-    leave_world()
+def test_a_response_stops_at_each_end(model: Path, tmp_path: Path) -> None:
+    for token, ignored in product(ENDS, (False, True)):
+        more = [f"sampling.logit_bias={{{token}: 100}}", "sampling.max_response_length=3", f"sampling.ignore_eos={ignored}"]
+        generate.main(arguments(model, tmp_path, *more))
+        (row,) = read_output(tmp_path / "out.jsonl")
+        response = ([token] * 3, "length") if ignored else ([token], "stop")
+        assert (row["response_ids"], row["finish_reason"]) == response

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -22,10 +22,8 @@ from generate_runs import (
 from generate_runs import model as model  # a fixture
 from ranks import run_ranks
 from rlhf_spmd import generate as program
-from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.model_runner import ModelRunner
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.spec import read_spec
@@ -36,37 +34,37 @@ from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 
-def test_rows_come_out_in_input_order_with_every_field(model: Path, tmp_path: Path) -> None:
-    rows, out = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "deep" / "out.jsonl"
-    program.main(arguments(model, rows, out, "sampling.n=2", "sampling.max_response_length=12", "sampling.seed=4"))
-    written = read_output(out)
-    assert [row["id"] for row in written] == ["first", "first", 1, 1, 17, 17, 3, 3]
-    assert written[2]["prompt_ids"] == [5, 6, 7, 8]
-    chat = "<|user|>abd<|assistant|>"
-    assert written[4]["prompt_ids"] == [ord(c) - 29 for c in chat]
-    for row, limit in zip(written, [5, 5, 12, 12, 12, 12, 4, 4], strict=True):  # the last prompt leaves 4 of 64 tokens
+def test_rows_come_out_in_input_order_with_every_field(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt without room is a row with an error."""
+    prompts = [*ROWS, {"prompt_ids": [4] * 70, "answer": "d"}]
+    file, out = write_rows(tmp_path / "in.jsonl", prompts), tmp_path / "deep" / "out.jsonl"
+    program.main(arguments(model, file, out, "sampling.n=2", "sampling.max_response_length=12", "sampling.seed=4"))
+    rows = read_output(out)
+    assert [row["id"] for row in rows] == ["first", "first", 1, 1, 17, 17, 3, 3, 4, 4]
+    assert rows[0]["prompt"] == "abc abd" and rows[2]["prompt_ids"] == [5, 6, 7, 8]
+    assert rows[4]["prompt_ids"] == [ord(character) - 29 for character in "<|user|>abd<|assistant|>"]
+    for row, limit in zip(rows, [5, 5, 12, 12, 12, 12, 4, 4], strict=False):  # the last prompt leaves 4 of 64 tokens
         assert set(row) == {"id", "prompt", "answer", "prompt_ids", "response_ids", "log_probs", "text", "finish_reason"}
         assert 1 <= len(row["response_ids"]) == len(row["log_probs"]) <= limit
         assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 2 else "length")
         assert all(log_prob <= 0 for log_prob in row["log_probs"]) and isinstance(row["text"], str)
-    assert written[2]["response_ids"] != written[3]["response_ids"]
+    assert rows[2]["response_ids"] != rows[3]["response_ids"]
+    for row in rows[8:]:
+        assert row["error"].endswith("in.jsonl:5: the prompt has 70 tokens, the model's context 64")
+        assert (row["answer"], row["response_ids"], row["text"]) == ("d", [], None)
+    assert "1 prompt not answered, the first: " in capsys.readouterr().err
     assert not list(out.parent.glob("*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [(2, ["layout.dp=2"]), (2, ["layout.tp=2"]), (2, ["layout.pp=2", "generation.page_size=4"])],
-    ids=["dp2", "tp2", "pp2"],
-)
-def test_every_layout_writes_the_same_responses(model: Path, tmp_path: Path, size: int, layout: list[str]) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", ROWS * 3)
+def test_two_replicas_write_the_same_responses(model: Path, tmp_path: Path) -> None:
+    """test_score has other layouts."""
+    prompts = write_rows(tmp_path / "in.jsonl", ROWS * 3)
     sampling = ["sampling.n=3", "sampling.max_response_length=10", "sampling.temperature=0.8", "sampling.top_p=0.9"]
-    program.main(arguments(model, rows, tmp_path / "one.jsonl", *sampling))
-    run_ranks(size, run_program_on_rank, arguments(model, rows, tmp_path / "many.jsonl", *sampling, *layout))
-    one, many = read_output(tmp_path / "one.jsonl"), read_output(tmp_path / "many.jsonl")
-    for a, b in zip(one, many, strict=True):
-        assert b.pop("log_probs") == pytest.approx(a.pop("log_probs"), abs=2e-5)
-        assert a == b
+    program.main(arguments(model, prompts, tmp_path / "alone.jsonl", *sampling))
+    run_ranks(2, run_program_on_rank, arguments(model, prompts, tmp_path / "two.jsonl", *sampling, "layout.dp=2"))
+    for row, other in zip(read_output(tmp_path / "alone.jsonl"), read_output(tmp_path / "two.jsonl"), strict=True):
+        assert other.pop("log_probs") == pytest.approx(row.pop("log_probs"), abs=2e-5)
+        assert other == row
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +84,10 @@ BROKEN_ROWS = [{"prompt_ids": [5, 6], "max_response_length": 1}, {"prompt_ids": 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [],
         ["sampling.temperature=0"],
-        ["sampling.top_p=0.9", "sampling.n=2"],
+        ["sampling.top_p=0.9", "sampling.n=2", "model.dtype=float64"],
         ["generation.steps_per_sync=4", "sampling.temperature=0.8"],
         ["generation.speculative_tokens=2"],
-        ["model.dtype=float64"],
-        ["sampling.logprobs=2", "sampling.forbidden_token_ids=[7]"],
     ],
     ids=str,
 )
@@ -113,94 +108,57 @@ def not_finite_on_rank(world: World, argv: list[str]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("layout", ["layout.pp=2", "layout.tp=2"])
-def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path: Path, layout: str) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", BROKEN_ROWS)
-    told = run_ranks(2, not_finite_on_rank, arguments(broken, rows, tmp_path / "out.jsonl", layout))
-    assert all("row 1 (id 'bad')" in message for message in told)
+def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "in.jsonl", BROKEN_ROWS)
+    for layout in ("layout.pp=2", "layout.tp=2"):
+        messages = run_ranks(2, not_finite_on_rank, arguments(broken, prompts, tmp_path / "out.jsonl", layout))
+        assert all("row 1 (id 'bad')" in message for message in messages)
 
 
 @pytest.mark.parametrize(
-    ("rows", "overrides", "error", "message"),
+    ("override", "message"),
     [
-        ([{"prompt_ids": [1]}], ["sampling.top_q=1"], ConfigError, "sampling.top_q.*did you mean 'sampling.top_"),
-        ([{"prompt_ids": [1]}], ["sampling.top_p=2"], ConfigError, r"sampling\.top_p=2\.0"),
-        ([{"prompt_ids": [1]}], ["layout.tp=3"], ValueError, r"pp\(1\) \* tp\(3\) \* dp\(1\) = 3 ranks, but the pool has 1"),
-        ([{"prompt_ids": [1]}], ["layout.zero=2"], ConfigError, r"layout\.zero=2"),
-        ([{"prompt_ids": [1]}], ["generation.tp=2"], ConfigError, r"generation\.tp=2: here layout\.tp says it"),
-        (
-            [{"prompt_ids": [1]}],
-            ["generation.ep=2"],
-            ValueError,
-            r"generation\.ep=2: the tp ranks share the experts, and layout\.tp is 1; allowed: 1$",
-        ),
-        (
-            [{"prompt_ids": [1]}],
-            ["generation.reshard_method=bogus"],
-            ConfigError,
-            "generation.reshard_method=bogus: nothing is trained here",
-        ),
-        (
-            [{"prompt_ids": [1]}],
-            ["generation.buffers=keep"],
-            ConfigError,
-            "generation.buffers=keep: nothing is trained here",
-        ),
-        (
-            [{"prompt_ids": [1]}],
-            ["generation.reuse_rollout_log_probs=true"],
-            ConfigError,
-            "reuse_rollout_log_probs=True: nothing is trained here",
-        ),
-        ([{"prompt_ids": [1]}], ["generation.kv_cache=keep"], ConfigError, "generation.kv_cache=keep: nothing is trained here"),
-        (
-            [{"prompt_ids": [1]}],
-            ["generation.overlap=true"],
-            ConfigError,
-            "generation.overlap=True: nothing is trained here",
-        ),
-        (
-            [{"prompt_ids": [1]}],
-            ["sampling.seed=18446744073709551616"],
-            ConfigError,
-            "sampling.seed=18446744073709551616: must be",
-        ),
-        (
-            [{"prompt_ids": [1]}],
-            ["generation.page_size=1000000000000"],
-            ValueError,
-            r"generation\.num_pages=None and page_size=1000000000000: a rank needs .* GiB for 1 page, and its device has",
-        ),
-        (
-            [{"prompt_ids": [1]}],
-            ["generation.num_pages=1000000000000"],
-            ValueError,
-            r"generation\.num_pages=1000000000000 and page_size=64: a rank needs .* GiB for 1000000000000 pages, and",
-        ),
-        ([{"prompt_ids": [1]}], ["threads=100000"], ConfigError, "threads=100000: must be at least 1 and at most 1024"),
-        ([{"prompt_ids": [1]}], ["model.dtype=float8"], ConfigError, r"model\.dtype='float8'"),
-        ([{"prompt_ids": [1]}], ["model.path=/no/such/place"], ValueError, "/no/such/place"),
-        ([{"prompt_ids": [1]}], ["out=/dev/null/x"], ValueError, "out=/dev/null/x: cannot write"),
-        ([{"prompt_ids": [200]}], [], DataError, r"in\.jsonl:1: token id 200 in 'prompt_ids' must be less than .* 200"),
-        ([{"prompt_ids": []}], [], DataError, r"in\.jsonl:1: 'prompt_ids' must be a non-empty list"),
-        ([{"prompt_ids": [3] * 64}], [], DataError, r"in\.jsonl:1: the prompt has 64 tokens, the model's context 64"),
-        ([{"prompt_ids": [3], "max_response_length": 0}], [], DataError, r"in\.jsonl:1: max_response_length=0"),
-        (
-            [{"prompt_ids": [3], "min_response_length": 6, "max_response_length": 5}],
-            ["sampling.max_response_length=9"],
-            DataError,
-            r"in\.jsonl:1: min_response_length=6 must be at most 5, which max_response_length",
-        ),
-        ([{"text": "abc"}], [], DataError, r"in\.jsonl:1: no key 'prompt'"),
-        ([], [], DataError, "holds no rows"),
+        ("sampling.top_q=1", r"sampling\.top_q.*did you mean 'sampling\.top_"),
+        ("sampling.top_p=2", r"sampling\.top_p=2\.0"),
+        ("layout.tp=3", r"pp\(1\) \* tp\(3\) \* dp\(1\) = 3 ranks, but the pool has 1"),
+        ("layout.zero=2", r"layout\.zero=2"),
+        ("generation.tp=2", r"generation\.tp=2: here layout\.tp says it"),
+        ("generation.ep=2", r"generation\.ep=2: the tp ranks share the experts, and layout\.tp is 1; allowed: 1$"),
+        ("generation.reshard_method=bogus", r"generation\.reshard_method=bogus: nothing is trained here"),
+        ("generation.reuse_rollout_log_probs=true", r"reuse_rollout_log_probs=True: nothing is trained here"),
+        ("generation.overlap=true", r"generation\.overlap=True: nothing is trained here"),
+        ("sampling.seed=18446744073709551616", r"sampling\.seed=18446744073709551616: must be"),
+        ("generation.page_size=1000000000000", r"page_size=1000000000000: a rank needs .* GiB for 1 page, and its device has"),
+        ("generation.num_pages=1000000000000", r"page_size=64: a rank needs .* GiB for 1000000000000 pages, and"),
+        ("threads=100000", r"threads=100000: must be at least 1 and at most 1024"),
+        ("model.dtype=float8", r"model\.dtype='float8'"),
+        ("out=/dev/null/x", r"out=/dev/null/x: cannot write"),
     ],
 )
-def test_mistakes_are_named(
-    model: Path, tmp_path: Path, rows: list[Any], overrides: list[str], error: type[Exception], message: str
-) -> None:
-    file = write_rows(tmp_path / "in.jsonl", rows)
-    with pytest.raises(error, match=message):
-        program.prepare(None, arguments(model, file, tmp_path / "out.jsonl", *overrides), Launch())
+def test_mistakes_of_settings_are_named(model: Path, tmp_path: Path, override: str, message: str) -> None:
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [1]}])
+    with pytest.raises(ValueError, match=message):
+        program.prepare(None, arguments(model, prompts, tmp_path / "out.jsonl", override), Launch())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_ids": [200]}, r"token id 200 in 'prompt_ids' must be less than .* 200"),
+        ({"prompt_ids": []}, r"'prompt_ids' must be a non-empty list"),
+        ({"prompt_ids": [3] * 64}, r"the prompt has 64 tokens, the model's context 64"),
+        ({"prompt_ids": [3], "max_response_length": 0}, r"max_response_length=0"),
+        (
+            {"prompt_ids": [3], "min_response_length": 6, "max_response_length": 5},
+            r"min_response_length=6 must be at most 5, whi",
+        ),
+        ({"text": "abc"}, r"no key 'prompt'"),
+    ],
+)
+def test_mistakes_of_rows_are_named(model: Path, tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    prompts = write_rows(tmp_path / "in.jsonl", [row])
+    with pytest.raises(DataError, match=rf"in\.jsonl:1: {message}"):
+        program.prepare(None, arguments(model, prompts, tmp_path / "out.jsonl", "sampling.max_response_length=9"), Launch())
 
 
 def test_a_cache_of_small_pages_is_counted_as_it_lies(model: Path, tmp_path: Path) -> None:
@@ -216,11 +174,12 @@ def test_more_ranks_than_gpus_is_said_before_their_memory_is_asked(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [1]}])
-    given = arguments(model, file, tmp_path / "out.jsonl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"--nproc-per-node=3, but this node has 2 GPUs"):
-        program.prepare(None, given, Launch(rank=2, size=3, local_rank=2, local_size=3))
+        program.prepare(
+            None, arguments(model, file, tmp_path / "out.jsonl"), Launch(rank=2, size=3, local_rank=2, local_size=3)
+        )
 
 
 def test_the_file_of_another_job_is_kept(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,47 +237,18 @@ def test_a_job_that_was_killed_goes_on(
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes() and not part.parent.exists()
 
 
-def test_a_job_of_many_rows_builds_few_runners(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i % 20]} for i in range(64)])
-    built: list[Any] = []
-    build = ModelRunner.__init__
-    monkeypatch.setattr(ModelRunner, "__init__", lambda *given: built.append(given) or build(*given))
-    more = ["generation.max_num_seqs=4", "generation.steps_per_sync=4", "sampling.max_response_length=12"]
-    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
-    assert len(read_output(tmp_path / "out.jsonl")) == 64
-    assert len(built) <= 8  # 64 rows are 16 times as many as run together
-
-
 def test_rows_are_made_while_others_are_scored(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i]} for i in range(12)])
-    calls: list[int] = []
-    second, met = threading.Event(), []
-    generate, score = Generator.generate_until, RewardRunner.score
-
-    def generated(*given: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 2:
-            second.set()
-        return generate(*given)
-
-    def scored(*given: Any) -> Any:
-        met.append(second.wait(20.0))
-        return score(*given)
-
-    monkeypatch.setattr(Generator, "generate_until", generated)
-    monkeypatch.setattr(RewardRunner, "score", scored)
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [5, 6, 7 + i]} for i in range(12)])
+    calls, waits = Semaphore(0), list[bool]()
+    generate_until, score = Generator.generate_until, RewardRunner.score
+    monkeypatch.setattr(Generator, "generate_until", lambda *a: calls.release() or generate_until(*a))
+    # the first score waits until the generator has been called twice
+    monkeypatch.setattr(RewardRunner, "score", lambda *a: waits.append(bool(waits) or twice(calls)) or score(*a))
     more = ["generation.max_num_seqs=1", "sampling.max_response_length=5", "reward.function=reward_functions:length"]
-    program.main(arguments(model, rows, tmp_path / "out.jsonl", *more))
-    assert len(calls) > 2 and met and all(met)
+    program.main(arguments(model, prompts, tmp_path / "out.jsonl", *more))
+    assert waits and all(waits)
     assert all(row["score"] == len(row["text"]) / 10 for row in read_output(tmp_path / "out.jsonl"))
 
 
-def test_a_prompt_without_room_is_a_row_with_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_ids": [4] * 70, "id": "long"}, {"prompt": "abc", "answer": "d"}])
-    program.main(arguments(model, rows, tmp_path / "out.jsonl", "sampling.n=2", "sampling.max_response_length=4"))
-    written = read_output(tmp_path / "out.jsonl")
-    assert [row["id"] for row in written] == ["long", "long", 1, 1]
-    assert all(row["error"].endswith("in.jsonl:1: the prompt has 70 tokens, the model's context 64") for row in written[:2])
-    assert written[0]["response_ids"] == [] and written[0]["text"] is None
-    assert written[2]["prompt"] == "abc" and written[2]["answer"] == "d" and "error" not in written[2]
-    assert "1 prompt not answered, the first: " in capsys.readouterr().err
+def twice(calls: Semaphore) -> bool:
+    return all(calls.acquire(timeout=20.0) for _ in range(2))

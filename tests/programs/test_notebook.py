@@ -25,6 +25,8 @@ from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 from rlhf_spmd.process.program import ProgramSettings
 from rlhf_spmd.rewards.runner import RewardError
 
+PROGRAM = sys.modules["rlhf_spmd.train"]
+
 
 def configuration(run_dir: Path) -> dict[str, object]:
     config: dict[str, object] = json.loads((tasks.task() / "ppo.json").read_text())
@@ -32,28 +34,29 @@ def configuration(run_dir: Path) -> dict[str, object]:
 
 
 def test_it_trains_as_the_program_does_and_the_process_goes_on(tmp_path: Path) -> None:
-    runs = [train(configuration(tmp_path / name)) for name in ("one", "two")]
-    assert runs == [tmp_path / name / "mine" for name in ("one", "two")]
-    tasks.train_alone(tmp_path / "beside", 2)
-    rows = [
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (*runs, tmp_path / "beside")
-    ]
-    norms = [[row["actor/grad_norm"] for row in its] for its in rows]
-    assert norms[0] == norms[1] == norms[2] and len(norms[0]) == 2
-    assert json.loads((runs[0] / "exit_status.json").read_text())["class"] == "done"
+    run = train(configuration(tmp_path / "notebook"))
+    assert run == tmp_path / "notebook" / "mine"
+    tasks.train_alone(tmp_path / "program", 2)
+    rows = [[json.loads(line) for line in (path / "metrics.jsonl").open()] for path in (run, tmp_path / "program")]
+    norms = [[row["actor/grad_norm"] for row in metrics] for metrics in rows]
+    assert norms[0] == norms[1] and len(norms[0]) == 2
+    assert json.loads((run / "exit_status.json").read_text())["class"] == "done"
 
 
 def test_the_input_is_checked_with_the_products_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they are exact is asked before there is a world."""
-    found: list[str] = []
-    usual = choose_cpu_matmul()
-    monkeypatch.setattr(
-        sys.modules["rlhf_spmd.train"], "prepare", lambda *_, **__: found.append(torch.get_float32_matmul_precision()) or 1 / 0
-    )
+    precisions: list[str] = []
+
+    def note(*_: object, **__: object) -> None:
+        precisions.append(torch.get_float32_matmul_precision())
+        raise ZeroDivisionError
+
+    precision = choose_cpu_matmul()
+    monkeypatch.setattr(PROGRAM, "prepare", note)
     torch.set_float32_matmul_precision("high")
     with pytest.raises(ZeroDivisionError):
         train(configuration(tmp_path))
-    assert found == [usual]
+    assert precisions == [precision]
 
 
 def test_what_is_wrong_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,17 +72,17 @@ def test_what_is_wrong_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_code_that_leaves_does_not_end_the_caller_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = sys.modules["rlhf_spmd.train"]
-    monkeypatch.setattr(program, "prepare", lambda *_, **__: None)
-    monkeypatch.setattr(program, "settings_of", lambda _: ProgramSettings(tmp_path))
-    monkeypatch.setattr(program, "train", lambda _: sys.exit(0))
+    monkeypatch.setattr(PROGRAM, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(PROGRAM, "settings_of", lambda _: ProgramSettings(tmp_path))
+    monkeypatch.setattr(PROGRAM, "train", lambda _: sys.exit(0))
     with pytest.raises(RuntimeError, match="the run was left before its end by SystemExit: 0"):
         train({})
     assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "lost"
 
 
-def test_train_is_the_same_however_it_is_imported() -> None:
-    code = "import rlhf_spmd; first = rlhf_spmd.train; import rlhf_spmd.train; from rlhf_spmd import train; "
+def test_the_package_imports_nothing_heavy_and_train_is_the_same_however_it_is_imported() -> None:
+    code = "import sys, rlhf_spmd; assert not {'torch', 'numpy', 'omegaconf'} & {*sys.modules}; rlhf_spmd.SamplingParams(n=2); "
+    code += "first = rlhf_spmd.train; import rlhf_spmd.train; from rlhf_spmd import train; "
     code += "assert first is train is rlhf_spmd.train and callable(train) and train.prepare"
     subprocess.run([sys.executable, "-c", code], env=tasks.environment(), check=True, timeout=120)
 
@@ -91,7 +94,7 @@ def cell(text: str, **names: Any) -> dict[str, Any]:
     return scope
 
 
-def given(run_dir: Path, **config: Any) -> dict[str, Any]:
+def written(run_dir: Path, **config: Any) -> dict[str, Any]:
     return dict(write_objects({"run": {"name": "one", "dir": f"{run_dir}/${{run.name}}"}, **config}))
 
 
@@ -131,11 +134,11 @@ CELL = """
 def test_a_function_of_a_notebook_is_written_with_all_that_it_uses(tmp_path: Path) -> None:
     """Also decorated, from other cells, by other names; another process finds the same."""
     names = cell(CELL, **cell(BEFORE))
-    config = given(tmp_path, reward={"function": names["score"], "weight": 2.0})
+    config = written(tmp_path, reward={"function": names["score"], "weight": 2.0})
     function = config["reward"]["function"]
     assert function.startswith(f"{tmp_path}/one/given/score-") and config["reward"]["weight"] == 2.0
     assert resolve_function(function)("abca") == names["score"]("abca") == 6 + 8 + 3
-    assert given(tmp_path, reward={"function": names["score"]})["reward"]["function"] == function, "a second time it is there"
+    assert written(tmp_path, reward={"function": names["score"]})["reward"]["function"] == function, "a second time it is there"
 
 
 def test_a_class_is_written_and_what_can_be_imported_is_named(tmp_path: Path) -> None:
@@ -148,13 +151,12 @@ def test_a_class_is_written_and_what_can_be_imported_is_named(tmp_path: Path) ->
             def __init__(self, most=2): super().__init__(); self.most = most
             def step(self, text): return Game.turns * self.most
     """)
-    found = given(
-        tmp_path, environment={"cls": names["Game"], "args": {"tools": [length, math.sqrt]}}, algorithm={"adv": Path("a")}
-    )
-    game = resolve_function(found["environment"]["cls"])(most=5)
+    environment = {"cls": names["Game"], "args": {"tools": [length, math.sqrt]}}
+    config = written(tmp_path, environment=environment, algorithm={"adv": Path("a")})
+    game = resolve_function(config["environment"]["cls"])(most=5)
     assert (game.reset({}), game.step("")) == ("go", 15)
-    assert found["environment"]["args"]["tools"] == ["reward_functions:length", "math:sqrt"]
-    assert found["algorithm"] == {"adv": "a"}
+    assert config["environment"]["args"]["tools"] == ["reward_functions:length", "math:sqrt"]
+    assert config["algorithm"] == {"adv": "a"}
 
 
 OUTER = """
@@ -188,24 +190,27 @@ def test_what_no_file_can_stand_for_is_one_line(tmp_path: Path, name: str, messa
     names = cell(OUTER)
     names["part"] = functools.partial(names["uses"], 1)
     exec("def unseen(response): return 0.0", names)
-    with pytest.raises(ConfigError, match=f"^rewards.one.function: {message}") as told:
-        given(tmp_path, rewards={"one": {"function": names[name]}})
-    assert "\n" not in str(told.value) and not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=rf"\Arewards.one.function: {message}[^\n]*\Z"):
+        written(tmp_path, rewards={"one": {"function": names[name]}})
+    assert not list(tmp_path.iterdir())
 
 
 def test_rows_are_written_where_data_have_a_path(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": "a\u2028", "score": math.nan, "more": {"x": [1]}}, {"prompt": "b"}]
     table = datasets.Dataset.from_list([{"prompt": "c"}, {"prompt": "d"}])
-    data = {"path": [rows, "other.jsonl"], "val_path": {"held out": table}, "template": [{"role": "user"}]}
-    found = given(tmp_path, data=data, texts={"path": tuple(rows)})
-    first, held = found["data"]["path"][0], found["data"]["val_path"]["held out"]
-    read = [[json.loads(line) for line in Path(file).read_text().splitlines()] for file in (first, held)]
-    assert read == [[{**rows[0], "score": None}, rows[1]], [{"prompt": "c"}, {"prompt": "d"}]]
-    assert found["data"]["path"][1] == "other.jsonl" and found["data"]["template"] == [{"role": "user"}]
-    assert Path(found["texts"]["path"]).read_text() == Path(first).read_text()
+    sections = {"path": [rows, "other.jsonl"], "val_path": {"held out": table}, "template": [{"role": "user"}]}
+    config = written(tmp_path, data=sections, texts={"path": tuple(rows)})
+    data = config["data"]
+    first, second = data["path"]
+    lines = [
+        [json.loads(line) for line in Path(file).read_bytes().splitlines()] for file in (first, data["val_path"]["held out"])
+    ]
+    assert lines == [[{**rows[0], "score": None}, rows[1]], [{"prompt": "c"}, {"prompt": "d"}]]
+    assert second == "other.jsonl" and data["template"] == [{"role": "user"}]
+    assert Path(config["texts"]["path"]).read_text() == Path(first).read_text()
     with pytest.raises(ConfigError, match=r"^data.path: a DatasetDict is several data sets; give one of them: 'train'$"):
-        given(tmp_path, data={"path": datasets.DatasetDict(train=table)})
+        written(tmp_path, data={"path": datasets.DatasetDict(train=table)})
 
 
 def test_a_run_of_objects_can_be_started_again_from_its_config(tmp_path: Path) -> None:
@@ -216,12 +221,12 @@ def test_a_run_of_objects_can_be_started_again_from_its_config(tmp_path: Path) -
     run = train(config)
     (last, *_) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][::-1]
     assert last["reward/mean"] == 0.75
-    again, _ = sys.modules["rlhf_spmd.train"].read_config(run / "config.yaml", ())
+    again, _ = PROGRAM.read_config(run / "config.yaml", ())
     assert Path(again.data.path).parent == run / "given" and resolve_function(again.reward.function)("", {}) == 0.75
 
 
 def test_a_file_that_was_edited_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["rlhf_spmd.train"], "prepare", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(PROGRAM, "prepare", lambda *_, **__: 1 / 0)
     name = f"{tmp_path}/mine.py:score"
     for value in (1, 2):
         (tmp_path / "mine.py").write_text(f"def score(response):\n    return {value}  {'#' * value}\n")

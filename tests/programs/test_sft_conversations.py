@@ -77,12 +77,12 @@ def test_masks_are_those_of_transformers(tokenizer: Any, name: str) -> None:
     for _ in range(60):
         messages = conversation(rng)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        wanted = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True, **options)
+        expected = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True, **options)
         for template in (TEMPLATES[name], unmarked(TEMPLATES[name])):
             encoder = ConversationEncoder(PromptEncoder(tokenizer, EncodingConfig(chat_template=template)))
             ids, mask = encoder.encode(messages, 0, "row 1")
-            assert ids == wanted["input_ids"]
-            assert mask == [bool(said) for said in wanted["assistant_masks"]], messages
+            assert ids == expected["input_ids"]
+            assert mask == [bool(mark) for mark in expected["assistant_masks"]], messages
 
 
 def learnt(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **options: Any) -> list[tuple[str, str, str]]:
@@ -93,11 +93,13 @@ def learnt(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **options: Any
     data = config.tokenize(config.read(), tokenizer)
     batch = data.batch(range(len(data)), range(len(data)))
     masks = batch["response_mask"].rows() if "response_mask" in batch else [None] * len(batch)
-    found = []
+    texts = []
     for prompt, response, mask in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), masks, strict=True):
-        said = [tokenizer.decode([i]) if mask is None or mask[at] else "~" for at, i in enumerate(response.tolist())]
-        found.append((tokenizer.decode(prompt), tokenizer.decode(response), re.sub("~+", "~", "".join(said))))
-    return found
+        marked = "".join(
+            tokenizer.decode([token]) if mask is None or mask[i] else "~" for i, token in enumerate(response.tolist())
+        )
+        texts.append((tokenizer.decode(prompt), tokenizer.decode(response), re.sub("~+", "~", marked)))
+    return texts
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -111,56 +113,49 @@ TALK = [turn("user", "hi"), turn("assistant", "sun"), turn("user", "and"), turn(
 def test_the_columns_of_trl(tmp_path: Path, tokenizer: Any, mark: bool) -> None:
     template = CHATML if mark else unmarked(CHATML)
     start, user = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "\n<|im_start|>user\nand<|im_end|>\n<|im_start|>"
-    whole = (start, f"sun<|im_end|>{user}assistant\nmoon<|im_end|>", "sun<|im_end|>~moon<|im_end|>")
+    both = (start, f"sun<|im_end|>{user}assistant\nmoon<|im_end|>", "sun<|im_end|>~moon<|im_end|>")
     last = (f"{start}sun<|im_end|>{user}assistant\n", "moon<|im_end|>", "moon<|im_end|>")
-    rows = (
-        {"messages": TALK},
-        {"prompt": TALK},
-        {"prompt": TALK[:3], "completion": TALK[3:]},
-        {"prompt": "Q", "completion": "A"},
-        {"messages": [*TALK, turn("user", "?")]},
-    )
-    found = learnt(tmp_path, tokenizer, *rows, chat_template=template)
-    assert found == [whole, whole, last, ("Q", "A</s>", "A</s>"), whole]
-    assert "~" not in "".join(said for *_, said in learnt(tmp_path, tokenizer, *rows[2:4], chat_template=template))
+    pairs = ({"prompt": TALK[:3], "completion": TALK[3:]}, {"prompt": "Q", "completion": "A"})
+    rows = ({"messages": TALK}, {"prompt": TALK}, *pairs, {"messages": [*TALK, turn("user", "?")]})
+    texts = learnt(tmp_path, tokenizer, *rows, chat_template=template)
+    assert texts == [both, both, last, ("Q", "A</s>", "A</s>"), both]
+    assert learnt(tmp_path, tokenizer, *pairs, chat_template=template) == texts[2:4]
+    # a text prompt that goes through the template is a message as well
     text = {"prompt": "hi", "completion": TALK[1:]}
-    asked = learnt(tmp_path, tokenizer, text, chat_template=template, apply_chat_template=True)
-    assert asked == [whole], "a text prompt that goes through the template is a message as well"
-    with_system = learnt(tmp_path, tokenizer, rows[2], chat_template=template, system_prompt="S")[0]
+    assert learnt(tmp_path, tokenizer, text, chat_template=template, apply_chat_template=True) == [both]
+    with_system = learnt(tmp_path, tokenizer, pairs[0], chat_template=template, system_prompt="S")[0]
     assert with_system == (f"<|im_start|>system\nS<|im_end|>\n{last[0]}", *last[1:])
+    # an end is learnt where the template has none
+    for append, end in ((True, "</s>"), (False, "")):
+        texts = learnt(tmp_path, tokenizer, {"messages": TALK}, chat_template=PLAIN, append_eos=append)
+        assert texts[0][2] == f"sun~moon{end}"
 
 
-def test_an_end_is_learnt_where_the_template_has_none(tmp_path: Path, tokenizer: Any) -> None:
-    assert learnt(tmp_path, tokenizer, {"messages": TALK}, chat_template=PLAIN)[0][2] == "sun~moon</s>"
-    assert learnt(tmp_path, tokenizer, {"messages": TALK}, chat_template=PLAIN, append_eos=False)[0][2] == "sun~moon"
+SEVERAL = r"one message of the assistant, not messages of: assistant, user, assistant; give"
 
 
 @pytest.mark.parametrize(
-    ("messages", "options", "message"),
+    ("row", "options", "message"),
     [
-        (TALK, {"chat_template": FORGETFUL}, "the messages before message 1 otherwise than inside the whole conversation"),
-        (TALK[:1], {"chat_template": PLAIN}, "no message is the assistant's, or none of its tokens"),
-        (TALK, {"apply_chat_template": False}, "the prompt is chat messages, but data.apply_chat_template=false"),
-        (TALK, {}, "needs a chat template"),
+        ({"messages": TALK}, {"chat_template": FORGETFUL}, "the messages before message 1 otherwise than inside the whole"),
+        ({"messages": TALK[:1]}, {"chat_template": PLAIN}, "no message is the assistant's, or none of its tokens"),
+        ({"messages": TALK}, {"apply_chat_template": False}, "chat messages, but data.apply_chat_template=false"),
+        ({"messages": TALK}, {}, "needs a chat template"),
+        ({"prompt": "hi", "completion": TALK[1:]}, {}, SEVERAL),
+        ({"prompt": "hi", "completion": [turn("user", "more")]}, {}, "not messages of: user; give"),
     ],
 )
 def test_what_cannot_be_told_is_refused(
-    tmp_path: Path, tokenizer: Any, messages: list[Any], options: dict[str, Any], message: str
+    tmp_path: Path, tokenizer: Any, row: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DataError, match=message) as refused:
-        learnt(tmp_path, tokenizer, {"messages": messages}, **options)
-    assert "rows.jsonl:1" in str(refused.value)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{message}"):
+        learnt(tmp_path, tokenizer, row, **options)
 
 
-@pytest.mark.parametrize("completion", [TALK[1:], [turn("user", "more")]], ids=["several", "user"])
-def test_no_message_of_a_completion_is_lost(tmp_path: Path, tokenizer: Any, completion: list[Any]) -> None:
-    """In training, and where pairs are scored, also beside a prompt of messages."""
-    roles = ", ".join(message["role"] for message in completion)
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .* one message of the assistant, not messages of: {roles}; give"):
-        learnt(tmp_path, tokenizer, {"prompt": "hi", "completion": completion})
+def test_no_message_of_a_completion_is_lost_where_pairs_are_scored(tokenizer: Any) -> None:
     for prompt in ("hi", TALK[:1]):
-        with pytest.raises(DataError, match=f"not messages of: {roles}; give"):
-            encode_pairs([Row({"prompt": prompt, "completion": completion}, "row 1")], PromptResponseConfig(), tokenizer, None)
+        with pytest.raises(DataError, match=SEVERAL):
+            encode_pairs([Row({"prompt": prompt, "completion": TALK[1:]}, "row 1")], PromptResponseConfig(), tokenizer, None)
 
 
 # -- in a run, with the one-character tokens of tests/helpers/tasks.py
@@ -203,7 +198,7 @@ def test_a_run_learns_the_assistants_tokens_and_no_others(tmp_path: Path) -> Non
     texts = write_talks(tmp_path / "talks.jsonl")
     config = str(ROOT / "configs" / "quickstart_sft.yaml")
     runs = []
-    for ranks, more in ((1, ()), (4, ("models.actor.layout.pp=2", "models.actor.layout.dp=2"))):
+    for ranks, more in ((1, ()), (2, ("models.actor.layout.pp=2",))):
         run_dir = tmp_path / str(ranks)
         run_ranks(ranks, tasks.train_here, config, settings(tmp_path / "talks.jsonl", run_dir, *more))
         runs.append(tasks.read_run(run_dir))
@@ -213,9 +208,9 @@ def test_a_run_learns_the_assistants_tokens_and_no_others(tmp_path: Path) -> Non
     total, count = 0.0, 0
     for text in texts:
         ids = torch.tensor([[*(tasks.VOCABULARY.index(c) for c in text.lower()), tasks.EOS]])
-        said = torch.tensor([*(c.isupper() for c in text), True])[1:]
+        learns = torch.tensor([*(c.isupper() for c in text), True])[1:]
         with torch.no_grad():
             log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        total, count = total - float(log_probs[said].sum()), count + int(said.sum())
+        total, count = total - float(log_probs[learns].sum()), count + int(learns.sum())
     assert runs[0].metrics[0]["val/loss"] == pytest.approx(total / count, abs=1e-6)  # whose norms are in float32
     assert runs[0].metrics[-1]["val/loss"] < runs[0].metrics[0]["val/loss"]

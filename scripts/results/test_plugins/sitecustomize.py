@@ -1,4 +1,7 @@
-"""Records which blocks of the source a test file comes to: every Python process runs this before anything else, if it is on PYTHONPATH.
+"""Two experiments on the tests. Every Python process runs this before anything else, if its folder is on PYTHONPATH.
+
+With ``OTHER_PRODUCTS=1`` in the environment, torch's matrix products on CPUs add in another order, which depends on the number of rows.
+Tests that fail then assume bits that processors do not promise.
 
 With ``REACH`` in the environment, a directory, each block of a function of src/rlhf_spmd (its body, a branch, a loop, a handler) gets
 a probe when its module is imported. A probe that is passed for the first time adds ``module.py:line`` to a file of that directory,
@@ -89,3 +92,35 @@ if REACH:
         return compile(ast.fix_missing_locations(tree), name, "exec", dont_inherit=True)
 
     SourceFileLoader.source_to_code = source_to_code  # type: ignore[method-assign]
+
+if os.environ.get("OTHER_PRODUCTS") == "1":
+    import torch
+    from torch import Tensor
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        """[B, m, k] @ [B, k, n] by numpy, in two parts of k, the second one first."""
+        wide = torch.promote_types(a.dtype, torch.float32) if a.is_floating_point() else a.dtype
+        left, right = (x.detach().to(wide).numpy() for x in (a, b))
+        first = a.shape[1] % max(a.shape[2], 1)
+        late = left[:, :, first:] @ right[:, first:]
+        return torch.from_numpy(late + left[:, :, :first] @ right[:, :first] if first else late).to(a.dtype)
+
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        return product(a[None], b[None])[0]
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return mm(a, b) * alpha + (total * beta if beta else 0)
+
+    def mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_(mm(a, b))
+
+    def addmm_out(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor) -> Tensor:
+        return out.copy_(addmm(total, a, b, beta=beta, alpha=alpha))
+
+    def addmm_in_place(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return total.copy_(addmm(total, a, b, beta=beta, alpha=alpha))
+
+    library = torch.library.Library("aten", "IMPL")
+    functions = {"mm": mm, "mm.out": mm_out, "addmm": addmm, "addmm.out": addmm_out, "addmm_": addmm_in_place, "bmm": product}
+    for name, function in functions.items():
+        library.impl(name, function, "CPU")
