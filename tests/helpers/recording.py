@@ -1,19 +1,17 @@
 """What a rank launches, recorded for ``legality``: torch's process groups, works and threads are wrapped while a function runs.
 
-``record_ranks(4, directory, fn, *args)`` is ``run_ranks`` with a record of each rank. With ``nccl`` ranks take the branches that GPUs
-take for exchanges and reductions: batches of messages, reduce-scatter, all-gathers in place. gloo carries them out.
+``record_ranks(4, fn, *args)`` is ``run_ranks`` with a record of each rank. Ranks take the branches that GPUs take for exchanges and
+reductions: batches of messages, reduce-scatter, all-gathers in place. gloo carries them out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -279,18 +277,17 @@ def as_on_nccl() -> Iterator[None]:
         yield
 
 
-def _recorded(world: Any, directory: Path, nccl: bool, fn: Callable[..., Any], *args: Any) -> Any:
+def _recorded(world: Any, fn: Callable[..., Any], *args: Any) -> list[Event]:
     recording = Recording(world)
-    with as_on_nccl() if nccl else contextlib.nullcontext(), recording.on():
-        result = fn(world, *args)
-    (directory / f"{world.rank}.pickle").write_bytes(pickle.dumps(recording.events))
-    return result
+    with as_on_nccl(), recording.on():
+        fn(world, *args)
+    return recording.events
 
 
-def record_ranks(size: int, directory: Path, fn: Callable[..., Any], *args: Any, nccl: bool = True) -> dict[int, list[Event]]:
+def record_ranks(size: int, fn: Callable[..., Any], *args: Any) -> dict[int, list[Event]]:
     """Of ranks of their own, since communicators of earlier runs would be taken for connected."""
-    directory.mkdir(parents=True, exist_ok=True)
-    run_ranks(size, _recorded, directory, nccl, fn, *args)
-    if nccl:
+    with contextlib.suppress(KeyError):
         close_pool(size)
-    return {rank: pickle.loads((directory / f"{rank}.pickle").read_bytes()) for rank in range(size)}
+    events = run_ranks(size, _recorded, fn, *args)
+    close_pool(size)
+    return dict(enumerate(events))

@@ -17,9 +17,10 @@ from rlhf_spmd.training.roles import build_models
 from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
 
-def build(world: World, *overrides: str, checkpointing: str = "none") -> tuple[Controller, Any]:
-    """A controller of all of ``world`` and the roles that PPO has with these overrides; ``checkpointing``: what auto comes to here."""
-    ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), world.size)
+def build(world: World, *overrides: str, checkpointing: str = "none", config: str = "") -> tuple[Controller, Any]:
+    """A controller of all of ``world`` and the roles that PPO has with these overrides. ``checkpointing``: what auto comes to here.
+    ``config``: another file than that of ``tasks.task``."""
+    ready = prepare(config or str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), world.size)
     controller = Controller(world.all)
     more = {"rewards": {"reward": RewardConfig()}, "tokenizer": ready.tokenizer, "checkpointing": checkpointing}
     settings = WorkerContext(controller, world, BatchLimits(), seed=0, **more)

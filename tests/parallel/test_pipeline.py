@@ -1,27 +1,25 @@
-"""Pipeline schedules as pure functions, and the loop that runs them: in order-checking communicators, and on ranks."""
+"""Pipeline schedules as pure functions, and the loop that runs them: its transfers are legal on NCCL.
+
+``tests/workers/test_engine_layouts.py`` has what it computes on ranks."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ranks import run_ranks
+from legality import check
+from legality_events import Communicator, Event, Launch, Machine, Part, Wait
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
 
-CASES = [
-    (m, pp, vpp) for vpp in (1, 2, 3, 4) for pp in (1, 2, 3, 4, 7) for m in (0, 1, 2, 3, 5, 8, 13, 16) if pp > 1 or vpp == 1
-]
+CASES = [(m, pp, vpp) for vpp in (1, 2, 3) for pp in (1, 2, 3, 4, 7) for m in (0, 1, 2, 3, 5, 8, 13) if pp > 1 or vpp == 1]
 
 
 def simulate(schedules: list[list[Action]], vpp: int, backward: int = 1) -> int:
@@ -82,202 +80,119 @@ def test_forward_schedule_takes_vm_plus_p_minus_1_slots(m: int, pp: int, vpp: in
         assert length == (m * vpp + pp - 1 if m else 0)
 
 
-# -- the loop on communicators that order transfers as nccl does
+# -- on paper: groups that note for ``legality`` what is launched on them, and carry nothing
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+Schedule = Callable[[int, int, int, int], list[Action]]
 
 
 @dataclass
-class Transfer:
-    tensor: Tensor
-    done: threading.Event = field(default_factory=threading.Event)
+class Paper:
+    """What a rank does, with as much of a ``World`` as groups and meshes need."""
+
+    rank: int
+    size: int
+    events: list[Event] = field(default_factory=list)
+    device: torch.device = CPU
+
+    def group(self, ranks: Sequence[int], name: str, channel: str = "") -> Group | None:
+        members = tuple(ranks)
+        return PaperGroup(name, members, members.index(self.rank), None, channel, self) if self.rank in members else None
+
+    def begin(self, group: PaperGroup, kind: str, label: str, **more: Any) -> PaperWork:
+        number = len(self.events)
+        self.events.append(Launch(Communicator(group.channel, group.ranks, True), kind, label, number, **more))
+        return PaperWork(self, number)
+
+
+@dataclass
+class PaperWork:
+    paper: Paper
+    number: int
 
     def wait(self) -> None:
-        assert self.done.wait(10), "deadlock"
-
-
-class Wire:
-    """What the ranks of one communicator share. Each rank's transfers run one after the other, in the order of their calls; the
-    first one between two ranks holds up the caller until the other side calls too.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.queues: dict[int, deque[tuple[str, int, Transfer]]] = {}
-        self.met: set[tuple[int, int]] = set()
-
-    def add(self, kind: str, me: int, peer: int, tensor: Tensor) -> Transfer:
-        transfer, pair = Transfer(tensor), (min(me, peer), max(me, peer))
-        with self.changed:
-            self.queues.setdefault(me, deque()).append((kind, peer, transfer))
-            if any(other == me for _, other, _ in self.queues.get(peer, ())):
-                self.met.add(pair)
-            while self._advance():
-                pass
-            self.changed.notify_all()
-            assert self.changed.wait_for(lambda: pair in self.met, 10), "deadlock in the first transfer of a pair"
-        return transfer
-
-    def _advance(self) -> bool:
-        for me, queue in self.queues.items():
-            if queue and queue[0][0] == "send":
-                _, peer, sent = queue[0]
-                other = self.queues.get(peer)
-                if other and other[0][:2] == ("receive", me):
-                    assert other[0][2].tensor.shape == sent.tensor.shape, "transfers of different micro-batches met"
-                    other[0][2].tensor.copy_(sent.tensor)
-                    for transfer in (queue.popleft()[2], other.popleft()[2]):
-                        transfer.done.set()
-                    return True
-        return False
+        self.paper.events.append(Wait(self.number))
 
 
 @dataclass(frozen=True, eq=False)
-class OrderedGroup(Group):
-    wire: Wire = field(default_factory=Wire)
+class PaperGroup(Group):
+    """Every operation takes part in nothing: a result is its argument."""
 
-    def connect(self) -> None:
-        pass
+    channel: str = ""
+    paper: Paper = field(default_factory=lambda: Paper(0, 1))
+
+    @property
+    def connected(self) -> bool:
+        return True
+
+    def connect(self, exchanges: torch.device | None = None) -> None:
+        if exchanges is not None:
+            self.meet(exchanges)
+
+    def meet(self, device: torch.device) -> None:
+        self.all_reduce(torch.zeros(1, device=device), "meet")
+
+    def all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> Tensor:
+        if self.size > 1:
+            self.paper.begin(self, "all_reduce", label, numel=tensor.numel(), detail=op).wait()
+        return tensor
 
     def isend(self, tensor: Tensor, to: int, label: str, tag: int = 0) -> Any:
-        return self.wire.add("send", self.rank, to, tensor.clone())
+        return self._message(True, tensor, to, label)
 
     def irecv(self, tensor: Tensor, source: int, label: str, tag: int = 0) -> Any:
-        return self.wire.add("receive", self.rank, source, tensor)
+        return self._message(False, tensor, source, label)
+
+    def _message(self, sends: bool, tensor: Tensor, member: int, label: str) -> PaperWork:
+        part = Part(self.ranks[member], sends, tensor.numel(), str(tensor.dtype))
+        return self.paper.begin(self, "message", label, parts=(part,), asynchronous=True)
 
 
-def run_on_threads(pp: int, vpp: int, schedule: Any, num_micro_batches: int) -> None:
-    wires = {name: Wire() for name in ("pp", "pp_back", "ring", "ring_back")}
-    failures: list[BaseException] = []
+def train_on_paper(paper: Paper, layout: Layout, schedule: Schedule, num_micro_batches: int) -> None:
+    """Two updates: forward and backward passes with sums over tp, then the sums over dp and the norm."""
+    mesh = build_mesh(paper, range(layout.size), layout)  # type: ignore[arg-type]
+    shapes = [(96 + i, 64) for i in range(num_micro_batches)]
+    for group in (mesh.tp, mesh.dp, mesh.pool):
+        group.meet(CPU)
+    connect_stages(mesh, CPU)
 
-    def rank_main(rank: int) -> None:
-        end = 0 if rank == 0 else 1
-        mesh: Any = SimpleNamespace(layout=Layout(pp=pp, vpp=vpp))
-        for name in ("pp", "pp_back"):
-            setattr(mesh, name, OrderedGroup(name, tuple(range(pp)), rank, wire=wires[name]))
-        for name in ("ring", "ring_back"):
-            setattr(mesh, name, OrderedGroup(name, (0, pp - 1), end, wire=wires[name]))
-        order = []
+    def compute(action: Action, received: Tensor | None) -> Tensor:
+        for label in ("attention", "mlp"):
+            mesh.tp.all_reduce(torch.empty(shapes[action.micro_batch], device=META), label)
+        return torch.empty(shapes[action.micro_batch], dtype=torch.bfloat16, device=META)
 
-        def forward(action: Action, received: Tensor | None) -> Tensor | None:
-            order.append(action)
-            time.sleep(0.0002 * ((rank + action.micro_batch) % 3))
-            stage = action.chunk * pp + rank
-            assert received is None if stage == 0 else float(received[0]) == stage - 1 + 100 * action.micro_batch
-            return None if stage == pp * vpp - 1 else torch.full((action.micro_batch + 1,), stage + 100.0 * action.micro_batch)
+    for _ in range(2):  # updates
+        actions = schedule(num_micro_batches, layout.pp, mesh.pp_rank, layout.vpp)
+        run_pipeline(actions, mesh, shapes, torch.bfloat16, META, compute, compute)
+        mesh.dp.all_reduce(torch.empty(1000, device=META), "gradients")
+        mesh.pool.all_reduce(torch.zeros(1), "grad_norm")
 
-        def backward(action: Action, received: Tensor | None) -> Tensor | None:
-            order.append(action)
-            stage = action.chunk * pp + rank
-            assert received is None if stage == pp * vpp - 1 else float(received[0]) == stage + 1 - 100 * action.micro_batch
-            return None if stage == 0 else torch.full((action.micro_batch + 1,), stage - 100.0 * action.micro_batch)
 
-        actions = schedule(num_micro_batches, pp, rank, vpp)
-        shapes = [(i + 1,) for i in range(num_micro_batches)]
-        try:
-            connect_stages(mesh, torch.device("cpu"))
-            run_pipeline(actions, mesh, shapes, torch.float32, torch.device("cpu"), forward, backward)
-            assert order == actions
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(pp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    assert not any(queue for wire in wires.values() for queue in wire.queues.values()), "transfers are left over"
+def records_of(layout: Layout, schedule: Schedule, num_micro_batches: int) -> dict[int, list[Event]]:
+    papers = [Paper(rank, layout.size) for rank in range(layout.size)]
+    for paper in papers:
+        train_on_paper(paper, layout, schedule, num_micro_batches)
+    return {paper.rank: paper.events for paper in papers}
 
 
 @pytest.mark.parametrize("schedule", [schedule_1f1b, schedule_forward])
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2), (5, 3)])
-def test_no_deadlock_where_transfers_are_ordered_and_first_ones_block(pp: int, vpp: int, schedule: Any) -> None:
-    for num_micro_batches in (1, 2, 3, 4, 5, 9, 12):
-        run_on_threads(pp, vpp, schedule, num_micro_batches)
+def test_transfers_do_not_lock(pp: int, vpp: int, schedule: Schedule) -> None:
+    for num_micro_batches in (1, 2, 3, 5, 9):
+        records = records_of(Layout(pp=pp, vpp=vpp), schedule, num_micro_batches)
+        assert check(records) == [] == check(records, Machine(queue=True))
 
 
-# -- on ranks
+def test_transfers_of_64_ranks() -> None:
+    records = records_of(Layout(8, 4, 2, vpp=2), schedule_1f1b, 16)
+    assert check(records) == [] == check(records, Machine(queue=True))
 
 
-def pipeline_on_ranks(world: Any, layout: Layout, lengths: list[int], width: int) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Virtual stage s computes x -> sin(x) * (s + 2) on ``lengths[i]`` rows; the outputs, the gradient of each chunk's scale."""
-    mesh = build_mesh(world, range(layout.size), layout)
-    scales = [torch.tensor(s + 2.0, dtype=torch.float64, requires_grad=True) for s in layout.stages(mesh.pp_rank)]
-    saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-    outputs: list[Tensor] = []
-
-    def forward(action: Action, received: Tensor | None) -> Tensor | None:
-        i, chunk = action.micro_batch, action.chunk
-        leaf = received.requires_grad_() if received is not None else None
-        x = leaf if leaf is not None else source(i, lengths[i], width, mesh.dp_rank)
-        out = torch.sin(x) * scales[chunk]
-        saved[i, chunk] = leaf, out
-        if mesh.last_stage and chunk == layout.vpp - 1:
-            outputs.append(out.detach())
-            return None
-        return out.detach()
-
-    def backward(action: Action, received: Tensor | None) -> Tensor | None:
-        leaf, out = saved.pop((action.micro_batch, action.chunk))
-        out.backward(received if received is not None else torch.full_like(out, action.micro_batch + 1.0))
-        return leaf.grad if leaf is not None else None
-
-    shapes = [(n, width) for n in lengths]
-    actions = schedule_1f1b(len(lengths), layout.pp, mesh.pp_rank, layout.vpp)
-    run_pipeline(actions, mesh, shapes, torch.float64, torch.device("cpu"), forward, backward)
-    assert not saved
-    return outputs, [scale.grad for scale in scales]
-
-
-def source(i: int, rows: int, width: int, replica: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * replica + i)
-    return torch.randn(rows, width, generator=generator, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("layout", "lengths"),
-    [
-        (Layout(), [3, 1]),
-        (Layout(pp=2), [5, 1, 7, 2, 3]),
-        (Layout(pp=2, dp=2), [4, 9, 1]),
-        (Layout(pp=4), [3, 2000, 1, 8, 5, 2]),
-        (Layout(pp=2, vpp=2), [5, 1, 700, 2, 3]),
-        (Layout(pp=2, dp=2, vpp=3), [4, 9]),
-        (Layout(pp=4, vpp=2), [3, 2000, 1, 8, 5, 2, 4, 7, 6]),
-        (Layout(pp=4, vpp=2), [3]),
-    ],
-    ids=str,
-)
-def test_pipeline_moves_activations_and_gradients(layout: Layout, lengths: list[int]) -> None:
-    width = 6
-    results = run_ranks(layout.size, pipeline_on_ranks, layout, lengths, width)
-    for replica in range(layout.dp):
-        scales = [torch.tensor(s + 2.0, dtype=torch.float64, requires_grad=True) for s in range(layout.pp * layout.vpp)]
-        expected = []
-        for i, rows in enumerate(lengths):
-            x = source(i, rows, width, replica)
-            for scale in scales:
-                x = torch.sin(x) * scale
-            x.backward(torch.full_like(x, i + 1.0))
-            expected.append(x.detach())
-        mine = [results[layout.index(rank, replica, 0, 0)] for rank in range(layout.pp)]
-        for got, want in zip(mine[-1][0], expected, strict=True):
-            assert torch.equal(got, want)
-        for rank, (_, gradients) in enumerate(mine):
-            for stage, gradient in zip(layout.stages(rank), gradients, strict=True):
-                assert torch.allclose(gradient, scales[stage].grad, rtol=1e-12, atol=0)
-
-
-def failing_stage(world: Any) -> None:
-    mesh = build_mesh(world, range(2), Layout(pp=2))
-
-    def nothing(action: Action, received: Tensor | None) -> Tensor | None:
-        return None
-
-    if mesh.first_stage:
-        run_pipeline([Action("F", 0)], mesh, [(1, 1)], torch.float32, torch.device("cpu"), nothing, nothing)
-
-
-def test_a_stage_that_has_nothing_to_send_is_named() -> None:
-    with pytest.raises(AssertionError, match="pipeline_forward: stage 0 has nothing to send after Action"):
-        run_ranks(2, failing_stage)
+def test_it_would_be_seen_that_ways_there_and_back_share_a_communicator() -> None:
+    """Why ``Mesh.pp_back`` is there: in 1F1B a stage sends forward while its neighbour sends back."""
+    records = records_of(Layout(4), schedule_1f1b, 6)
+    shared = {
+        rank: [replace(event, comm=event.comm._replace(name="")) if isinstance(event, Launch) else event for event in events]
+        for rank, events in records.items()
+    }
+    assert check(records) == [] and {finding.rule for finding in check(shared)} == {"order"}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,11 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 class CountedSlice:
     """safetensors' slice object that counts the elements read through it."""
 
-    def __init__(self, found: Any, count: Callable[[int], None]) -> None:
-        self.found, self.count = found, count
+    def __init__(self, stored: Any, count: Callable[[int], None]) -> None:
+        self.stored, self.count = stored, count
 
     def __getitem__(self, key: Any) -> Tensor:
-        part: Tensor = self.found[key]
+        part: Tensor = self.stored[key]
         self.count(part.numel())
         return part
 
@@ -49,22 +50,18 @@ def building(world: Any, path: str, layout: Layout, source: str) -> tuple[int, i
     """Peak and final bytes of building an engine, those of its shards, and the elements read from the file. ``source``: what gives
     the weights."""
     read: list[int] = []
-    original = weights.StoredModel.slices
-    weights.StoredModel.slices = lambda *args: CountedSlice(original(*args), read.append)  # type: ignore[method-assign]
-    try:
-        options = {
-            "dtype": torch.float32,
-            "device": torch.device("cpu"),
-        }
-        mesh, spec = build_mesh(world, range(layout.size), layout), read_spec(path)
-        with LiveMemory() as memory:
-            engine = TrainEngine(spec, path if source == "file" else None, "lm", mesh, None, **options)
-    finally:
-        weights.StoredModel.slices = original  # type: ignore[method-assign]
-    held = sum(tensor.untyped_storage().nbytes() for tensor in engine.local_tensors().values())
-    return memory.peak, memory.live, held, sum(read)
+    slices = weights.StoredModel.slices
+    mesh, spec = build_mesh(world, range(layout.size), layout), read_spec(path)
+    with (
+        mock.patch.object(weights.StoredModel, "slices", lambda *args: CountedSlice(slices(*args), read.append)),
+        LiveMemory() as memory,
+    ):
+        engine = TrainEngine(spec, path if source == "file" else None, "lm", mesh, None, **PLAIN)
+    shards = sum(tensor.untyped_storage().nbytes() for tensor in engine.local_tensors().values())
+    return memory.peak, memory.live, shards, sum(read)
 
 
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 LAYOUT = Layout(dp=4, zero=3)
 LARGEST = 2 * 24 * 16 * 4  # bytes of one fused matrix or layer's gathered tensor
 WHOLE = 12 * (16 * (32 + 16 + 48 + 24) + 32) + 41 * 16 + 16  # parameters
@@ -82,18 +79,20 @@ def test_no_rank_holds_or_reads_more_than_its_shards(model: str, source: str) ->
 
 def borrowing(world: Any, path: str, layout: Layout) -> tuple[int, int]:
     """Of an engine without weights of its own: the most bytes that its parameters had while it was built, and those of a loan."""
-    seen: list[int] = []
-    original = Storages.free
-    Storages.free = lambda self: (seen.append(self.nbytes), original(self))[1]  # type: ignore[method-assign]
-    try:
-        options = {"dtype": torch.float32, "device": torch.device("cpu"), "fill": False}
-        engine = TrainEngine(read_spec(path), None, "lm", build_mesh(world, range(layout.size), layout), None, **options)
-    finally:
-        Storages.free = original  # type: ignore[method-assign]
-    assert len(seen) == len(engine.chunks[0].layers) + 1 and engine.storages.nbytes == 0
+    sizes: list[int] = []
+    free = Storages.free
+
+    def noted_free(storages: Storages) -> None:
+        sizes.append(storages.nbytes)
+        free(storages)
+
+    with mock.patch.object(Storages, "free", noted_free):
+        mesh = build_mesh(world, range(layout.size), layout)
+        engine = TrainEngine(read_spec(path), None, "lm", mesh, None, fill=False, **PLAIN)
+    assert len(sizes) == len(engine.chunks[0].layers) + 1 and engine.storages.nbytes == 0
     engine.storages.allocate()
     assert all(tensor.isfinite().all() for tensor in engine.local_tensors().values())
-    return max(seen), engine.storages.nbytes
+    return max(sizes), engine.storages.nbytes
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, Layout(tp=2, pp=2)], ids=str)
@@ -104,35 +103,35 @@ def test_a_twin_has_one_layer_in_memory_at_a_time(model: str, layout: Layout) ->
 
 def signs(world: Any, path: str, layout: Layout) -> dict[str, list[int]]:
     """The count of signs of life, which the board watches, at each piece of work."""
+    counts: dict[str, list[int]] = {}
 
-    def life(kind: str) -> None:
-        seen.setdefault(kind, []).append(RECORDER.sequence + RECORDER.ticks)
+    def note(kind: str) -> None:
+        counts.setdefault(kind, []).append(RECORDER.sequence + RECORDER.ticks)
 
     def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-        life("forward and backward")
+        note("forward and backward")
         return next_token_loss(decoder, hidden, batch)
 
-    seen: dict[str, list[int]] = {}
-    life("load")
+    note("load")
     engine = build(world, path, layout)
-    life("load")
+    note("load")
     RECORDER.entries.clear()
     rows = cut(rows_of(0, engine.spec.vocab_size), layout.dp, engine.mesh.dp_rank, 3)
-    engine.forward(rows, lambda *_: life("forward"))
+    engine.forward(rows, lambda *_: note("forward"))
     engine.forward_backward(rows, loss)
     known = {"connect", "all_gather:zero_parameters", "reduce_scatter:zero_gradients"}
-    # The engine takes the number of micro-batches as agreed.
-    assert {operation for _, operation, *_ in RECORDER.entries} <= known, list(RECORDER.entries)
-    life("step")
+    operations = {operation for _, operation, *_ in RECORDER.entries}
+    assert operations <= known, "the engine takes the number of micro-batches as agreed"
+    note("step")
     engine.optimizer_step()
-    life("step")
-    return seen
+    note("step")
+    return counts
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(dp=2, zero=1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, zero=1)], ids=str)
 def test_every_pass_is_a_sign_of_life(model: str, layout: Layout) -> None:
-    least = {"load": 12 * 4, "forward": 1, "forward and backward": 2, "step": 1}
+    minimum = {"load": 12 * 4, "forward": 1, "forward and backward": 2, "step": 1}
     for seen in run_ranks(layout.size, signs, model, layout):
-        assert seen.keys() == least.keys()
+        assert seen.keys() == minimum.keys()
         for kind, counts in seen.items():
-            assert all(after - before >= least[kind] for before, after in pairwise(counts)), (kind, counts)
+            assert all(after - before >= minimum[kind] for before, after in pairwise(counts)), (kind, counts)

@@ -56,13 +56,6 @@ def test_a_run_takes_the_generators_log_probs(tmp_path: Path, monkeypatch: pytes
     assert "timing_s/compute_log_prob" not in done.raw[0]
 
 
-def test_it_is_a_choice(tmp_path: Path) -> None:
-    ready = prepare(config_of("actor"), tasks.settings(tmp_path, 1), 1)
-    assert not exact_rollouts(ready.config, ready.plans)
-    ready = prepare(config_of("actor"), tasks.settings(tmp_path, 1, EXACT), 1)
-    assert exact_rollouts(ready.config, ready.plans)
-
-
 @pytest.mark.parametrize(
     ("ranks", "change", "why"),
     [
@@ -78,10 +71,11 @@ def test_what_is_not_exact_is_refused(tmp_path: Path, ranks: int, change: str, w
         prepare(config_of("actor"), tasks.settings(tmp_path, 1, EXACT, change), ranks)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
+def test_it_is_a_choice_that_experts_do_not_have(tmp_path: Path) -> None:
+    ready = prepare(config_of("actor"), tasks.settings(tmp_path, 1), 1)
+    assert not exact_rollouts(ready.config, ready.plans)
     ready = prepare(config_of("actor"), tasks.settings(tmp_path, 1, EXACT), 1)
+    assert exact_rollouts(ready.config, ready.plans)
     mixed = replace(ready.plans["actor"], spec=spec_from_config(CONFIGS["qwen3-moe"], "test"))
-    with pytest.raises(
-        ValueError, match="log_probs=true, but on GPUs the products of a mixture of experts depend on the batch"
-    ):
+    with pytest.raises(ValueError, match="true, but on GPUs the products of a mixture of experts depend on the batch"):
         exact_rollouts(ready.config, {**ready.plans, "actor": mixed})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import tasks
+from engine_runs import LLAMA, STEADY, assert_same, together
+from engine_runs import train as train_engine_steps
 from generators import MODELS, alone, ragged_requests, tokens_of
 from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
@@ -26,9 +27,14 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec, spec_from_config
 from rlhf_spmd.models.weights import init_random, load_pretrained, write_random_model
-from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.optimizer import Optimizer
+from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import Mesh
+from rlhf_spmd.parallel.world import World, backend_of
+from rlhf_spmd.workers import train_engine
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
+
+DEVICE = "cuda"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -39,23 +45,8 @@ def float32_products(as_on_a_rank: None) -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(("dtype", "tolerance", "offload"), [("float32", 1e-3, "false"), ("bfloat16", 0.1, "true")])
-def test_ppo_runs_on_a_gpu(tmp_path: Path, dtype: str, tolerance: float, offload: str) -> None:
-    """Three steps with nccl; generation and training agree within what the kernels differ by. Also with all weights in host memory
-    between calls."""
-    roles = ("actor", "critic", "reference")
-    overrides = [f"models.{role}.{key}" for role in roles for key in (f"dtype={dtype}", f"offload={offload}")]
-    process = tasks.start_torchrun(tmp_path, tasks.settings(tmp_path, 3, *overrides), *tasks.one_node(1))
-    assert tasks.finish(process, tmp_path) == 0, (tmp_path / "output.txt").read_text()[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 3
-    for row in rows:
-        assert all(value is None or math.isfinite(value) for value in row.values())
-        assert row["rollout/log_prob_diff_max"] < tolerance
-
-
 def train(run_dir: Path, steps: int, *overrides: str) -> tasks.Run:
-    settings = tasks.settings(run_dir, steps, "models.actor.dtype=float32", "run.save_freq=1", *overrides)
+    settings = tasks.settings(run_dir, steps, "run.save_freq=1", *overrides)
     process = tasks.start_torchrun(run_dir, settings, *tasks.one_node(1))
     assert tasks.finish(process, run_dir) == 0, (run_dir / "output.txt").read_text()[-4000:]
     return tasks.read_run(run_dir)
@@ -71,7 +62,7 @@ def assert_near(on_gpu: tasks.Run, on_cpu: tasks.Run) -> None:
     assert difference < 2e-3, where
 
 
-FLOAT32 = tuple(f"models.{role}.dtype=float32" for role in ("critic", "reference"))
+FLOAT32 = tuple(f"models.{role}.dtype=float32" for role in ("actor", "critic", "reference"))
 SETTINGS = {
     "plain": (),
     "kept on the host": (
@@ -133,25 +124,23 @@ def test_models_compute_what_they_do_on_a_cpu(tmp_path: Path, name: str) -> None
         torch.testing.assert_close(gradient, wanted[key], atol=5e-5 * float(wanted[key].abs().max()) + 1e-6, rtol=0, msg=key)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_optimizer_states_on_the_host_change_no_bit(dtype: torch.dtype) -> None:
-    """They lie in pinned host memory, come to the device bucket by bucket, and give the same steps."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = {"a": (300, 70), "b": (2000, 3000), "c": (7,), "d": (4000, 4000)}  # two buckets
-    runs = []
-    for offload in (False, True):
-        generator.manual_seed(1)
-        params = {name: torch.randn(shape, generator=generator).to("cuda", dtype) for name, shape in shapes.items()}
-        optimizer = Optimizer(OptimConfig(lr=1e-2, offload=offload), params, 3)
-        for _ in range(3):
-            grads = {name: torch.randn(shape, generator=generator).cuda() for name, shape in shapes.items()}
-            optimizer.step(params, grads)
-        runs.append((params, optimizer.state_tensors()))
-    (params, states), (others, on_host) = runs
-    for name, param in params.items():
-        assert torch.equal(param, others[name])
-        for key, state in on_host[name].items():
-            assert state.is_pinned() and torch.equal(state, states[name][key].cpu()), f"{key} of {name}"
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_under_fsdp_trains_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """FSDP2's streams, hooks and buffers, where it has nothing to do. In float32: of one rank it calls no reduction, which sums of half
+    precision are taken from."""
+    device, store = torch.device(DEVICE), torch.distributed.HashStore()
+    options = {"dtype": torch.float32, "device": device, "optim": STEADY}
+    write_random_model(tmp_path, LLAMA, seed=3)
+    torch.distributed.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
+    try:
+        world = World(Launch(), device, store, 60.0)
+        plain = together([train_engine_steps(world, str(tmp_path), Layout(), [2], "lm", options)])
+        monkeypatch.setattr(train_engine, "stage_of_zero", lambda layout: layout.zero)
+        monkeypatch.setattr(Mesh, "device_mesh", DeviceMesh(device.type, [0], mesh_dim_names=("dp",)))
+        sharded = together([train_engine_steps(world, str(tmp_path), Layout(zero=stage), [2], "lm", options)])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_same(sharded, plain, 1e-6)
 
 
 def test_copies_to_the_host_have_the_values_of_their_time() -> None:
@@ -229,21 +218,6 @@ def test_models_generate_what_they_do_on_a_cpu(tmp_path: Path, name: str) -> Non
     torch.testing.assert_close(log_probs, wanted, atol=2e-4, rtol=0)
 
 
-def test_generate_draws_what_it_does_on_a_cpu(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "model", CONFIGS["qwen3-moe"])
-    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n{"prompt_ids": [8]}\n')
-    found = []
-    for visible in (os.environ.get("CUDA_VISIBLE_DEVICES", "0"), ""):
-        out = tmp_path / f"out{visible}.jsonl"
-        command = [sys.executable, "-m", "rlhf_spmd.generate", f"model.path={path}", "model.dtype=float32", f"out={out}"]
-        command += [f"data.path={tmp_path / 'in.jsonl'}", "sampling.max_response_length=20", "sampling.n=3"]
-        environment = tasks.environment() | {"CUDA_VISIBLE_DEVICES": visible}
-        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        found.append([json.loads(line)["response_ids"] for line in out.read_text().splitlines()])
-    assert found[0] == found[1] and len(found[0]) == 6
-
-
 def test_triton_draws_what_torch_draws_and_batches_change_no_bit(path: str) -> None:
     sampling = SamplingConfig(temperature=0.9)
     (tokens, log_probs), (torchs, others) = (
@@ -268,14 +242,6 @@ def test_cuda_graphs_draw_what_steps_draw(path: str, attention: str, sampling: S
         assert sum(same) >= 0.8 * len(same)
         if all(same):
             torch.testing.assert_close(others, log_probs, atol=0.1, rtol=0)
-
-
-def test_flash_attn_draws_about_what_triton_draws(path: str) -> None:
-    if why := unavailable("flash_attn", torch.device("cuda"), torch.bfloat16):
-        pytest.skip(why)
-    greedy = SamplingConfig(temperature=0.0)
-    ours, theirs = (generate(path, torch.bfloat16, greedy, attention=name)[0] for name in ("triton", "flash_attn"))
-    assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 0.8 * len(ours)
 
 
 EXACT_MODEL = {
@@ -333,12 +299,16 @@ def test_exact_generation_has_the_log_probs_of_training(name: str, dtype: torch.
             assert torch.equal(one.log_probs, done[one.row_id].log_probs), one.row_id
 
 
-def test_an_exact_run_computes_no_old_log_probs(tmp_path: Path) -> None:
-    settings = (
-        "models.actor.generation.reuse_rollout_log_probs=true",
-        *(f"models.{role}.dtype=bfloat16" for role in ("actor", "critic")),
-    )
-    process = tasks.start_torchrun(tmp_path, tasks.settings(tmp_path, 2, *settings), *tasks.one_node(1))
-    assert tasks.finish(process, tmp_path) == 0, (tmp_path / "output.txt").read_text()[-4000:]
-    done = tasks.read_run(tmp_path)
-    assert done.log_prob_difference() == 0 and "timing_s/compute_log_prob" not in done.raw[0]
+def test_an_exact_run_in_bf16_computes_no_old_log_probs(tmp_path: Path) -> None:
+    bf16 = (f"models.{role}.dtype=bfloat16" for role in ("actor", "critic"))
+    run = train(tmp_path, 2, "models.actor.generation.reuse_rollout_log_probs=true", *bf16)
+    assert run.log_prob_difference() == 0 and "timing_s/compute_log_prob" not in run.raw[0]
+
+
+def test_generation_and_training_agree_in_bf16(tmp_path: Path) -> None:
+    """Within what their kernels differ by, with all weights in host memory between calls."""
+    roles = ("actor", "critic", "reference")
+    settings = [f"models.{role}.{key}" for role in roles for key in ("dtype=bfloat16", "offload=true")]
+    for row in train(tmp_path, 3, *settings).raw:
+        assert all(value is None or math.isfinite(value) for value in row.values())
+        assert row["rollout/log_prob_diff_max"] < 0.1

@@ -9,7 +9,7 @@ import torch
 
 import tasks
 from flat_config import flat_config
-from ranks import run_ranks
+from overrides import FP64, layout
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import clipped_value
@@ -23,6 +23,7 @@ from role_workers import batch_of, build
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
 STOPPED = [True, False, True, False]
 KEPT = [0, 2]
+MASKED = flat_config(PPOConfig, mask_truncated_completions=True)
 
 
 def rows(stopped: list[bool]) -> Batch:
@@ -49,8 +50,8 @@ def updated(batch: Batch, agg: str, masks: bool, groups: int | None = None) -> d
     source = controller.source(batch)
     objective = clipped_policy(config, SamplingConfig(max_response_length=9))
     report = controller.run(lambda: models.actor.update(source, objective, mini_batch_size=groups))
-    found: dict[str, float] = controller.get(report)[0][0]
-    return found
+    statistics: dict[str, float] = controller.get(report)[0][0]
+    return statistics
 
 
 @pytest.mark.parametrize(("agg", "share"), [("token-mean", 1.0), ("seq-mean-token-mean", 0.5), ("seq-mean-token-sum", 0.5)])
@@ -63,52 +64,41 @@ def test_the_update_is_that_without_the_rows_that_were_cut(agg: str, share: floa
     assert masked["actor/entropy"] == pytest.approx(without["actor/entropy"], rel=1e-5), "a mean over the tokens that count"
 
 
-def test_a_step_of_cut_rows_alone_changes_nothing() -> None:
-    told = updated(rows([False] * 4), "token-mean", True)
-    assert told["actor/grad_norm"] == 0.0 and told.keys() == {"actor/grad_norm", "actor/lr"}
-
-
-def test_a_step_of_cut_rows_alone_dilutes_no_mean() -> None:
+def test_a_step_of_cut_rows_alone_changes_nothing_and_dilutes_no_mean() -> None:
     """Entropy of weights that hardly change, as a mean over two steps of which one has nothing to learn."""
-    told = updated(rows([True, True, False, False]), "token-mean", True, groups=1)
+    nothing = updated(rows([False] * 4), "token-mean", True)
+    assert nothing["actor/grad_norm"] == 0.0 and nothing.keys() == {"actor/grad_norm", "actor/lr"}
+    half = updated(rows([True, True, False, False]), "token-mean", True, groups=1)
     alone = updated(rows([True] * 4).take([0, 1]), "token-mean", False)
-    assert told["actor/entropy"] == pytest.approx(alone["actor/entropy"], rel=1e-2)
+    assert half["actor/entropy"] == pytest.approx(alone["actor/entropy"], rel=1e-2)
 
 
 def test_the_mask_of_an_environment_stays() -> None:
     batch = batch_of([(1, 2), (1, 3)])
     mask = ragged([[True, False], [False, True, True]], torch.bool)
-    for stopped, wanted in (([True, True], mask.values.tolist()), ([True, False], [True, False, False, False, False])):
-        given = batch.union(batch.with_fields(**{MASK: mask, "stopped": torch.tensor(stopped)}))
-        assert learnt_rows(given, "stopped")[MASK].values.tolist() == wanted
+    for stopped, expected in (([True, True], mask.values.tolist()), ([True, False], [True, False, False, False, False])):
+        masked = batch.union(batch.with_fields(**{MASK: mask, "stopped": torch.tensor(stopped)}))
+        assert learnt_rows(masked, "stopped")[MASK].values.tolist() == expected
 
 
 def test_the_critic_learns_from_the_same_rows() -> None:
-    config = flat_config(PPOConfig, mask_truncated_completions=True)
-    both = joint(clipped_policy(config, SamplingConfig()), clipped_value(config))
+    both = joint(clipped_policy(MASKED, SamplingConfig()), clipped_value(MASKED))
     assert both.only == "stopped" and "stopped" in both.row_inputs and "stopped" not in both.inputs
     assert clipped_value(PPOConfig()).only is None
 
 
-LAYOUTS = {"dp": "dp=4", "pp": "pp=2", "tp": "tp=2"}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_learn_the_same_of_rows_that_were_not_cut(tmp_path: Path, name: str) -> None:
-    """A replica may have cut rows alone in a mini-batch: it must neither wait nor count for less."""
-    masked = ("algorithm.mask_truncated_completions=true", "algorithm.ppo_mini_batch_size=4")
-    roles = "actor", "critic", "reference"
-    wide, layouts = ([f"models.{role}.{what}" for role in roles] for what in ("dtype=float64", f"layout.{LAYOUTS[name]}"))
-    runs = []
-    for ranks, more in ((1, ()), (4, layouts)):
-        run_dir = tmp_path / str(ranks)
-        overrides = tasks.settings(run_dir, 2, *masked, *wide, *more)
-        run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
-        runs.append(tasks.read_run(run_dir))
-    one, other = runs
-    assert all(0 < row["response_length/clip_ratio"] < 1 for row in one.raw), "some are cut, some not"
-    assert other.responses == one.responses
-    weights, tensor = tasks.worst_tensor(one, other)
-    assert weights < 1e-9, tensor
-    metrics, metric = tasks.worst_metric(one, other, 1e-9)
-    assert metrics < 1e-10, metric
+def test_ranks_learn_the_same_of_rows_that_were_not_cut(tmp_path: Path) -> None:
+    """A replica may have cut rows alone in a mini-batch: it must neither wait nor count for less.
+    Metrics are means of terms of size one that cancel, hence the floor."""
+    masked = ("algorithm.mask_truncated_completions=true", "data.train_batch_size=4", "algorithm.ppo_mini_batch_size=2", *FP64)
+    replicas = [setting for role in ("actor", "critic") for setting in layout(role, dp=4)]
+    slices = [setting for role in ("actor", "critic") for setting in layout(role, pp=2, tp=2)]
+    reference = tasks.train(1, tmp_path / "one", 2, *masked)
+    assert all(0 < row["response_length/clip_ratio"] < 1 for row in reference.raw), "some are cut, some not"
+    for name, settings in (("replicas", replicas), ("slices", slices)):
+        run = tasks.train(4, tmp_path / name, 2, *masked, *settings)
+        assert run.responses == reference.responses
+        difference, where = tasks.worst_tensor(reference, run)
+        assert difference < 1e-9, where
+        difference, where = tasks.worst_metric(reference, run, floor=1e-2)
+        assert difference < 1e-10, where

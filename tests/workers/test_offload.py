@@ -18,51 +18,52 @@ from rlhf_spmd.workers import RoleConfig
 from role_workers import build
 
 ROLES = ("actor", "critic", "reference", "reward")
-# name -> ranks and overrides
-CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "1 rank": (1, ()),
-    "ZeRO-3, optimizer states there too, bf16": (
-        2,
-        (
-            *(part for role in ROLES for part in layout(role, dp=2, zero=3)),
-            *(f"models.{role}.dtype=bfloat16" for role in ROLES),
-            "models.actor.optim.offload=true",
-        ),
-    ),
-    "tp2 -> tp1, in buffers that stay": (
-        2,
-        (*(part for role in ROLES for part in layout(role, tp=2)), "models.actor.generation.buffers=keep"),
-    ),
-    "pp2 tp2 -> pp1 tp2; values and log-probs elsewhere": (
-        4,
-        (
-            *layout("actor", pp=2, tp=2),
-            *layout("generation", tp=2),
-            *layout("critic", tp=2, dp=2, zero=1),
-            "models.critic.calls.compute_values.layout.pp=2",
-            "models.reference.calls.compute_ref_log_prob.layout.tp=4",
-        ),
-    ),
-}
+SHARDED = (  # on 2 ranks
+    *(part for role in ROLES for part in layout(role, dp=2, zero=3)),
+    *(f"models.{role}.dtype=bfloat16" for role in ROLES),
+    "models.actor.optim.offload=true",
+)
+BUFFERS_STAY = (*(part for role in ROLES for part in layout(role, tp=2)), "models.actor.generation.buffers=keep")  # on 2 ranks
+ELSEWHERE = (  # values and log-probs, on 4 ranks
+    *layout("actor", pp=2, tp=2),
+    *layout("generation", tp=2),
+    *layout("critic", tp=2, dp=2, zero=1),
+    "models.critic.calls.compute_values.layout.pp=2",
+    "models.reference.calls.compute_ref_log_prob.layout.tp=4",
+)
 
 
-def train(run_dir: Path, name: str, offload: bool, *more: str) -> tasks.Run:
-    ranks, overrides = CASES[name]
-    every = [f"models.{role}.offload={str(offload).lower()}" for role in ROLES]
-    keeps = offload and "buffers=keep" not in " ".join(overrides)  # generation parameters that are kept are on the device
-    watched = ["algorithm.name=outside.at_rest", f"algorithm.offload={str(offload).lower()}"] if keeps or not offload else []
-    overrides = (*overrides, *every, *watched, f"reward.model={tasks.task() / 'critic'}", "run.save_freq=1", *more)
-    run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(run_dir, 2, *overrides))
-    return tasks.read_run(run_dir)
+def settings_of(overrides: tuple[str, ...], offload: bool) -> tuple[str, ...]:
+    flag = str(offload).lower()
+    keeps = offload and overrides is BUFFERS_STAY  # generation parameters that are kept are on the device
+    watched = () if keeps else ("algorithm.name=outside.at_rest", f"algorithm.offload={flag}")
+    offloads = (f"models.{role}.offload={flag}" for role in ROLES)
+    return (*overrides, *offloads, *watched, f"reward.model={tasks.task() / 'critic'}", "data.train_batch_size=4")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, name: str) -> None:
-    """Without ``offload``, with it, and with it from a checkpoint on."""
-    plain, resting = train(tmp_path / "plain", name, False), train(tmp_path / "resting", name, True)
+def assert_rests(plain: tasks.Run, resting: tasks.Run) -> None:
     tasks.assert_bit_equal(plain, resting)
     assert all(row["timing_s/reload"] > 0 for row in resting.raw) and not any("timing_s/reload" in row for row in plain.raw)
-    resumed = train(tmp_path / "resumed", name, True, f"run.resume={tmp_path / 'resting' / 'checkpoints' / 'step_1'}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(4, ELSEWHERE), pytest.param(2, BUFFERS_STAY, marks=pytest.mark.long)],
+    ids=["elsewhere", "buffers stay"],
+)
+def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, ranks: int, overrides: tuple[str, ...]) -> None:
+    assert_rests(*(tasks.train(ranks, tmp_path / str(flag), 2, *settings_of(overrides, flag)) for flag in (False, True)))
+
+
+def test_sharded_roles_rest_in_a_resumed_run_too(tmp_path: Path) -> None:
+    plain = tasks.train(2, tmp_path / "plain", 2, *settings_of(SHARDED, False))
+    settings = settings_of(SHARDED, True)
+    overrides = tasks.settings(tmp_path / "resting", 2, *settings, "run.save_freq=1")
+    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
+    resting = tasks.read_run(tmp_path / "resting")
+    assert_rests(plain, resting)
+    resume = f"run.resume={tmp_path / 'resting' / 'checkpoints' / 'step_1'}"
+    resumed = tasks.train(2, tmp_path / "resumed", 2, *settings, resume)
     assert resumed.metrics == resting.metrics[1:] and resumed.state == resting.state
     assert all((tensor == resumed.weights[key]).all() for key, tensor in resting.weights.items())
 
@@ -70,7 +71,7 @@ def test_the_same_bits_and_nothing_on_the_device_between_calls(tmp_path: Path, n
 def while_generating(world: World) -> tuple[int, int]:
     """Training storages of a resting actor, and those that are there when generation ends."""
     controller, models = build(world, "models.actor.offload=true", *layout("actor", tp=2), *layout("generation", tp=1))
-    kept: list[int] = []
+    kept: list[Any] = []
     came: list[Any] = []
     release, back = Storages.release, HybridWeights.to_training
 
@@ -96,23 +97,19 @@ def test_a_training_shard_that_came_back_does_not_stay_beside_generations() -> N
 
 def test_weights_that_come_back_ahead_of_their_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the traced script foresees: while the call before computes. The same bits."""
-    begun, back = [], Storages.prefetch
+    sizes, prefetch = [], Storages.prefetch
 
-    def prefetch(storages: Storages) -> None:
-        begun.append(storages.nbytes)
-        back(storages)
+    def noted_prefetch(storages: Storages) -> None:
+        sizes.append(storages.nbytes)
+        prefetch(storages)
 
-    monkeypatch.setattr(Storages, "prefetch", prefetch)
+    monkeypatch.setattr(Storages, "prefetch", noted_prefetch)
     everything = [f"models.{role}.{key}=true" for role in ROLES for key in ("offload", "prefetch")]
-    more = f"reward.model={tasks.task() / 'critic'}", "run.save_freq=1"
-    tasks.train_alone(tmp_path / "ahead", 2, *everything, *more)
-    tasks.train_alone(tmp_path / "plain", 2, *more)
+    model = f"reward.model={tasks.task() / 'critic'}"
+    tasks.train_alone(tmp_path / "ahead", 1, *everything, model)
+    tasks.train_alone(tmp_path / "plain", 1, model)
     tasks.assert_bit_equal(tasks.read_run(tmp_path / "plain"), tasks.read_run(tmp_path / "ahead"))
-    assert begun == [0] * len(begun) and len(begun) >= 2 * 5, (
-        "values, scores, reference, critic, actor in each step: none was there"
-    )
-
-
-def test_nothing_to_bring_back_is_refused() -> None:
+    assert len(sizes) >= 5, "values, scores, reference, critic, actor"
+    assert not any(sizes), "what comes back was there"
     with pytest.raises(ValueError, match=r"models.actor.prefetch=true .* models.actor.offload is false"):
         RoleConfig(prefetch=True).check("models.actor")

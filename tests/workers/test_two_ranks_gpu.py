@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -61,91 +61,63 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 class Ranks:
-    """Processes that do ``runs`` in their order, and what came of it. Where a run fails, others go on with the next."""
+    """Processes that do ``runs`` in their order; the first failure ends them."""
 
-    def __init__(self, root: Path, size: int, runs: dict[str, tuple[str, ...]]) -> None:
-        self.root, self.size, self.runs = root, size, runs
-        self.directories: dict[str, Path] = {}
-        self.failures: dict[str, str] = {}
-        self.process: subprocess.Popen[str] | None = None
-        self.start([*runs])
-
-    def start(self, names: Sequence[str]) -> None:
-        """New processes, in a directory of their own."""
-        root = self.root / f"from {names[0]}"
-        root.mkdir(parents=True)
+    def __init__(self, root: Path, size: int, runs: Mapping[str, Sequence[str]]) -> None:
+        self.size = size
+        self.directories = {name: root / str(number) for number, name in enumerate(runs)}
         self.output = root / "output.txt"
-        self.directories |= {name: root / str(number) for number, name in enumerate(names)}
-        orders = [(d := str(self.directories[name]), tasks.settings(Path(d), STEPS, *self.runs[name])) for name in names]
-        for directory, _ in orders:
-            Path(directory).mkdir()
+        for directory in self.directories.values():
+            directory.mkdir(parents=True)
+        orders = [(str(where), tasks.settings(where, STEPS, *COMMON, *runs[name])) for name, where in self.directories.items()]
         (root / "orders.json").write_text(json.dumps(orders))
-        torchrun = ["-m", "torch.distributed.run", *tasks.one_node(self.size)] if self.size > 1 else []
-        program = [str(ROOT / "tests" / "started" / "several_runs.py"), str(root / "orders.json")]
+        torchrun = ["-m", "torch.distributed.run", *tasks.one_node(size)] if size > 1 else []
+        command = [sys.executable, *torchrun, str(ROOT / "tests" / "started" / "several_runs.py"), str(root / "orders.json")]
         variables = tasks.environment() | {"TASK": str(tasks.task() / "ppo.json")}
         with self.output.open("a") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *torchrun, *program],
-                env=variables,
-                stdout=output,
-                stderr=output,
-                text=True,
-                start_new_session=True,
+                command, env=variables, stdout=output, stderr=output, text=True, start_new_session=True
             )
 
     def run(self, name: str) -> tasks.Run:
         """What it wrote, once all ranks have ended it."""
-        if name not in self.failures and self.process is None:
-            self.start([*self.runs][[*self.runs].index(name) :])
         deadline = time.monotonic() + LIMIT_S
-        while name not in self.failures:
-            gone = self.process is None or self.process.poll() is not None  # looked at before what the ranks have written
-            ended = [path.read_text() for path in self.directories[name].glob("ended_*")]
-            if len(ended) == self.size and not any(ended):
+        while True:
+            alive = self.process.poll() is None and time.monotonic() < deadline  # looked at before what the ranks have written
+            tracebacks = [path.read_text() for path in self.directories[name].glob("ended_*")]
+            if len(tracebacks) == self.size and not any(tracebacks):
                 return tasks.read_run(self.directories[name])
-            if gone or any(ended) or time.monotonic() > deadline:
+            if not alive or any(tracebacks):
                 self.close()
-                why = "".join(ended) or ("a rank has ended" if gone else f"not finished in {LIMIT_S:.0f} s")
-                self.failures[name] = f"{name}: {why}\n{self.output.read_text()[-6000:]}"
+                raise AssertionError(f"{name}: {''.join(tracebacks) or 'not finished'}\n{self.output.read_text()[-6000:]}")
             time.sleep(0.02)
-        raise AssertionError(self.failures[name])
 
     def close(self) -> None:
         """Ends the processes; the stacks of those that still run go to output.txt."""
-        process, self.process = self.process, None
-        if process is None:
-            return
-        if process.poll() is None:
-            for pid in tasks.ranks_of(process) if self.size > 1 else [process.pid]:
+        if self.process.poll() is None:
+            for pid in tasks.ranks_of(self.process) if self.size > 1 else [self.process.pid]:
                 os.kill(pid, signal.SIGUSR2)
             time.sleep(0.5)
-        tasks.kill(process)
+            tasks.kill(self.process)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
     root = tmp_path_factory.mktemp("shared_gpu")
-    runs = {1: {"one rank": COMMON}, 2: {name: (*COMMON, *where) for name, where in LAYOUTS.items()}}
-    started = {size: Ranks(root / str(size), size, its) for size, its in runs.items()}
-    yield started
-    for one in started.values():
-        one.close()
-
-
-def test_one_rank_trains(ranks: dict[int, Ranks]) -> None:
-    one = ranks[1].run("one rank")
-    assert len(one.metrics) == STEPS and all(row["actor/grad_norm"] > 0 for row in one.metrics)
+    processes = {1: Ranks(root / "1", 1, {"one rank": ()}), 2: Ranks(root / "2", 2, LAYOUTS)}
+    yield processes
+    for each in processes.values():
+        each.close()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_train_what_one_does(ranks: dict[int, Ranks], name: str) -> None:
     """In float32, so sums in another order differ in the last bits: losses and all other metrics to 2e-3 of themselves, or of 0.1
     where they are smaller, weights to 1e-4 of their tensor's largest."""
-    other = ranks[2].run(name)
-    one = ranks[1].run("one rank")
-    assert other.responses == one.responses
-    difference, where = tasks.worst_metric(one, other, floor=0.1)
-    weights, tensor = tasks.worst_tensor(one, other)
-    print(f"{name}: metrics {difference:.1e} ({where}), weights {weights:.1e} ({tensor})")
+    run, reference = ranks[2].run(name), ranks[1].run("one rank")
+    assert all(row["actor/grad_norm"] > 0 for row in reference.metrics)
+    assert run.responses == reference.responses
+    difference, where = tasks.worst_metric(reference, run, floor=0.1)
     assert difference < 2e-3, where
-    assert weights < 1e-4, tensor
+    difference, where = tasks.worst_tensor(reference, run)
+    assert difference < 1e-4, where
