@@ -1,22 +1,18 @@
-"""The Triton kernels of a layer against float64, forward and backward, and against themselves, bit for bit; compiled on a GPU."""
+"""The Triton kernels of a layer against float64, forward and backward, and against themselves, bit for bit."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from places import ROOT
 from rlhf_spmd.kernels import HeadShape, Ops, PageTarget, triton_layers, triton_qkv
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.packing import Norms
+from tiers import pairwise
 from triton_device import DEVICE
 
 OPS, PLAIN = GpuOps(), Ops()
@@ -53,12 +49,9 @@ def normed(x: Tensor, weight: Tensor, plus_one: bool) -> Tensor:
 ROWS = [(1, 64), (67, 64), (33, 80), (3, 1800), (2, 16384)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize("shape", ROWS, ids=str)
-def test_norms_equal_float64(
-    shape: tuple[int, int], plus_one: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", pairwise({"shape": ROWS, "plus_one": [False, True], "dtype": DTYPES}), ids=str)
+def test_norms_equal_float64(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, plus_one, dtype = case.values()
     monkeypatch.setattr(triton_layers, "PROGRAMS", 2)  # so that programs of the backward pass have several rows
     x, y, weight = draw(*shape, dtype=dtype, scale=3), draw(*shape, dtype=dtype, seed=1), draw(shape[1], dtype=dtype)
 
@@ -72,10 +65,13 @@ def test_norms_equal_float64(
     assert_like_float64(lambda x, w: [OPS.rms_norm(x, w, EPS, plus_one)], lambda x, w: [normed(x, w, plus_one)], x, weight)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("shape", [(1, 48), (7, 96), (3, 2200)], ids=str)
-def test_gates_equal_float64(shape: tuple[int, int], gelu: bool, dtype: torch.dtype) -> None:
+WIDTHS = [(1, 48), (7, 96), (3, 2200)]
+
+
+@pytest.mark.parametrize("case", pairwise({"shape": WIDTHS, "gelu": [False, True], "dtype": DTYPES}), ids=str)
+def test_gates_equal_float64(case: dict[str, Any]) -> None:
+    shape, gelu, dtype = case.values()
+
     def reference(x: Tensor) -> Sequence[Tensor]:
         gate, up = x.chunk(2, -1)
         inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
@@ -127,10 +123,12 @@ def split_heads(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_heads_equal_float64(shape: HeadShape, with_norms: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+HEADS = {"shape": SHAPES, "with_norms": [False, True], "dtype": DTYPES}
+
+
+@pytest.mark.parametrize("case", pairwise(HEADS), ids=str)
+def test_heads_equal_float64(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, with_norms, dtype = case.values()
     monkeypatch.setattr(triton_qkv, "PROGRAMS", 3)
     tokens = 7
     cos, sin = tables(tokens, shape, dtype)
@@ -179,12 +177,11 @@ def test_the_roundings_are_those_of_torch(dtype: torch.dtype) -> None:
         assert torch.ne(OPS.gated(x, False), PLAIN.gated(x, False)).float().mean() < 1e-2
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("ops", [OPS, Ops()], ids=["triton", "torch"])
-def test_keys_and_values_go_to_their_pages(ops: Ops, shape: HeadShape, with_norms: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", pairwise(HEADS), ids=str)
+@pytest.mark.parametrize("ops", [OPS, PLAIN], ids=["triton", "torch"])
+def test_keys_and_values_go_to_their_pages(ops: Ops, case: dict[str, Any]) -> None:
     """As heads gives them, those of the first tokens, and nothing else is touched."""
+    shape, with_norms, dtype = case.values()
     tokens, slots = 5, torch.tensor([17, 3, 40], device=DEVICE)
     (qkv, *norms), (cos, sin) = head_inputs(shape, tokens, dtype, with_norms), tables(tokens, shape, dtype)
     with torch.no_grad():
@@ -230,17 +227,3 @@ def test_no_rows_and_gaps_are_taken() -> None:
         grads = grads if gaps else [grad.contiguous() for grad in grads]
         results.append(torch.autograd.grad((q, k, v), [qkv, *norms], grads))
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernels_compile_for_a_gpu(dtype: str, tmp_path: Path) -> None:
-    """Those of a layer of 2,048 with heads of 128, without spills."""
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    names = ("norm 2048", "gate", "sum_programs", "normed 128 to pages", "normed 128 backward", "turned")
-    command = [sys.executable, "tests/started/compile_layers.py", *names, dtype]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    lines = re.findall(r"^\| (.*) \| \d+ \| (\d+) \| (\d+) \| \d+ \|$", ended.stdout, re.MULTILINE)
-    assert len(lines) == 14, ended.stdout
-    for name, registers, stack in lines:
-        assert int(registers) <= 128 and int(stack) == 0, f"{name}: {registers} registers, {stack} bytes of stack"

@@ -4,12 +4,7 @@ is no GPU."""
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +13,6 @@ from torch import Tensor
 from flash_definition import flash_on_cpus
 from generators import SMALL, alone, ragged_requests
 from launches import counted_launches
-from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.kv_cache import KVCache
@@ -262,24 +256,3 @@ def test_gradients_are_those_of_torch(checkpointing: str) -> None:
         assert ours.grad is not None and theirs.grad is not None
         off = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1)
         assert off < 2e-5, name
-
-
-def test_the_kernels_compile_to_one_kind_of_instruction(tmp_path: Path) -> None:
-    """Nothing spills. All products of half precision are chains of one kind of wgmma; attention of chunks has the tensor cores'
-    instructions of single tokens, and scores laid out over as many warps along the keys."""
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/started/compile_exact.py"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    kernels = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert all(kernel["stack"] == 0 for kernel in kernels), kernels
-    multiplying = [kernel for kernel in kernels if kernel["name"] == "product"]
-    assert len(multiplying) == len(triton_products.HALF_TILES) + 1 + len(triton_products.WIDE_TILES)
-    for kernel in multiplying:
-        assert kernel["instructions"]["mma.sync"] == 0, kernel
-        assert kernel["products"] == (["m64.k16.f32.bf16.bf16"] if kernel["dtype"] == "bf16" else []), kernel
-    attending = [kernel for kernel in kernels if kernel["name"] == "attention"]
-    for chunks, singles in zip(attending[::2], attending[1::2], strict=True):
-        assert (chunks["form"], singles["form"]) == ("chunks", "singles") and chunks["heads"] == singles["heads"]
-        assert chunks["layouts"] == singles["layouts"] and len(chunks["layouts"]) == (chunks["dtype"] == "bf16"), chunks
-        assert chunks["instructions"]["wgmma"] == singles["instructions"]["wgmma"] == 0
