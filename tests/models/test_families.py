@@ -237,7 +237,8 @@ def test_the_planner_counts_what_files_hold(models: dict[str, Path], name: str) 
     """Parameters, multiplications of a token's matrices, those of a layer that a token takes, and elements of each layer's cache."""
     spec, tensors = read_spec(models[name]), load_file(models[name] / "model.safetensors")
     shape = shape_of(spec, "lm")
-    assert shape.params == pytest.approx(sum(tensor.numel() for tensor in tensors.values()))
+    parts = {key: 3 if "correction_bias" in key else 1 for key in tensors}  # a correction is held in three parts
+    assert shape.params == pytest.approx(sum(parts[key] * tensor.numel() for key, tensor in tensors.items()))
     matrices = 0.0 if spec.tie_word_embeddings else -spec.vocab_size * spec.hidden_size  # the embedding is looked up
     for key, tensor in tensors.items():
         if tensor.ndim > 1 and "conv1d" not in key and not key.endswith("proj_bias"):
