@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import tasks
+from attention_definition import attend
 from generators import row_of
 from ranks import run_ranks
 from rlhf_spmd import kernels
@@ -84,25 +85,6 @@ def qkv_of(heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-    """Attention of LENGTHS in fp64, with plain tensors."""
-    out = []
-    for a, b, c in zip(q.double().split(LENGTHS), k.double().split(LENGTHS), v.double().split(LENGTHS), strict=True):
-        group = a.shape[1] // b.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", a, b.repeat_interleave(group, 1)) * rule.scale
-        if rule.softcap:
-            scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        at = torch.arange(len(a))
-        seen = at[None] <= at[:, None]
-        if rule.window:
-            seen &= at[:, None] - at[None] < rule.window
-        scores = scores.masked_fill(~seen, -math.inf)
-        if rule.sinks is not None:
-            scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(-1, len(a), 1)], -1)
-        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(a)], c.repeat_interleave(group, 1)))
-    return torch.cat(out)
-
-
 def paged(found: kernels.CppOps, qkv: tuple[Tensor, ...], rule: AttentionRule, page_size: int, chunks: list[int]) -> Tensor:
     """The sequences fed in chunks of tokens through pages in a shuffled order that hold NaN where nothing was written."""
     q, k, _ = qkv
@@ -137,7 +119,7 @@ def test_attention(found: kernels.CppOps, heads: tuple[int, int, int], dtype: to
         qkv, sinks = qkv_of(heads, dtype), [torch.linspace(-2, 4, heads[0] * heads[1]).to(dtype)] if has_sinks else []
         wide = [x.detach().double().requires_grad_() for x in (*qkv, *sinks)]
         grad = draw(tuple(qkv[0].shape), dtype, seed=5)
-        wanted = reference(*wide[:3], with_sinks(plain, wide[3:]))
+        wanted, _ = attend(*wide[:3], LENGTHS, with_sinks(plain, wide[3:]))
         wanted.backward(grad.double())
         for ops in (found, BatchInvariantOps(), Ops()) if has_sinks else (found,):
             ours = [x.detach().requires_grad_() for x in (*qkv, *sinks)]

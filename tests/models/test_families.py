@@ -294,6 +294,9 @@ def test_experts_against_a_loop_over_tokens(normalise: bool, blocks: int) -> Non
 
 
 def test_rules_of_layers() -> None:
+    scaled = {**CONFIGS["llama3"]["rope_scaling"], "rope_theta": 10000.0}
+    with_parameters = {key: value for key, value in CONFIGS["llama3"].items() if not key.startswith("rope_")}
+    assert spec_from_config({**with_parameters, "rope_parameters": scaled}, "new") == spec_from_config(CONFIGS["llama3"], "old")
     gemma2, gemma3 = (spec_from_config(CONFIGS[name], "test") for name in ("gemma2", "gemma3"))
     assert gemma2.attention_rule(0) == AttentionRule(12**-0.5, 2.0, 5) and gemma2.attention_rule(1).window is None
     assert [gemma3.local_rope(layer) for layer in range(4)] == [True, True, False, True]

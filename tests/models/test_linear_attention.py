@@ -21,10 +21,11 @@ from generators import (
     build_generator,
     load,
     ragged_requests,
+    tokens_of,
     training_log_probs,
 )
 from ranks import run_ranks
-from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import slot_bytes
@@ -153,7 +154,8 @@ def test_prefixes_in_common_change_nothing(path: str) -> None:
         {},
         {"max_num_batched_tokens": 13},  # prompts in several parts, rows of the batch in one step with them
         {"num_pages": 22},  # preemption
-        {"micro_batches": 3, "page_size": 3, "max_num_seqs": 3},
+        {"max_num_seqs": 3},
+        {"micro_batches": 3, "page_size": 3},
     ],
     ids=str,
 )
@@ -168,34 +170,34 @@ def test_batches_and_chunks_change_nothing(path: str, options: dict[str, Any]) -
         assert generator.stats.hit_tokens > 0 and (generator.stats.preemptions > 0) == ("num_pages" in options)
 
 
-@pytest.mark.parametrize("kv_cache", ["free", "keep", "offload"])
-def test_calls_that_are_interrupted_change_nothing(path: str, kv_cache: str) -> None:
-    """Rows go on with their states, or compute their tokens again; rows that come later take slots that others had."""
-    requests = ragged_requests(samples=2, max_new_tokens=20)
-    sampling, config = SamplingConfig(temperature=0.7), replace(SMALL, max_num_batched_tokens=50, kv_cache=kv_cache)
-    wanted = build_generator(path, SMALL, torch.float64).generate(requests, sampling, 3, 5)
-    generator = build_generator(path, replace(config, max_num_seqs=6), torch.float64)
-    found, fresh, late = [], requests[:4], requests[4:]
+def in_parts(generator: Generator, requests: list[Request]) -> list[Completion]:
+    """Calls that are interrupted: more rows come than the first call had, and take slots that others had."""
+    completions, fresh, late = [], requests[:2], requests[2:]
     while fresh or generator.kept or late:
-        found += generator.generate_until(fresh, sampling, 3, 5, GenerationLimits(steps=5), version=1)
+        completions += generator.generate_until(fresh, SamplingConfig(), 3, 5, GenerationLimits(steps=5), version=1)
         generator.before_training()
         fresh, late = late[:4], late[4:]
-    for got, want in zip(sorted(found, key=lambda c: c.row_id), wanted, strict=True):
-        assert got.token_ids == want.token_ids and (got.log_probs - want.log_probs).abs().max() < 1e-10
+    return sorted(completions, key=lambda completion: completion.row_id)
 
 
-def generate_in_parts(world: World, path: str, layout: Layout) -> dict[int, list[int]]:
-    """Token ids by row, of calls that are interrupted: more rows come than the first call had."""
+@pytest.mark.parametrize("kv_cache", ["free", "keep", "offload"])
+def test_calls_that_are_interrupted_change_nothing(path: str, kv_cache: str) -> None:
+    """Rows go on with their states, or compute their tokens again."""
+    requests, config = (
+        ragged_requests(samples=2, max_new_tokens=20),
+        replace(SMALL, max_num_batched_tokens=50, kv_cache=kv_cache),
+    )
+    expected = build_generator(path, SMALL, torch.float64).generate(requests, SamplingConfig(), 3, 5)
+    completions = in_parts(build_generator(path, replace(config, max_num_seqs=6), torch.float64), requests)
+    for ours, whole in zip(completions, expected, strict=True):
+        assert ours.token_ids == whole.token_ids and (ours.log_probs - whole.log_probs).abs().max() < 1e-10
+
+
+def generate_in_parts(world: World, path: str, layout: Layout) -> list[list[int]]:
     mesh = build_mesh(world, range(world.size), layout)
     config = replace(SMALL, max_num_seqs=6, num_pages=200, kv_cache="keep")
     generator = Generator(load(path, mesh, torch.float64), mesh, config, read_eos_ids(path))
-    fresh, late = ragged_requests(samples=2, max_new_tokens=12)[:2], ragged_requests(samples=2, max_new_tokens=12)[2:]
-    found: dict[int, list[int]] = {}
-    while fresh or generator.kept or late:
-        ended = generator.generate_until(fresh, SamplingConfig(temperature=0.7), 3, 5, GenerationLimits(steps=5), version=1)
-        found |= {one.row_id: one.token_ids for one in ended}
-        fresh, late = late[:4], late[4:]
-    return found
+    return tokens_of(in_parts(generator, ragged_requests(samples=2, max_new_tokens=12)))
 
 
 def test_stages_without_linear_layers_keep_the_same_rows(tmp_path: Path) -> None:
@@ -214,8 +216,8 @@ def test_rows_whose_states_find_no_memory_wait(path: str, capsys: pytest.Capture
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf_spmd.generation.generator.cache_room", lambda *args: room)
         assert generator._affordable(16)[0] == 4
-        found = generator.generate(requests, SamplingConfig(), 3, 5)
-    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+        waiting = generator.generate(requests, SamplingConfig(), 3, 5)
+    assert tokens_of(waiting) == tokens_of(wanted)
     assert capsys.readouterr().err.splitlines() == [
         "warning: generation has 4 rows in flight, not 16: half of the cache's 0.00 GiB is for states of linear attention, 0.06 MiB a "
         "row; raise gpu_memory_utilization or generation.tp"

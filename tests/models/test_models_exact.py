@@ -26,41 +26,15 @@ from small_models import CONFIGS
 ODD = {"vocab_size": 517, "hidden_size": 40, "intermediate_size": 86, "num_hidden_layers": 2, "head_dim": 10}
 MIXED = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 20, "num_hidden_layers": 2}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-odd": {**CONFIGS["llama"], **ODD},
-    "llama-tiny": {
-        **CONFIGS["llama"],
-        **ODD,
-        "vocab_size": 60,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_key_value_heads": 1,
-    },
-    "qwen3": {
-        **CONFIGS["qwen3-tied"],
-        **ODD,
-        "vocab_size": 1000,
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "qwen2-wide": {
-        **CONFIGS["qwen2"],
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 1,
-    },
-    "gemma2-odd": {
-        **CONFIGS["gemma2"],
-        **ODD,
-        "sliding_window": 37,
-        "attn_logit_softcapping": 0.5,
-        "final_logit_softcapping": 0.5,
-    },
-    "glm4-odd": {**CONFIGS["glm4"], **ODD, "head_dim": 20},
-    "olmo2-odd": {**CONFIGS["olmo2"], **ODD},
-    "qwen3-moe": {**CONFIGS["qwen3-moe"], **MIXED, "num_key_value_heads": 4, "num_experts": 14, "mlp_only_layers": []},
-    "glm4-moe": {**CONFIGS["glm4-moe"], **MIXED, "head_dim": 20, "n_routed_experts": 14, "n_group": 7, "topk_group": 3},
+    "llama-odd": CONFIGS["llama"] | ODD,
+    "llama-tiny": CONFIGS["llama"] | ODD | {"vocab_size": 60, "hidden_size": 16, "num_key_value_heads": 1},
+    "qwen3": CONFIGS["qwen3-tied"] | ODD | {"hidden_size": 64, "intermediate_size": 172, "num_key_value_heads": 4},
+    "qwen2-wide": CONFIGS["qwen2"] | {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1},
+    "gemma2-odd": CONFIGS["gemma2"] | ODD | {"sliding_window": 37, "attn_logit_softcapping": 0.5},
+    "glm4-odd": CONFIGS["glm4"] | ODD | {"head_dim": 20},
+    "olmo2-odd": CONFIGS["olmo2"] | ODD,
+    "qwen3-moe": CONFIGS["qwen3-moe"] | MIXED | {"num_key_value_heads": 4, "num_experts": 14, "mlp_only_layers": []},
+    "glm4-moe": CONFIGS["glm4-moe"] | MIXED | {"head_dim": 20, "n_routed_experts": 14, "n_group": 7, "topk_group": 3},
 }
 DTYPES, PRECISIONS = (torch.float32, torch.bfloat16), ("kernels", "highest", "medium")
 TURNS = [  # each shape in both dtypes and at two precisions

@@ -1,132 +1,16 @@
-"""Gradients in fp64: against plain torch for the attention, against one rank for tensor parallelism."""
+"""Gradients of the attention against its definition, and of small operations by gradcheck."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from ranks import run_ranks
+from attention_definition import attend
 from rlhf_spmd.kernels import AttentionRule, Ops, Packing
 from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.models.attention import PackedAttention
-from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import token_log_probs, values
-from rlhf_spmd.models.sharding import plan_params
-from rlhf_spmd.models.spec import spec_from_config
-from rlhf_spmd.models.weights import init_random
-from rlhf_spmd.parallel.collectives import Group, solo
-from rlhf_spmd.parallel.data_parallel import partial_boxes, sum_partial
-from rlhf_spmd.parallel.world import World
-from small_models import CONFIGS
 
-LENGTHS = [1, 70, 5, 2, 33]
 TOLERANCE = 1e-10
-
-
-def build(config: dict[str, Any], head: str, tp: Group, stage: int = 0, pp: int = 1) -> Decoder:
-    decoder = Decoder(spec_from_config(config, "test"), head, stage, pp, tp, torch.float64, "cpu")
-    init_random(decoder, 3)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    return decoder
-
-
-def make_batch(vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ids, labels, and weights of the log-probs and entropies in the loss."""
-    generator = torch.Generator().manual_seed(4)
-    ids, labels = torch.randint(0, vocab_size, (2, sum(LENGTHS)), generator=generator)
-    a, b = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64)
-    return ids, labels, a, b
-
-
-def loss_of(decoder: Decoder, head: str, attention: PackedAttention, x: Tensor) -> Tensor:
-    _, labels, a, b = make_batch(decoder.spec.vocab_size)
-    if head == "value":
-        return (decoder(x, attention, values) * a).sum()
-
-    def last(d: Decoder, hidden: Tensor) -> Tensor:
-        log_probs, entropy = token_log_probs(d, hidden, labels, 0.8, entropy=True, chunk_rows=32)
-        return (log_probs * a).sum() + (entropy * b).sum()
-
-    return decoder(x, attention, last)
-
-
-def global_gradients(config: dict[str, Any], head: str, tp: Group, checkpointing: bool, pp: int) -> dict[str, Any]:
-    """Loss and this rank's part of the gradients as {tensor name: [(slices, values)]}."""
-    stages = [build(config, head, tp, stage, pp) for stage in range(pp)]
-    attention = PackedAttention(LENGTHS)
-    x: Tensor = make_batch(config["vocab_size"])[0]
-    for decoder in stages[:-1]:
-        x = decoder(x, attention)
-    for decoder in stages:
-        decoder.keep_activations("full" if checkpointing else "none")
-    loss = loss_of(stages[-1], head, attention, x)
-    loss.backward()
-    found: dict[str, Any] = {"loss": loss.item()}
-    for decoder in stages:
-        grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
-        assert len(grads) == len(decoder.shards), "a parameter has no gradient"
-        others = [plan_params(decoder.spec, head, decoder.stage, pp, r, tp.size) for r in range(tp.size) if r != tp.rank]
-        sum_partial(grads, partial_boxes(decoder.shards, others), tp)
-        for name, grad in grads.items():
-            for box in decoder.shards[name].boxes:
-                part = (box.start, grad[box.local_slices].numpy())
-                found.setdefault(box.name, []).append((decoder.stage, *part))
-    return found
-
-
-def _gradients_rank(world: World, *args: Any) -> dict[str, Any]:
-    config, head, checkpointing, pp = args
-    return global_gradients(config, head, world.all, checkpointing, pp)
-
-
-def assemble(results: list[dict[str, Any]], whole: dict[str, Any]) -> None:
-    """Every rank's part equals the same part of the single rank's gradient; tied ends are summed over stages first."""
-    for name, parts in whole.items():
-        if name == "loss":
-            assert all(abs(r["loss"] - parts) < TOLERANCE * max(1, abs(parts)) for r in results)
-            continue
-        ((_, _, expected),) = parts
-        scale = max(abs(expected).max(), 1)
-        for result in results:
-            totals: dict[Any, Any] = {}
-            for _, start, values_ in result[name]:
-                totals[start] = totals.get(start, 0) + values_
-            for start, got in totals.items():
-                piece = expected[tuple(slice(s, s + n) for s, n in zip(start, got.shape, strict=True))]
-                assert abs(piece - got).max() < TOLERANCE * scale, name
-
-
-@pytest.mark.parametrize(
-    ("name", "head", "tp", "pp"),
-    [
-        ("llama-tied-bias", "lm", 2, 2),
-        ("qwen3-tied", "lm", 4, 1),  # two KV heads are shared by two ranks each
-        ("llama3", "value", 2, 1),
-        pytest.param("llama-tied-bias", "lm", 4, 1, marks=pytest.mark.long),
-        pytest.param("qwen2", "lm", 2, 2, marks=pytest.mark.long),
-        pytest.param("qwen3-tied", "lm", 2, 2, marks=pytest.mark.long),
-    ],
-)
-def test_tensor_parallel_gradients(name: str, head: str, tp: int, pp: int) -> None:
-    config = {**CONFIGS[name], "num_hidden_layers": 2}
-    whole = global_gradients(config, head, solo(), False, 1)
-    assemble(run_ranks(tp, _gradients_rank, config, head, head == "lm", pp), whole)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-    """One sequence: q [T, H * G, D], k and v [T, H, D]."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    past = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    seen = (past >= 0) & (past < (rule.window or len(q)))
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +28,7 @@ def test_packed_attention_against_plain_torch(rule: AttentionRule) -> None:
     )
     out = PackedAttention(lengths).attend(0, q, k, v, rule)
     got = torch.autograd.grad((out * weight).sum(), [q, k, v])
-    rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    plain = torch.cat([plain_attention(*row, rule) for row in rows])
+    plain, _ = attend(q, k, v, lengths, rule)
     want = torch.autograd.grad((plain * weight).sum(), [q, k, v])
     assert (plain - out).abs().max() < TOLERANCE
     for x, y in zip(got, want, strict=True):
