@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -15,10 +13,6 @@ from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, Experts
 from rlhf_spmd.models.experts import MixtureWeights, apply_experts, mix_experts
-from rlhf_spmd.models.router_balance import RouterBalance
-from rlhf_spmd.models.spec import spec_from_config
-from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 
@@ -121,27 +115,6 @@ def test_launches_of_a_layer(name: str, tokens: int, trains: bool, tp: int, most
             leaves = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
             torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert not work.waits and most / 3 < len(work.names) <= most, work.names
-
-
-@pytest.mark.parametrize(("coef", "most"), [(0.0, 10), (0.1, 40)])
-@pytest.mark.parametrize("name", LAYERS)
-def test_launches_of_what_routers_report(name: str, coef: float, most: int) -> None:
-    """Beside those of a trained layer; the host waits for none."""
-    _, experts = LAYERS[name]
-    spec = replace(spec_from_config(CONFIGS["mixtral"], "test"), experts=experts, num_hidden_layers=1)
-    balance = RouterBalance(spec, [0], coef, solo(), solo(), torch.device("meta"))
-    routers = balance.begin(torch.tensor([30, 34]), None, 0.5)
-    assert routers is not None
-    logits = torch.empty(64, experts.count, device="meta", requires_grad=True)
-    correction = torch.empty(experts.count, 3, device="meta") if experts.corrected else None
-    counts = []
-    for choose in (partial(routers.route, GpuOps(), 0), GpuOps().route):
-        with counted_launches(run=False) as work:
-            weights, _ = choose(logits, correction, experts.rule, torch.bfloat16)
-            torch.autograd.grad(weights, logits, torch.empty_like(weights))
-        assert not work.waits, work.waits
-        counts.append(len(work.names))
-    assert counts[0] - counts[1] <= most, counts
 
 
 def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -20,11 +20,10 @@ from ranks import run_ranks
 from rlhf_spmd.checkpoint.export import export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.kernels import AttentionRule, Ops
+from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.expert_config import Experts, is_fixed
-from rlhf_spmd.models.experts import MixtureWeights, mix_experts, route
+from rlhf_spmd.models.expert_config import is_fixed
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
 from rlhf_spmd.models.sharding import cache_shape
 from rlhf_spmd.models.spec import read_spec, spec_from_config
@@ -263,34 +262,6 @@ def test_flops_count_tokens_before_a_query_and_windows() -> None:
     assert forward_flops(short, 10, 9) == forward_flops(plain, 10, 9)
     longer = forward_flops(short, 10, 1e9) - forward_flops(short, 10, 0)
     assert longer == pytest.approx(10 * 4 * 4 * 32 * 9)  # never more than the window
-
-
-@pytest.mark.parametrize(("normalise", "blocks"), [(False, 2), (True, 1)])
-def test_experts_against_a_loop_over_tokens(normalise: bool, blocks: int) -> None:
-    experts, hidden, width = Experts(5, 2, 6, normalise), 4, 6
-    torch.manual_seed(0)
-    x, router, gate, up, down = (
-        torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((9, hidden), (5, hidden), (5, width, hidden), (5, width, hidden), (5, hidden, width))
-    )
-    with torch.no_grad():
-        x[2:] = x[2]  # several tokens to the same experts, and one expert without any
-    expected = []
-    for row in x:
-        probabilities = (router @ row).softmax(0)
-        best = probabilities.argsort(descending=True)[:2].tolist()
-        total = probabilities[best].sum() if normalise else 1
-        parts = [down[e] @ (torch.nn.functional.silu(gate[e] @ row) * (up[e] @ row)) for e in best]
-        expected.append(sum(probabilities[e] / total * part for e, part in zip(best, parts, strict=True)))
-    halves = [part.chunk(blocks, 1) for part in (gate, up)]
-    entry = torch.cat([torch.cat([half[b] for half in halves], 1).reshape(-1, hidden) for b in range(blocks)])
-    weights = MixtureWeights(router, entry, down.reshape(-1, width))
-    got, want = mix_experts(Ops(), x, weights, experts, False, blocks), torch.stack(expected)
-    assert len(set(route(Ops(), x, weights, experts, Ops().route)[1].flatten().tolist())) < 5
-    weight, inputs = torch.randn_like(got), [x, router, gate, up, down]
-    gradients = (torch.autograd.grad((result * weight).sum(), inputs) for result in (got, want))
-    for ours, theirs in zip((got, *next(gradients)), (want, *next(gradients)), strict=True):
-        assert (ours - theirs).abs().max() < 1e-12
 
 
 def test_rules_of_layers() -> None:
