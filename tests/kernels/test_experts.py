@@ -81,10 +81,7 @@ def test_gradients_of_idle_experts_are_cleared_whatever_was_there() -> None:
 
 LAYERS = {
     "Qwen3-30B-A3B": (2048, Experts(128, 8, 768, True)),
-    "GLM-4.5-Air": (
-        4096,
-        Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True),
-    ),
+    "GLM-4.5-Air": (4096, Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True)),
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, False, scoring="chosen", biased=True, clamp=(1.702, 7.0), fused=True)),
     "DeepSeek-V3": (
         7168,

@@ -16,11 +16,6 @@ from attention_definition import attend
 from flash_definition import Calls, flash_on_cpus
 from rlhf_spmd.kernels import AttentionRule, Ops, Packing, flash_attention
 from rlhf_spmd.kernels.flash_attention import FlashAttn, TorchFlash, choose_packed
-from rlhf_spmd.models.attention import PackedAttention
-from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import spec_from_config
-from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -93,36 +88,6 @@ def test_what_has_no_kernel_takes_the_plain_path(calls: Calls, dtype: torch.dtyp
     none = parts_of(draw([0, 0], torch.bfloat16))
     assert GpuOps(TorchFlash()).attend_packed(*none, Packing([0, 0], CPU), RULES[0]).shape == (0, 4, 16)
     assert not calls.forward
-
-
-@pytest.mark.parametrize(("name", "shared"), [("llama", False), ("mistral", True)])
-def test_a_decoder_trains_by_it(calls: Calls, name: str, shared: bool) -> None:
-    """All layers, forward and backward, against fp64; ``shared``: two sequences begin with the same three tokens, kept once."""
-    spec = spec_from_config({**CONFIGS[name], "num_hidden_layers": 2}, name)
-    lengths, tokens = [1, 40, 7, 0, 23], 71
-    places = torch.cat([torch.arange(41), torch.tensor([1, 2, 3]), torch.arange(41, 68)]) if shared else None
-    tokens = 68 if shared else tokens
-    ids = torch.randint(spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
-    made: list[dict[str, Tensor]] = []
-    for dtype, ops in ((torch.float64, Ops()), (torch.bfloat16, GpuOps(TorchFlash())), (torch.bfloat16, Ops())):
-        decoder = Decoder(spec, "none", 0, 1, solo(), dtype, CPU, ops=ops)
-        generator = torch.Generator().manual_seed(3)
-        for parameter in decoder.parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.dim() == 2 else 1.0))
-        hidden = decoder(ids, PackedAttention(lengths, ops=ops, places=places))
-        weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4))
-        hidden.backward(weight.to(dtype))
-        made.append(
-            {"hidden": hidden, **{name: p.grad.double() for name, p in decoder.named_parameters() if p.grad is not None}}
-        )
-    layers = spec.num_hidden_layers
-    assert len(calls.forward) == calls.backward == layers
-    assert [call["left"] for call in calls.forward] == [(spec.attention_rule(i).window or 0) - 1 for i in range(layers)]
-    exact, ours, plain = made
-    assert exact.keys() == ours.keys() and len(exact) > 5 * layers
-    for key, want in exact.items():
-        error, usual = ((x[key].double() - want).norm() / want.norm() for x in (ours, plain))
-        assert error < 2 * usual + 2e-3, f"{key}: {error} against {usual} of torch's padded attention"
 
 
 def test_flash_attn_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, Ops, build, choose_ops, dispatch
 from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
+from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import spec_from_config
@@ -117,7 +118,7 @@ def paged(found: kernels.CppOps, qkv: tuple[Tensor, ...], rule: AttentionRule, p
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "threads"), CASES, ids=str, indirect=["threads"])
 def test_attention(found: kernels.CppOps, heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
-    """Against fp64, packed, alone, by pages, and backward; rules with sinks also by torch in both its orders."""
+    """Against fp64, packed, alone, by pages, and backward; and by torch in both its orders."""
     most, most_of_gradients = (2e-5, 5e-6) if dtype == torch.float32 else (4e-2, 3e-2)
     bounds, first_pages = torch.tensor([0, *LENGTHS]).cumsum(0), HEADS.index(heads) + threads
     for number, (softcap, window, has_sinks) in enumerate(RULES):
@@ -127,7 +128,7 @@ def test_attention(found: kernels.CppOps, heads: tuple[int, int, int], dtype: to
         grad = draw(tuple(qkv[0].shape), dtype, seed=5)
         wanted, _ = attend(*wide[:3], LENGTHS, with_sinks(plain, wide[3:]))
         wanted.backward(grad.double())
-        for ops in (found, BatchInvariantOps(), Ops()) if has_sinks else (found,):
+        for ops in (found, BatchInvariantOps(), Ops()):
             ours = [x.detach().requires_grad_() for x in (*qkv, *sinks)]
             out = PackedAttention(LENGTHS, ops=ops).attend(0, *ours[:3], with_sinks(plain, ours[3:]))
             assert (out.double() - wanted).abs().max() < most, (type(ops), plain)
@@ -218,6 +219,20 @@ def test_small_operations_against_fp64_and_row_by_row(found: kernels.CppOps, dty
         results[1].backward(grad.double())
         for a, b in zip((results[0], *(p.grad for p in ours)), (results[1], *(p.grad for p in wide)), strict=True):
             assert (a - b).norm() <= bound * b.norm(), name
+
+
+def test_capped_attention_of_gpus_keeps_scores_in_fp32() -> None:
+    """Only inputs, probabilities and the result are rounded to bf16, each by 2^-9 at most; scores are up to 40, of which bf16 would
+    lose 0.1."""
+    rule = AttentionRule(1.0, softcap=50.0)
+    q, k, v, weight = (draw((1, 4, 70, 64), torch.bfloat16, seed=seed) for seed in range(4))
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attend_dense(*leaves, rule, None)
+        results.append((out, *torch.autograd.grad(out, leaves, weight.to(dtype))))
+    for number, (got, want) in enumerate(zip(*results, strict=True)):
+        assert (got - want).norm() < (8e-3 if number else 4e-3) * want.norm()
 
 
 def test_logit_statistics(found: kernels.CppOps) -> None:

@@ -64,12 +64,8 @@ def model(name: str, directory: Path) -> str:
             pytest.param(*case, marks=LONG)
             for case in (
                 ("qwen3-moe", "value", Layout(tp=2, sequence_parallel=True), {}),
-                ("gpt-oss", "lm", Layout(pp=2, tp=2, sequence_parallel=True), {}),
-                ("glm4-moe", "lm", Layout(tp=2, dp=2, zero=3), FULL),
-                ("deepseek-v3", "lm", Layout(tp=2, dp=2, zero=3), SELECTIVE),
                 ("deepseek-v2", "lm", Layout(cp=4), {}),
                 ("deepseek-v2", "lm", Layout(pp=2, tp=2, sequence_parallel=True), FULL),
-                ("gemma3", "lm", Layout(dp=2, zero=3), FULL),
                 ("phi3", "lm", Layout(tp=4), {}),
                 ("phi4-mini", "lm", Layout(pp=2, tp=2), {}),
                 ("olmo3", "lm", Layout(pp=2, tp=2, sequence_parallel=True), {}),
@@ -77,7 +73,6 @@ def model(name: str, directory: Path) -> str:
                 ("smollm3", "value", Layout(pp=2, dp=2, zero=1), {}),
                 ("glm4", "lm", Layout(tp=2, dp=2, zero=3), {}),
                 ("ministral3", "lm", Layout(tp=2, sequence_parallel=True), SELECTIVE),
-                ("qwen3-5", "lm", Layout(tp=4), FULL),
             )
         ),
     ],
@@ -96,9 +91,7 @@ def test_training_is_that_of_one_rank(directory: Path, name: str, head: str, lay
         ("qwen3-5", Layout(pp=2, tp=2, sequence_parallel=True), SOME, 1e-9),
         ("qwen3-5", Layout(tp=2, dp=2, zero=1), MUON, 0.02),  # whose products are in bf16
         pytest.param("deepseek-v2", Layout(tp=2, dp=2, zero=2, sequence_parallel=True), LORA, 1e-9, marks=LONG),
-        pytest.param("deepseek-v2", Layout(tp=2, dp=2, zero=2, sequence_parallel=True), MUON, 1e-9, marks=LONG),
         pytest.param("qwen3-next", Layout(tp=2, dp=2, zero=2), NEXT, 1e-9, marks=LONG),
-        pytest.param("qwen3-next", Layout(tp=2, dp=2, zero=1), MUON, 0.02, marks=LONG),
     ],
     ids=str,
 )

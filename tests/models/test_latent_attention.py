@@ -14,7 +14,6 @@ from generators import SMALL, build_generator, ragged_requests, tokens_of
 from rlhf_spmd.generation import SamplingConfig, backends
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.models.latent import Latent, latent_scale
 from rlhf_spmd.models.sharding import check_layout, plan_params
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import write_random_model
@@ -83,13 +82,6 @@ def test_published_sizes() -> None:
     assert held == whole + (1536 * 192 + 512 * 256) * 128 // 8
     with pytest.raises(ValueError, match=r"layout: tp=3 does not divide num_attention_heads=128"):
         check_layout(spec, 1, 3, "layout")
-
-
-def test_the_scale_of_scores() -> None:
-    latent = Latent(None, 512, 128, 64, 128)
-    plain, yarn = 192**-0.5, {"rope_type": "yarn", "factor": 40.0}
-    assert latent_scale(latent, {}, "test") == latent_scale(latent, yarn, "test") == pytest.approx(plain)
-    assert latent_scale(latent, {**yarn, "mscale_all_dim": 1.0}, "test") == pytest.approx(plain * 1.3689**2, rel=1e-4)
 
 
 def test_attention_on_gpus_is_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 import tasks
-from generators import (
-    SMALL,
-    alone,
-    build_generator,
-    load,
-    ragged_requests,
-    tokens_of,
-    training_log_probs,
-)
+from generators import SMALL, alone, build_generator, load, ragged_requests, tokens_of, training_log_probs
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache

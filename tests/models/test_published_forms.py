@@ -17,7 +17,6 @@ from rlhf_spmd.kernels.routing import as_parts
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.file_forms import find_tensor
-from rlhf_spmd.models.fp8 import ScaledSlice
 from rlhf_spmd.models.heads import local_logits
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.stored import StoredModel
@@ -111,36 +110,6 @@ def test_transformers_has_the_same_logits(tmp_path: Path) -> None:
         got = decoder(torch.arange(1, 11), PackedAttention([10]), local_logits)
     theirs = logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))[0]
     assert (got - theirs).abs().max() < 1e-4 * theirs.abs().max()
-
-
-class Counted:
-    """In place of safetensors' slice object."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.read = values, 0
-
-    def get_shape(self) -> list[int]:
-        return list(self.values.shape)
-
-    def __getitem__(self, places: Any) -> Tensor:
-        self.read += (part := self.values[places]).numel()
-        return part
-
-
-def test_a_slice_reads_no_more_than_its_elements() -> None:
-    generator = torch.Generator().manual_seed(0)
-    codes, scales = (
-        torch.randn(3, 300, 260, generator=generator).to(torch.float8_e4m3fn),
-        torch.rand(3, 3, 3, generator=generator),
-    )
-    wide = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :300, :260]
-    want = (codes.float() * wide).bfloat16()
-    for rows, columns in ((slice(100, 290), slice(120, 260)), (slice(5, 5), slice(None)), (slice(0, 128), slice(257, 259))):
-        counted = Counted(codes[1])
-        got = ScaledSlice(counted, Counted(scales[1]))[rows, columns]
-        assert torch.equal(got, want[1, rows, columns]) and counted.read == got.numel()
-    counted = Counted(codes)
-    assert torch.equal(ScaledSlice(counted, Counted(scales))[2], want[2]) and counted.read == 300 * 260
 
 
 BLOCKS = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32

@@ -23,7 +23,6 @@ from engine_runs import (
     together,
     train,
 )
-from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.generate import GenerateConfig
 from rlhf_spmd.inference.loaded_model import ModelConfig
@@ -159,36 +158,6 @@ def test_every_row_travels_once_each_way() -> None:
             scatter = (others, others)
             gathers = (2 * layers + 1) * rows * row, (2 * layers + 1) * others
             assert counted == [scatter, gathers, (layers * others,) * 2, (layers * others,) * 2]
-
-
-def kept_bytes(world: World, checkpointing: str, sequence_parallel: bool) -> int:
-    """What a rank holds between the forward and the backward pass of the layers: the least of a few times, since gloo's threads
-    may hold a tensor a moment longer."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
-    spec = spec_from_config({**FAMILIES["llama"], **sizes}, "test")
-    decoder = Decoder(spec, "none", 0, 1, world.all, torch.float32, "cpu", sequence_parallel=sequence_parallel)
-    init_random(decoder, 7)
-    decoder.keep_activations(checkpointing)
-    ids, attention = torch.arange(101).repeat(4), PackedAttention([101] * 4)
-    decoder(ids, attention)
-    sizes_of_passes = []
-    for _ in range(4):
-        with LiveMemory() as memory:
-            loss = decoder(ids, attention).sum()
-            sizes_of_passes.append(memory.live)
-        loss.backward()
-    return min(sizes_of_passes)
-
-
-@pytest.mark.parametrize("checkpointing", tiers(["none", "selective", "full"], ["selective"]))
-def test_each_rank_keeps_its_part(checkpointing: str) -> None:
-    """Without sequence parallelism the residual stream and what the norms give are kept whole on every rank."""
-    (alone,) = run_ranks(1, kept_bytes, checkpointing, False)
-    results = (run_ranks(4, kept_bytes, checkpointing, scatters) for scatters in (True, False))
-    for part, whole in zip(*results, strict=True):
-        tables = 4 * 404 * 32 * 2  # cos and sin, which every rank needs of all tokens
-        assert part < 1.05 * alone / 4 + tables
-        assert whole > 1.4 * part
 
 
 def test_generation_refuses_it() -> None:
