@@ -53,7 +53,7 @@ PAGES = [(64, [1]), (16, [33, 1, 7]), (5, [50, 1]), (1, [64, 3]), (100, [1000])]
 
 
 @pytest.fixture(params=tiers(["native", "x86-64-v3"], ["native"]))
-def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.CppOps]:
+def cpp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.CppOps]:
     """As built for this processor, and for vectors of 8 floats, which every x86 processor of today has, without AMX."""
     if request.param != "native":
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -92,7 +92,7 @@ def qkv_of(heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def paged(found: kernels.CppOps, qkv: tuple[Tensor, ...], rule: AttentionRule, page_size: int, chunks: list[int]) -> Tensor:
+def paged(cpp: kernels.CppOps, qkv: tuple[Tensor, ...], rule: AttentionRule, page_size: int, chunks: list[int]) -> Tensor:
     """The sequences fed in chunks of tokens through pages in a shuffled order that hold NaN where nothing was written."""
     q, k, _ = qkv
     kv, dim = k.shape[1:]
@@ -111,13 +111,13 @@ def paged(found: kernels.CppOps, qkv: tuple[Tensor, ...], rule: AttentionRule, p
         if not items:
             break
         some = (x[index] for x in qkv)
-        out[index] = found.attend_paged(*some, torch.tensor(items), table, cache, page_size, rule)
+        out[index] = cpp.attend_paged(*some, torch.tensor(items), table, cache, page_size, rule)
     return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "threads"), CASES, ids=str, indirect=["threads"])
-def test_attention(found: kernels.CppOps, heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+def test_attention(cpp: kernels.CppOps, heads: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
     """Against fp64, packed, alone, by pages, and backward; and by torch in both its orders."""
     most, most_of_gradients = (2e-5, 5e-6) if dtype == torch.float32 else (4e-2, 3e-2)
     bounds, first_pages = torch.tensor([0, *LENGTHS]).cumsum(0), HEADS.index(heads) + threads
@@ -128,7 +128,7 @@ def test_attention(found: kernels.CppOps, heads: tuple[int, int, int], dtype: to
         grad = draw(tuple(qkv[0].shape), dtype, seed=5)
         wanted, _ = attend(*wide[:3], LENGTHS, with_sinks(plain, wide[3:]))
         wanted.backward(grad.double())
-        for ops in (found, BatchInvariantOps(), Ops()):
+        for ops in (cpp, BatchInvariantOps(), Ops()):
             ours = [x.detach().requires_grad_() for x in (*qkv, *sinks)]
             out = PackedAttention(LENGTHS, ops=ops).attend(0, *ours[:3], with_sinks(plain, ours[3:]))
             assert (out.double() - wanted).abs().max() < most, (type(ops), plain)
@@ -136,12 +136,12 @@ def test_attention(found: kernels.CppOps, heads: tuple[int, int, int], dtype: to
             for a, b in zip(ours, wide, strict=True):
                 assert (a.grad.double() - b.grad).abs().max() / b.grad.abs().max() < most_of_gradients, (type(ops), plain)
         rule = with_sinks(plain, sinks)
-        out, log_sums = found.packed(*qkv, bounds, rule)
+        out, log_sums = cpp.packed(*qkv, bounds, rule)
         assert log_sums.isfinite().all()
         for part, together in zip(zip(*(x.split(LENGTHS) for x in qkv), strict=True), out.split(LENGTHS), strict=True):
-            assert torch.equal(found.packed(*part, torch.tensor([0, len(part[0])]), rule)[0], together)
+            assert torch.equal(cpp.packed(*part, torch.tensor([0, len(part[0])]), rule)[0], together)
         for page_size, chunks in (PAGES[(first_pages + number) % 5], PAGES[(first_pages + number + 2) % 5]):
-            assert torch.equal(paged(found, qkv, rule, page_size, chunks), out), (rule, page_size)
+            assert torch.equal(paged(cpp, qkv, rule, page_size, chunks), out), (rule, page_size)
 
 
 def with_sinks(rule: AttentionRule, sinks: Sequence[Tensor]) -> AttentionRule:
@@ -150,34 +150,34 @@ def with_sinks(rule: AttentionRule, sinks: Sequence[Tensor]) -> AttentionRule:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outs", "inner"), [(512, 256), (100, 86), (1, 768), (49, 3), (1000, 64)])
-def test_products(found: kernels.CppOps, dtype: torch.dtype, outs: int, inner: int, threads: int) -> None:
+def test_products(cpp: kernels.CppOps, dtype: torch.dtype, outs: int, inner: int, threads: int) -> None:
     x, weight, bias = draw((139, inner), dtype), draw((outs, inner), dtype, seed=1), draw((outs,), dtype, seed=2)
-    if not found.multiplies(x, weight):
-        assert dtype == torch.bfloat16 or not found.multiplies(x.float(), weight.float())
+    if not cpp.multiplies(x, weight):
+        assert dtype == torch.bfloat16 or not cpp.multiplies(x.float(), weight.float())
         return
     wanted = x.double() @ weight.double().t()
-    wide = found.product(x, weight, wide=True)
+    wide = cpp.product(x, weight, wide=True)
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), wanted, atol=2e-6 * inner, rtol=0)
     close = {"atol": 2e-6 * inner, "rtol": 1e-6} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
-    out = found.product(x, weight, bias)
+    out = cpp.product(x, weight, bias)
     torch.testing.assert_close(out.double(), wanted + bias.double(), **close)
     for rows in (1, 2, 3, 15, 16, 17, 32, 33, 100):  # the same bits in any company and place, also from strided rows
-        assert torch.equal(found.product(x[:rows], weight, bias), out[:rows])
-        assert torch.equal(found.product(x[139 - rows :], weight, bias), out[139 - rows :])
+        assert torch.equal(cpp.product(x[:rows], weight, bias), out[:rows])
+        assert torch.equal(cpp.product(x[139 - rows :], weight, bias), out[139 - rows :])
     spread = torch.cat([x, x], 1)[:, :inner]
-    assert torch.equal(found.product(spread, weight, bias), out)
+    assert torch.equal(cpp.product(spread, weight, bias), out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_product_gradients(found: kernels.CppOps, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_gradients(cpp: kernels.CppOps, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the processor has no bfloat16 products, torch's take 5 times as long as float32's: none is asked for."""
     kinds, mm = set(), torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **more: kinds.add(a.dtype) or mm(a, b, **more))
     x, weight, bias = draw((37, 20), dtype), draw((11, 20), dtype, seed=1), draw((11,), dtype, seed=2)
     experts, grad = draw((2, 1, 11, 20), dtype, seed=3), draw((37, 11), dtype, seed=4)
     most = 1e-5 if dtype == torch.float32 else 2e-2
-    for operation, inputs in ((found.linear, (x, weight, bias)), (lambda a, w: found.per_expert(a, w, [30, 7]), (x, experts))):
+    for operation, inputs in ((cpp.linear, (x, weight, bias)), (lambda a, w: cpp.per_expert(a, w, [30, 7]), (x, experts))):
         ours, wide = ([p.to(kind).clone().requires_grad_() for p in inputs] for kind in (dtype, torch.float64))
         kinds.clear()
         operation(*ours).backward(grad)
@@ -188,7 +188,7 @@ def test_product_gradients(found: kernels.CppOps, dtype: torch.dtype, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_operations_against_fp64_and_row_by_row(found: kernels.CppOps, dtype: torch.dtype, threads: int) -> None:
+def test_small_operations_against_fp64_and_row_by_row(cpp: kernels.CppOps, dtype: torch.dtype, threads: int) -> None:
     x, weight, gates = draw((37, 3, 50), dtype, 2), draw((50,), dtype, seed=1), draw((800, 166), dtype, 5, seed=2)
     angles = draw((37, 1, 25), torch.float32, 3, seed=3)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -235,23 +235,23 @@ def test_capped_attention_of_gpus_keeps_scores_in_fp32() -> None:
         assert (got - want).norm() < (8e-3 if number else 4e-3) * want.norm()
 
 
-def test_logit_statistics(found: kernels.CppOps) -> None:
+def test_logit_statistics(cpp: kernels.CppOps) -> None:
     logits, labels = draw((9, 517), torch.float32, 20), torch.tensor([0, 516, 517, 1033, 1034, 600, 530, 999, 5])
     logits[2, :500] = -math.inf  # tokens that may not be drawn
     first, shifted = 517, logits.double() - logits.double().amax(-1, keepdim=True)
-    largest, total, at_label, weighted = found.logit_statistics(logits, labels, first, True)
+    largest, total, at_label, weighted = cpp.logit_statistics(logits, labels, first, True)
     assert torch.equal(largest, logits.amax(-1))
     torch.testing.assert_close(total.double(), shifted.exp().sum(-1), atol=0, rtol=1e-6)
     wanted = [float(logits[i, n - first]) if 0 <= n - first < 517 else 0.0 for i, n in enumerate(labels.tolist())]
     assert at_label.tolist() == wanted
     torch.testing.assert_close(weighted.double(), (shifted.exp() * shifted.clamp(min=-1e4)).sum(-1), atol=1e-5, rtol=1e-5)
     assert torch.equal(
-        found.logit_statistics(logits[3:4], labels[3:4], first, True)[:, 0],
+        cpp.logit_statistics(logits[3:4], labels[3:4], first, True)[:, 0],
         torch.stack([largest, total, at_label, weighted])[:, 3],
     )
 
 
-def test_logit_gradients(found: kernels.CppOps, threads: int) -> None:
+def test_logit_gradients(cpp: kernels.CppOps, threads: int) -> None:
     logits, labels, grads = draw((150, 1034), torch.float32, 9), torch.arange(150) * 6, draw((150,), torch.float32, seed=1)
     logits[0, 520:600] = -math.inf
     wide = logits.double().requires_grad_()
@@ -259,15 +259,15 @@ def test_logit_gradients(found: kernels.CppOps, threads: int) -> None:
     log_z = torch.logsumexp(logits, -1)
     for first, last in ((0, 517), (517, 1034)):  # two ranks' slices
         part = logits[:, first:last].contiguous()
-        found.logit_gradients(part, labels, first, log_z, grads)
+        cpp.logit_gradients(part, labels, first, log_z, grads)
         torch.testing.assert_close(part.double(), wide.grad[:, first:last], atol=1e-5, rtol=1e-5)
 
 
-def test_argmax_takes_the_first_of_equal_ones(found: kernels.CppOps) -> None:
+def test_argmax_takes_the_first_of_equal_ones(cpp: kernels.CppOps) -> None:
     logits = draw((33, 1030), torch.float32, 3)
     logits[3, 1029] = logits[4, 0] = logits[5, 600] = 50.0
     logits[6, [100, 99, 700]] = 60.0
-    assert torch.equal(found.argmax(logits), logits.argmax(-1)) and int(found.argmax(logits)[6]) == 99
+    assert torch.equal(cpp.argmax(logits), logits.argmax(-1)) and int(cpp.argmax(logits)[6]) == 99
 
 
 # dense layers without other operations than these, each at one number of threads or with one dtype in turn
@@ -279,12 +279,12 @@ SHORT_LAYERS = ("llama", "qwen3-tied", "gemma2", "olmo2", "glm4")
 @pytest.mark.parametrize(("threads", "dtype"), [(1, DTYPES[0]), (2, DTYPES[1])], ids=str, indirect=["threads"])
 @pytest.mark.parametrize("name", tiers(LAYERS, SHORT_LAYERS))
 def test_a_whole_layer_has_the_bits_of_its_operations(
-    found: kernels.CppOps, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    cpp: kernels.CppOps, name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed and paged, with and without gradients, in few rows and in many; the buffers stand from one layer to the next."""
-    if not found.is_batch_invariant(dtype, 2):
+    if not cpp.is_batch_invariant(dtype, 2):
         pytest.skip("no product in C++ for this dtype here")
-    calls, buffers, layer = [], set(), found.layer
+    calls, buffers, layer = [], set(), cpp.layer
 
     def counted(*args: Any) -> Any:
         run = layer(*args)
@@ -297,7 +297,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
 
         return run and noted
 
-    monkeypatch.setattr(found, "layer", counted)
+    monkeypatch.setattr(cpp, "layer", counted)
     decoder = Decoder(spec_from_config(CONFIGS[name], name), "none", 0, 1, solo(), dtype, "cpu")
     for seed, parameter in enumerate(decoder.parameters()):
         parameter.data = draw(tuple(parameter.shape), dtype, 0.3, seed)
@@ -320,17 +320,17 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
         buffers.clear()
 
 
-def test_draws_follow_the_cumulative_distribution(found: kernels.CppOps) -> None:
+def test_draws_follow_the_cumulative_distribution(cpp: kernels.CppOps) -> None:
     logits = draw((40, 517), torch.float32, 3)
     logits[:, ::7] = -math.inf
     uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
     cumulative = (logits.double() / 0.7).softmax(-1).cumsum(-1)
     wanted = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    drawn = found.draw(logits, 0.7, uniforms)
+    drawn = cpp.draw(logits, 0.7, uniforms)
     assert torch.equal(drawn, wanted) and (drawn % 7 != 0).all()
     assert drawn[0] == 1 and drawn[1] == 516  # the first and the last token that can be drawn
-    assert torch.equal(found.draw(logits[7:9], 0.7, uniforms[7:9]), drawn[7:9])
+    assert torch.equal(cpp.draw(logits[7:9], 0.7, uniforms[7:9]), drawn[7:9])
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

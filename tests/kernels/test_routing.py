@@ -85,11 +85,13 @@ def test_weights_of_given_experts(rule: RoutingRule) -> None:
     """In float64 by the formula; with the experts that the logits choose, bit for bit those without; in Triton alike."""
     logits, _ = draw(False)
     orders = [torch.randperm(COUNT, generator=torch.Generator().manual_seed(i)) for i in range(40)]
-    given = torch.stack([order[: rule.per_token] for order in orders])
+    assigned = torch.stack([order[: rule.per_token] for order in orders])
     logits.requires_grad_()
-    weights, chosen = Ops().route(logits, None, rule, torch.float64, given)
-    assert torch.equal(chosen, given)
-    scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid(), "chosen": logits.exp()}[rule.scoring].gather(1, given)
+    weights, chosen = Ops().route(logits, None, rule, torch.float64, assigned)
+    assert torch.equal(chosen, assigned)
+    scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid(), "chosen": logits.exp()}[rule.scoring].gather(
+        1, assigned
+    )
     total = scores.sum(1, keepdim=True) if rule.normalise or rule.scoring == "chosen" else 1.0
     want = scores / total * rule.scale
     assert (weights - want).abs().max() < 1e-12
@@ -99,8 +101,8 @@ def test_weights_of_given_experts(rule: RoutingRule) -> None:
         narrow = logits.detach().to(DEVICE, torch.float32).requires_grad_()
         weights, numbers = ops.route(narrow, None, rule, torch.float32)
         assert torch.equal(weights, ops.route(narrow, None, rule, torch.float32, numbers)[0])
-        weights, same = ops.route(narrow, None, rule, torch.float32, given.to(DEVICE))
-        assert torch.equal(same.cpu(), given)
+        weights, same = ops.route(narrow, None, rule, torch.float32, assigned.to(DEVICE))
+        assert torch.equal(same.cpu(), assigned)
         results.append((weights.detach(), weighted_gradient(weights, narrow)))
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(*results, strict=True))
 

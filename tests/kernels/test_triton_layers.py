@@ -29,12 +29,12 @@ def assert_like_float64(function: Callable[..., Sequence[Tensor]], *inputs: Tens
     """Results and gradients against torch's in float64, each within some roundings of the largest element of a row: of 2 ** -8 in
     bf16, where a gradient has gone through three roundings."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    found, wanted = function(OPS, *inputs), function(PLAIN, *wide)
-    grads = [draw(*x.shape, dtype=x.dtype, seed=9) for x in found]
-    found = [*found, *torch.autograd.grad(found, inputs, grads)]
-    wanted = [*wanted, *torch.autograd.grad(wanted, wide, [grad.double() for grad in grads])]
+    results, exact_results = function(OPS, *inputs), function(PLAIN, *wide)
+    grads = [draw(*x.shape, dtype=x.dtype, seed=9) for x in results]
+    gradients = torch.autograd.grad(results, inputs, grads)
+    exact_gradients = torch.autograd.grad(exact_results, wide, [grad.double() for grad in grads])
     unit = 2e-6 if inputs[0].dtype == torch.float32 else 2**-7
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip((*results, *gradients), (*exact_results, *exact_gradients), strict=True):
         assert ours.dtype == inputs[0].dtype and ours.shape == theirs.shape
         error = ((ours.double() - theirs).abs() / theirs.abs().amax(-1, keepdim=True).clamp(min=1e-3)).max().item()
         assert error < 2 * unit, f"off by {error / unit:.2f} units"

@@ -165,9 +165,9 @@ def compare(decoder: Decoder, want: Tensor, grads: dict[str, Tensor], most: floa
     for name, parameter in decoder.named_parameters():
         assert (parameter.grad is not None) == is_adapter(name), name
         for box in decoder.shards[name].boxes if parameter.grad is not None else ():
-            whole = grads[box.name]
-            difference = (parameter.grad[box.local_slices] - whole[box.global_slices]).abs().max()
-            assert difference < most * whole.abs().max(), box.name
+            expected = grads[box.name]
+            difference = (parameter.grad[box.local_slices] - expected[box.global_slices]).abs().max()
+            assert difference < most * expected.abs().max(), box.name
             missing.discard(box.name)
     assert not missing
     return got.detach()

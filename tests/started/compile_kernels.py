@@ -111,7 +111,7 @@ def experts() -> None:
     read_one_by_one = {"places", "weights", "grad_weights", "chosen", "scale", "tiny", "alpha", "limit"}
     for kernel, sizes in (*((kernel, sizes | {"BLOCK": triton_experts.BLOCK}) for kernel, sizes in kernels), *routers):
         options = triton_experts.OPTIONS if "BLOCK" in sizes else triton_route.OPTIONS
-        types = dict.fromkeys(kernel.arg_names, "*bf16") | TYPES
+        types = dict.fromkeys(kernel.arg_names, "*bf16") | TYPES | {"rows": "*bf16"}
         show(kernel.__name__, kernel, types, set(kernel.arg_names) - read_one_by_one, options, **sizes)
 
 
