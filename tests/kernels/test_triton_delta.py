@@ -131,21 +131,3 @@ def test_small_steps_are_not_lost() -> None:
     GpuOps().mix_token(row, given, shape, StateRows(inputs, memory, zero, zero + 5))
     exact = -math.expm1(-math.exp(6) * math.log1p(math.exp(-15)))
     assert (1 - memory.double() - exact).abs().max() < 0.002 * exact
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    shape, ops = SHAPES[1], GpuOps()
-    tokens, weights = drawn(shape, dtype, 5, 1)
-    conv = torch.cat([conv.reshape(-1, 1, shape.kernel) for conv in weights[:3]])
-    given = on_device(conv, *weights[3:])
-    product = torch.stack([in_blocks(row[0], 1) for row in tokens]).to(DEVICE)
-    inputs = product[:, None, : shape.channels].repeat(1, shape.kernel - 1, 1)
-    memory = torch.randn(5, 3, 1, 5, 7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    slots, positions = torch.arange(5, device=DEVICE), torch.full((5,), 9, device=DEVICE)
-    whole = StateRows(inputs.clone(), memory.clone(), slots, positions)
-    out = ops.mix_token(product, given, shape, whole)
-    for row in range(5):
-        alone = StateRows(inputs.clone(), memory.clone(), slots[row : row + 1], positions[:1])
-        assert torch.equal(ops.mix_token(product[row : row + 1], given, shape, alone)[0], out[row])
-        assert torch.equal(alone.memory[row], whole.memory[row]) and torch.equal(alone.inputs[row], whole.inputs[row])
