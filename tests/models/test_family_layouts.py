@@ -179,6 +179,7 @@ def test_ppo_is_the_same_run_in_layouts(
         run_ranks(number, tasks.train_here, str(tasks.task() / "ppo.json"), settings)
     alone, other = (tasks.read_run(tmp_path / str(number)) for number in (1, ranks))
     assert alone.responses == other.responses and other.log_prob_difference() < 1e-10
-    assert all(("timing_s/compute_log_prob" in row) == (actor != "gemma2") for row in alone.raw)
+    if actor != "gemma2":  # others' generated log-probs are not those of training
+        assert all("timing_s/compute_log_prob" in row for row in alone.raw)
     for difference, where in (tasks.worst_metric(alone, other, 1e-2), tasks.worst_tensor(alone, other)):
         assert difference < 1e-8, where
