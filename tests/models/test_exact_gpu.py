@@ -167,6 +167,7 @@ def test_generation_has_the_log_probs_of_training(case: str) -> None:
     assert lonely.token_ids == done[1].token_ids and torch.equal(lonely.log_probs, done[1].log_probs)
 
 
+@pytest.mark.long
 def test_rows_of_several_temperatures_have_the_log_probs_of_theirs() -> None:
     decoder = build("llama", torch.bfloat16)
     made = ragged_requests(num_prompts=3, samples=1, max_new_tokens=3, vocabulary=decoder.spec.vocab_size)

@@ -147,17 +147,20 @@ def test_transitions_of_the_hybrid_engine(name: str) -> None:
 @pytest.mark.parametrize(
     ("actor", "critic", "layers", "ranks", "split"),
     [
-        # stages may have two layers and one
-        ("gemma2", "glm4-moe", 3, 2, (*layout("actor", pp=2), *layout("generation"), *layout("critic", dp=2, zero=3))),
         ("deepseek-v3", "gpt-oss", 4, 2, (*layout("actor", tp=2), *layout("generation"), *layout("reference", pp=2))),
-        ("qwen3-5", "qwen3-next", 4, 2, (*layout("actor", tp=2), *layout("generation"), *layout("critic", pp=2))),
+        ("qwen3-5", "glm4-moe", 4, 2, (*layout("actor", tp=2), *layout("generation"), *layout("critic", dp=2, zero=3))),
+        pytest.param(  # stages may have two layers and one
+            *("gemma2", "qwen3-next", 3, 2),
+            (*layout("actor", pp=2), *layout("generation"), *layout("critic", dp=2, zero=3)),
+            marks=LONG,
+        ),
         pytest.param(
             *("deepseek-v3", "deepseek-v2", 4, 4),
             (*layout("actor", dp=2, pp=2, zero=1), *layout("generation", pp=2), *layout("critic", cp=2, dp=2)),
             marks=LONG,
         ),
     ],
-    ids=["gemma2", "deepseek-v3", "qwen3-5", "deepseek-v3 in stages"],
+    ids=["deepseek-v3", "qwen3-5", "gemma2", "deepseek-v3 in stages"],
 )
 def test_ppo_is_the_same_run_in_layouts(
     tmp_path: Path, actor: str, critic: str, layers: int, ranks: int, split: Sequence[str]
