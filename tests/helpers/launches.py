@@ -13,25 +13,10 @@ from triton.runtime.jit import KernelInterface
 
 from triton_device import DEVICE as DEVICE  # mends the interpreter
 
-FREE = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "_reshape_alias",
-    "detach",
-    "lift_fresh",
-}
-WAITS = {
-    "_local_scalar_dense",
-    "bincount",
-    "nonzero",
-    "unique_consecutive",
-    "_unique2",
-    "masked_select",
-}  # the host's, for a size
+ALLOCATIONS = "empty empty_like empty_strided new_empty new_empty_strided"
+FREE = {*ALLOCATIONS.split(), "_unsafe_view", "_reshape_alias", "detach", "lift_fresh"}
+# for a size that the host must know
+WAITS = {"_local_scalar_dense", "bincount", "nonzero", "unique_consecutive", "_unique2", "masked_select"}
 PRODUCTS = {"mm", "addmm", "bmm", "linear"}
 
 

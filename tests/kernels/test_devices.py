@@ -43,5 +43,7 @@ def test_arithmetic_follows_dtype_and_device(dtype: torch.dtype) -> None:
     with kernels.suspended():
         assert type(choose_ops(dtype, cpu)) is BatchInvariantOps
     assert dtype != torch.float64 or not isinstance(choose_ops(dtype, cpu), CppOps)
+    with pytest.raises(ValueError, match="attention='flash' is not known; allowed: auto, torch, cpp"):
+        choose_ops(dtype, cpu, "flash")
     with pytest.raises(ValueError, match=r"here=cpp: the C\+\+ kernels compute float32 and bfloat16 on the CPU"):
         choose_ops(dtype, gpu, "cpp", "here")

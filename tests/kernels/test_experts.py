@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from launches import counted_launches
-from places import ROOT
 from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, Experts
 from rlhf_spmd.models.experts import MixtureWeights, apply_experts, mix_experts
-from rlhf_spmd.models.router_balance import RouterBalance
-from rlhf_spmd.models.spec import spec_from_config
-from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 
@@ -55,9 +44,9 @@ def mix(ops: Ops, parts: Sequence[Tensor], experts: Experts, blocks: int = 1) ->
     return mix_experts(ops, x, MixtureWeights(*weights), experts, False, blocks)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 33])
-@pytest.mark.parametrize(("per_token", "normalise"), [(1, False), (3, True), (4, False)])
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(
+    ("blocks", "per_token", "normalise", "tokens"), [(1, 1, False, 1), (2, 3, True, 33), (1, 4, False, 33), (2, 4, False, 2)]
+)
 def test_outputs_and_gradients_equal_float64(blocks: int, per_token: int, normalise: bool, tokens: int) -> None:
     parts, experts = draw(tokens, blocks, per_token=per_token), Experts(COUNT, per_token, WIDTH, normalise)
     weight = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -92,10 +81,7 @@ def test_gradients_of_idle_experts_are_cleared_whatever_was_there() -> None:
 
 LAYERS = {
     "Qwen3-30B-A3B": (2048, Experts(128, 8, 768, True)),
-    "GLM-4.5-Air": (
-        4096,
-        Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True),
-    ),
+    "GLM-4.5-Air": (4096, Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True)),
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, False, scoring="chosen", biased=True, clamp=(1.702, 7.0), fused=True)),
     "DeepSeek-V3": (
         7168,
@@ -105,44 +91,27 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize(("tokens", "trains", "most"), [(256, False, 20), (4096, True, 60)])
+@pytest.mark.parametrize(
+    ("tokens", "trains", "tp", "most"),
+    [(256, False, 1, 20), (4096, True, 1, 60), (256, False, 4, 20)],
+    ids=["decoded", "trained", "whole"],
+)
 @pytest.mark.parametrize("name", LAYERS)
-def test_launches_of_a_layer(name: str, tokens: int, trains: bool, most: int) -> None:
-    """The host waits for none of them."""
+def test_launches_of_a_layer(name: str, tokens: int, trains: bool, tp: int, most: int) -> None:
+    """The host waits for none of them. Whole experts on ranks of ``tp``: what a rank computes has one shape, wherever tokens go."""
     hidden, experts = LAYERS[name]
     options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": trains}
-    shapes = shapes_of(experts, hidden)
-    x, weights = torch.empty(tokens, hidden, **options), {key: torch.empty(shape, **options) for key, shape in shapes.items()}
+    weights = {}
+    for key, (rows, *columns) in shapes_of(experts, hidden).items():
+        weights[key] = torch.empty(rows // tp if key in BY_EXPERT else rows, *columns, **options)
     weights = {key: tensor.detach() if key == CORRECTION else tensor for key, tensor in weights.items()}
+    x, first = torch.empty(tokens, hidden, **options), {} if tp == 1 else {"first": experts.count // tp}
     with counted_launches(run=False) as work, torch.set_grad_enabled(trains):
-        out = mix_experts(GpuOps(), x, MixtureWeights(**weights), experts, False, 1)
+        out = mix_experts(GpuOps(), x, MixtureWeights(**weights), experts, False, 1, **first)
         if trains:
-            given = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
-            torch.autograd.grad(out, given, torch.empty_like(out))
-    print(f"{name}, {'trained' if trains else 'decoded'}: {len(work.names)} launches")
+            leaves = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
+            torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert not work.waits and most / 3 < len(work.names) <= most, work.names
-
-
-@pytest.mark.parametrize(("coef", "most"), [(0.0, 10), (0.1, 40)])
-@pytest.mark.parametrize("name", LAYERS)
-def test_launches_of_what_routers_report(name: str, coef: float, most: int) -> None:
-    """Beside those of a trained layer; the host waits for none."""
-    _, experts = LAYERS[name]
-    spec = replace(spec_from_config(CONFIGS["mixtral"], "test"), experts=experts, num_hidden_layers=1)
-    balance = RouterBalance(spec, [0], coef, solo(), solo(), torch.device("meta"))
-    routers = balance.begin(torch.tensor([30, 34]), None, 0.5)
-    assert routers is not None
-    logits = torch.empty(64, experts.count, device="meta", requires_grad=True)
-    correction = torch.empty(experts.count, 3, device="meta") if experts.corrected else None
-    counts = []
-    for choose in (partial(routers.route, GpuOps(), 0), GpuOps().route):
-        with counted_launches(run=False) as work:
-            weights, _ = choose(logits, correction, experts.rule, torch.bfloat16)
-            torch.autograd.grad(weights, logits, torch.empty_like(weights))
-        assert not work.waits, work.waits
-        counts.append(len(work.names))
-    print(f"{name}, coefficient {coef}: {counts[0] - counts[1]} launches")
-    assert counts[0] - counts[1] <= most, counts
 
 
 def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -160,30 +129,7 @@ def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     return {name: shapes[name] for name in experts.matrices}
 
 
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/started/compile_experts.py"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    lines = [line.split() for line in ended.stdout.splitlines()]
-    assert [name for name, *_ in lines] == [
-        "_sum_rows",
-        "_sum_rows",
-        "_sum_rows_backward",
-        "_clear_idle",
-        "_own_choices",
-        "_places",
-        "_clamped_gate",
-        "_clamped_gate",
-        *["_route"] * 3,
-        *["_route_backward"] * 2,
-    ]
-    for name, registers, stack, loads in lines:
-        assert int(registers) <= 64 and int(stack) == 0 and (int(loads) > 0 or "_rows" not in name), ended.stdout
-
-
-@pytest.mark.parametrize("clamp", [None, (1.7, 7.0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "clamp"), [(torch.bfloat16, (1.7, 7.0)), (torch.float32, None)])
 def test_experts_that_nobody_chose(dtype: torch.dtype, clamp: tuple[float, float] | None) -> None:
     """Ranks that share experts may get no rows: gradients of their weights are 0."""
     experts = Experts(COUNT, 2, WIDTH, True, clamp=clamp, biased=clamp is not None)
@@ -200,8 +146,7 @@ def test_experts_that_nobody_chose(dtype: torch.dtype, clamp: tuple[float, float
         assert all(weight.grad is not None and not weight.grad.any() for weight in weights.values())
 
 
-@pytest.mark.parametrize("clamp", [None, (1.7, 7.0)])
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize(("tokens", "clamp"), [(1, None), (33, (1.7, 7.0))])
 def test_whole_experts_of_several_ranks_add_up(tokens: int, clamp: tuple[float, float] | None) -> None:
     """Seven ranks compute one expert each, some without any row; their sum is that of one rank in float64, and none reads what it
     did not compute."""
@@ -227,28 +172,3 @@ def test_rows_of_other_ranks_are_not_read() -> None:
     weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]], device=DEVICE)
     rows = torch.tensor([[2.0], [torch.nan], [torch.inf], [torch.nan]], device=DEVICE)
     assert triton_experts.sum_rows(rows, torch.arange(4, device=DEVICE), 2, weights).tolist() == [[1.0], [0.0]]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_launches_of_whole_experts(name: str) -> None:
-    """As many at most as of slices, and no wait: what a rank computes has one shape, wherever tokens go."""
-    hidden, experts = LAYERS[name]
-    tp = 4
-    shapes = shapes_of(experts, hidden)
-    for key in BY_EXPERT:
-        if key in shapes:
-            shapes[key] = (shapes[key][0] // tp, *shapes[key][1:])
-    options = {"dtype": torch.bfloat16, "device": "meta"}
-    weights = {key: torch.empty(shape, **options) for key, shape in shapes.items()}
-    with counted_launches(run=False) as work, torch.no_grad():
-        mix_experts(
-            GpuOps(),
-            torch.empty(256, hidden, **options),
-            MixtureWeights(**weights),
-            experts,
-            False,
-            1,
-            first=experts.count // tp,
-        )
-    print(f"{name}: {len(work.names)} launches")
-    assert not work.waits and len(work.names) <= 20, work.names

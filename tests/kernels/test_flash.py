@@ -12,14 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_definition import Calls, Row, attend, flash_on_cpus
+from attention_definition import attend
+from flash_definition import Calls, flash_on_cpus
 from rlhf_spmd.kernels import AttentionRule, Ops, Packing, flash_attention
 from rlhf_spmd.kernels.flash_attention import FlashAttn, TorchFlash, choose_packed
-from rlhf_spmd.models.attention import PackedAttention
-from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import spec_from_config
-from rlhf_spmd.parallel.collectives import solo
-from small_models import CONFIGS
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -42,7 +38,7 @@ def draw(lengths: list[int], dtype: torch.dtype, heads: int = 4, kv: int = 2, di
     return torch.randn(sum(lengths), heads + 2 * kv, dim, generator=generator).to(dtype)
 
 
-def parts_of(qkv: Tensor) -> Row:
+def parts_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.split([4, 2, 2], 1)
     return q, k, v
 
@@ -51,16 +47,14 @@ def parts_of(qkv: Tensor) -> Row:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("lengths", CASES, ids=str)
 def test_outputs_and_gradients_equal_float64(calls: Calls, lengths: list[int], rule: AttentionRule, dtype: torch.dtype) -> None:
-    """Queries, keys and values are slices of one tensor; the definition of a window is the project's own here."""
+    """Queries, keys and values are slices of one tensor."""
     qkv = draw(lengths, dtype).requires_grad_()
     weight = torch.randn(len(qkv), 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     out = GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), Packing(lengths, CPU), rule)
     assert out.dtype == dtype and len(calls.forward) == 1
     (grad,) = torch.autograd.grad(out, qkv, weight)
     wide = qkv.detach().double().requires_grad_()
-    rows = [parts_of(part) for part in wide.split(lengths)]
-    reach = 10**6 if rule.window is None else rule.window - 1
-    want = torch.cat([attend(*row, rule.scale, reach, 0)[0] for row in rows if len(row[0])])
+    want, _ = attend(*parts_of(wide), lengths, rule)
     (wanted,) = torch.autograd.grad(want, wide, weight.double())
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
@@ -73,8 +67,7 @@ def test_bounds_are_made_once_for_a_packing(calls: Calls) -> None:
     for _ in range(2):
         GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), packing, AttentionRule(0.5, window=2))
     assert packing.filled[0] is packing.filled[0]
-    one = {"bounds": [0, 3, 5], "longest": 3, "scale": 0.5, "left": 1, "right": 0, "causal": True}
-    assert calls.forward == [one, one]
+    assert calls.forward == [{"bounds": [0, 3, 5], "longest": 3, "scale": 0.5, "left": 1}] * 2
 
 
 @pytest.mark.parametrize(
@@ -91,43 +84,10 @@ def test_what_has_no_kernel_takes_the_plain_path(calls: Calls, dtype: torch.dtyp
     lengths = [5, 0, 9]
     parts, packing = parts_of(draw(lengths, dtype, dim=dim)), Packing(lengths, CPU)
     found, plain = (ops.attend_packed(*parts, packing, rule) for ops in (GpuOps(TorchFlash()), Ops()))
-    assert torch.equal(found, plain) and not calls.forward
-
-
-def test_no_tokens(calls: Calls) -> None:
-    parts = parts_of(draw([0, 0], torch.bfloat16))
-    assert GpuOps(TorchFlash()).attend_packed(*parts, Packing([0, 0], CPU), RULES[0]).shape == (0, 4, 16)
+    assert torch.equal(found, plain)
+    none = parts_of(draw([0, 0], torch.bfloat16))
+    assert GpuOps(TorchFlash()).attend_packed(*none, Packing([0, 0], CPU), RULES[0]).shape == (0, 4, 16)
     assert not calls.forward
-
-
-@pytest.mark.parametrize(("name", "shared"), [("llama", False), ("mistral", False), ("mistral", True), ("qwen2", False)])
-def test_a_decoder_trains_by_it(calls: Calls, name: str, shared: bool) -> None:
-    """All layers, forward and backward, against fp64; ``shared``: two sequences begin with the same three tokens, kept once."""
-    spec = spec_from_config({**CONFIGS[name], "num_hidden_layers": 2}, name)
-    lengths, tokens = [1, 40, 7, 0, 23], 71
-    places = torch.cat([torch.arange(41), torch.tensor([1, 2, 3]), torch.arange(41, 68)]) if shared else None
-    tokens = 68 if shared else tokens
-    ids = torch.randint(spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
-    made: list[dict[str, Tensor]] = []
-    for dtype, ops in ((torch.float64, Ops()), (torch.bfloat16, GpuOps(TorchFlash())), (torch.bfloat16, Ops())):
-        decoder = Decoder(spec, "none", 0, 1, solo(), dtype, CPU, ops=ops)
-        generator = torch.Generator().manual_seed(3)
-        for parameter in decoder.parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.dim() == 2 else 1.0))
-        hidden = decoder(ids, PackedAttention(lengths, ops=ops, places=places))
-        weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4))
-        hidden.backward(weight.to(dtype))
-        made.append(
-            {"hidden": hidden, **{name: p.grad.double() for name, p in decoder.named_parameters() if p.grad is not None}}
-        )
-    layers = spec.num_hidden_layers
-    assert len(calls.forward) == calls.backward == layers
-    assert [call["left"] for call in calls.forward] == [(spec.attention_rule(i).window or 0) - 1 for i in range(layers)]
-    exact, ours, plain = made
-    assert exact.keys() == ours.keys() and len(exact) > 5 * layers
-    for key, want in exact.items():
-        error, usual = ((x[key].double() - want).norm() / want.norm() for x in (ours, plain))
-        assert error < 2 * usual + 2e-3, f"{key}: {error} against {usual} of torch's padded attention"
 
 
 def test_flash_attn_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from flash_definition import attend
+from attention_definition import attend
 from rlhf_spmd.kernels import AttentionRule, Packing
 from rlhf_spmd.kernels.flash_attention import DTYPES, TorchFlash, choose_packed
 from rlhf_spmd.kernels.gpu_ops import GpuOps
@@ -37,23 +36,10 @@ def test_outputs_and_gradients_equal_float64(
     out = GpuOps(packed).attend_packed(q, k, v, Packing(lengths, qkv.device), rule)
     (grad,) = torch.autograd.grad(out, qkv, weight.cuda())
     wide = qkv.detach().cpu().double().requires_grad_()
-    wanted = []
-    for part in wide.split(lengths):
-        q, k, v = part.split(heads, 1)
-        if len(part):
-            wanted.append(capped(q, k, v, rule) if rule.softcap else attend(q, k, v, rule.scale, (rule.window or 0) - 1, 0)[0])
-    (of_all,) = torch.autograd.grad(torch.cat(wanted), wide, weight.double())
-    for got, want in ((out, torch.cat(wanted)), (grad, of_all)):
+    wanted, _ = attend(*wide.split(heads, 1), lengths, rule)
+    (of_all,) = torch.autograd.grad(wanted, wide, weight.double())
+    for got, want in ((out, wanted), (grad, of_all)):
         assert (got.cpu().double() - want).norm() < 8 * torch.finfo(dtype).eps * want.norm()
-
-
-def capped(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-    assert rule.softcap is not None
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.tanh(torch.einsum("ihd,jhd->hij", q, k) * rule.scale / rule.softcap) * rule.softcap
-    past = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    seen = (past >= 0) & (past < (rule.window or len(q)))
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 def test_no_kernel_but_flash_attention_s_runs() -> None:

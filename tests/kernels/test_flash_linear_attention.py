@@ -33,16 +33,10 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="stands in for ker
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool | None = False,
-    activation: str | None = None,
-    backend: str | None = "triton",
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, None]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool | None = False, activation: str | None = None,
+    backend: str | None = "triton", cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:  # fmt: skip
     """x [1, T, D], weight [D, W], initial_state [N, D, W]: the last W inputs of each sequence."""
     assert weight is not None and cu_seqlens is not None and activation == "silu" and cu_seqlens.dtype == torch.int64
     assert len(x) == 1 and x.is_contiguous() and bias is residual is None and not output_final_state
@@ -57,17 +51,9 @@ def causal_conv1d(
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """q and k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], states [N, HV, K, V]; key heads serve neighbouring value heads.
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t - 1) + beta_t k_t v_t^T, and o_t = scale S_t^T q_t (arXiv 2412.06464)."""
     assert cu_seqlens is not None and cu_seqlens.dtype == torch.int64 and len(q) == len(k) == len(v) == len(g) == len(beta) == 1

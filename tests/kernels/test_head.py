@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +10,6 @@ import torch
 from torch import Tensor
 
 from launches import counted_launches
-from places import ROOT
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.ops import LogitShape
@@ -23,10 +18,12 @@ from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS
+from tiers import pairwise
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 
 SHAPES = [LogitShape(), LogitShape(0.7), LogitShape(1.0, 5.0), LogitShape(1.3, 30.0)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (1, 2048), (3, 101), (5, 2049), (2, 5000), (0, 17)]
 
 
@@ -45,10 +42,9 @@ def some_labels(rows: int, width: int, first: int) -> Tensor:
     return (torch.arange(rows) * (width // 2 + 1) + first - width // 3).to(DEVICE)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_statistics_equal_float64(size: tuple[int, int], shape: LogitShape, entropy: bool) -> None:
+@pytest.mark.parametrize("case", pairwise({"size": SIZES, "shape": SHAPES, "entropy": [False, True]}), ids=str)
+def test_statistics_equal_float64(case: dict[str, Any]) -> None:
+    size, shape, entropy = case.values()
     logits, first = draw(*size), 1000
     labels, before = some_labels(*size, first), logits.clone()
     found = GpuOps().head_statistics(logits, labels, first, entropy, shape)
@@ -60,13 +56,11 @@ def test_statistics_equal_float64(size: tuple[int, int], shape: LogitShape, entr
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_gradients_equal_float64(size: tuple[int, int], shape: LogitShape, entropy: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", pairwise({"size": SIZES, "shape": SHAPES, "entropy": [False, True], "dtype": DTYPES}), ids=str)
+def test_gradients_equal_float64(case: dict[str, Any]) -> None:
     """Autograd in fp64 through softcap, temperature, log-softmax and entropy, of a vocabulary that goes on behind this slice."""
-    (rows, width), first = size, 50
+    (rows, width), shape, entropy, dtype = case.values()
+    first = 50
     whole = torch.cat([draw(rows, first), draw(rows, width), draw(rows, 3)], 1).double().requires_grad_()
     labels = some_labels(rows, width, first).clamp(0, first + width + 2)
     weight = [draw(rows, 1, 1.0)[:, 0], draw(rows, 2, 1.0)[:, 0]]
@@ -104,24 +98,14 @@ def test_logits_of_minus_infinity_have_no_part() -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(
-    ("rows", "chunk", "tokens"), [(1 << 13, 1 << 28, 50), (16, 32 * 101, 50), (16, 16 * 24, 50), (16, 16 * 24, 16), (8, 64, 1)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("name", "temperature", "entropy"), [("llama", 1.0, False), ("gemma2", 0.8, True), ("qwen2", 1.0, True)]
-)
-def test_log_probs_of_a_decoder(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    temperature: float,
-    entropy: bool,
-    dtype: torch.dtype,
-    rows: int,
-    chunk: int,
-    tokens: int,
-) -> None:
+SPLITS = [(1 << 13, 1 << 28, 50), (16, 32 * 101, 50), (16, 16 * 24, 50), (16, 16 * 24, 16), (8, 64, 1)]  # rows, chunk, tokens
+HEADS = [("llama", 1.0, False), ("gemma2", 0.8, True), ("qwen2", 1.0, True)]  # temperature, entropy
+
+
+@pytest.mark.parametrize("case", pairwise({"split": SPLITS, "head": HEADS, "dtype": DTYPES[:2]}), ids=str)
+def test_log_probs_of_a_decoder(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     """Whole chunks and blocks of the vocabulary, kept logits and computed ones, several chunks of rows and one."""
+    (rows, chunk, tokens), (name, temperature, entropy), dtype = case.values()
     monkeypatch.setattr(GpuOps, "backward_rows", rows)
     if chunk < 1 << 20:
         monkeypatch.setattr(GpuOps, "small_head", 0)
@@ -168,16 +152,3 @@ def test_launches_and_bytes_of_8192_tokens() -> None:
         torch.autograd.grad(log_probs, (hidden, decoder.head_weight), torch.empty_like(log_probs))
     assert len(work.names) <= 50 and not work.waits, work.names
     assert 0 < work.bytes_of("_statistics", "_gradients") <= 12.6e9 and sum(work.bytes) <= 34.1e9, work.bytes
-
-
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Every form without spills, in few enough registers that 4 blocks share a multiprocessor, by loads of 16 bytes."""
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    ended = subprocess.run(
-        [sys.executable, "tests/started/compile_head.py"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    lines = [line.split() for line in ended.stdout.splitlines()]
-    assert len(lines) == 12
-    for _, _, _, _, registers, stack, loads in lines:
-        assert int(registers) <= 64 and int(stack) == 0 and int(loads) >= 2, ended.stdout

@@ -14,6 +14,7 @@ from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.recurrent_states import DecodeMixing, RecurrentStates
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, triton_layers, triton_qkv
+from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
@@ -35,10 +36,10 @@ SIZES_1_7B = {
 }
 
 
-def decoder_of(name: str, **changes: Any) -> tuple[Decoder, tuple[Tensor, Rope]]:
+def decoder_of(name: str, ops: GpuOps | None = None, **changes: Any) -> tuple[Decoder, tuple[Tensor, Rope]]:
     """A decoder of one layer, and for 8 tokens what the layer takes: hidden state and rotary tables."""
     config = {**CONFIGS[name], "num_hidden_layers": 1, **changes}
-    decoder = Decoder(spec_from_config(config, "test"), "none", 0, 1, solo(), torch.bfloat16, DEVICE, ops=GpuOps())
+    decoder = Decoder(spec_from_config(config, "test"), "none", 0, 1, solo(), torch.bfloat16, DEVICE, ops=ops or GpuOps())
     init_random(decoder, 3)
     x = torch.randn(8, decoder.spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     frequency = torch.rand(decoder.spec.head_dim // 2, device=DEVICE)
@@ -60,11 +61,12 @@ class Free:
         return differentiable(lambda q, k, v: (q.view_as(q), (k, v)), lambda _, grad, k, v: (grad, k, v), q, k, v)
 
 
-@pytest.mark.parametrize(("name", "most"), [("qwen3-tied", 9), ("llama", 9), ("phi3", 9), ("gemma3", 11), ("gemma2", 11)])
-def test_a_decode_step_of_a_layer(name: str, most: int) -> None:
+@pytest.mark.parametrize("ops", [GpuOps(), BatchInvariantGpuOps()], ids=["any", "exact"])
+@pytest.mark.parametrize(("name", "most"), [("qwen3-tied", 9), ("phi3", 9), ("gemma2", 11)])
+def test_a_decode_step_of_a_layer(name: str, most: int, ops: GpuOps) -> None:
     """Beside the attention: norm, qkv, heads, which write the pages, out, add and norm, gate_up, gate, down, add; Gemma norms what its
     parts give. With the attention 12 at most."""
-    decoder, (x, rope) = decoder_of(name)
+    decoder, (x, rope) = decoder_of(name, ops)
     block = layer_of(decoder)
     backend = build_backend("triton", x.dtype, DEVICE)
     for pages in (1, 40):

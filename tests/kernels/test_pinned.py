@@ -175,23 +175,13 @@ def test_weights_that_rest_are_pinned_and_come_back(driver: Driver) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_optimizer_states_on_the_host_are_pinned(driver: Driver, dtype: torch.dtype) -> None:
     """All of them in one slab of their own bytes: torch would take 2**k of each."""
-    shapes = {"a": (1025, 513), "b": (0, 5), "c": (7,)}
-    runs = []
-    for offload in (False, True):
-        generator = torch.Generator().manual_seed(1)
-        params = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-        optimizer = Optimizer(OptimConfig(lr=1e-2, offload=offload), params, 3)
-        for _ in range(2):
-            optimizer.step(params, {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
-        runs.append((params, optimizer.state_tensors(), optimizer))
-        assert len(driver.registered) == offload
-    (params, states, _), (others, on_host, _) = runs
-    assert all(torch.equal(params[name], others[name]) for name in shapes)
-    for name, its in states.items():
-        assert all(torch.equal(state, on_host[name][key]) for key, state in its.items())
-        assert all(driver.holds(state) for state in on_host[name].values() if state.numel())
-    each = 3 if dtype == torch.bfloat16 else 2
-    assert sum(driver.registered.values()) <= each * 4 * 1025 * 513 + each * 8 * 512 + PAGE
+    params = {name: torch.ones(shape, dtype=dtype) for name, shape in {"a": (1025, 513), "b": (0, 5), "c": (7,)}.items()}
+    optimizer = Optimizer(OptimConfig(lr=1e-2, offload=True), params, 3)
+    optimizer.step(params, {name: torch.ones(param.shape) for name, param in params.items()})
+    states = [state for states in optimizer.state_tensors().values() for state in states.values()]
+    assert len(driver.registered) == 1 and all(driver.holds(state) for state in states if state.numel())
+    states_of_each = 3 if dtype == torch.bfloat16 else 2
+    assert sum(driver.registered.values()) <= states_of_each * (4 * 1025 * 513 + 8 * 512) + PAGE
 
 
 def test_saved_activations_come_from_the_arena_and_go_back(driver: Driver) -> None:

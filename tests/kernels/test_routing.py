@@ -46,64 +46,64 @@ def by_loops(row: Tensor, correction: Tensor | None, rule: RoutingRule) -> dict[
     return {e: (weight / total if rule.normalise else weight) * rule.scale for e, weight in chosen.items()}
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_torch_against_a_loop_over_tokens(rule: RoutingRule, corrected: bool) -> None:
-    logits, correction = draw(corrected and rule.scoring != "chosen")
+CASES = [(rule, corrected) for rule in RULES for corrected in (False, True) if not corrected or rule.scoring != "chosen"]
+
+
+def weighted_gradient(weights: Tensor, logits: Tensor) -> Tensor:
+    factors = torch.linspace(-1, 1, weights.numel(), dtype=weights.dtype, device=weights.device).view_as(weights)
+    return torch.autograd.grad((weights * factors).sum(), logits, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize(("rule", "corrected"), CASES, ids=str)
+def test_experts_that_logits_choose(rule: RoutingRule, corrected: bool) -> None:
+    """In float64 as by a loop over tokens; in Triton as in torch."""
+    logits, correction = draw(corrected)
+    parts = None if correction is None else as_parts(correction)
     logits.requires_grad_()
-    weights, chosen = Ops().route(logits, None if correction is None else as_parts(correction), rule, torch.float64)
-    factors = torch.linspace(-1, 1, weights.numel(), dtype=torch.float64).view_as(weights)
-    total = torch.zeros((), dtype=torch.float64)
-    for row, given, of_row, factor in zip(logits, weights, chosen.tolist(), factors, strict=True):
-        expected = by_loops(row, correction, rule)
-        assert expected.keys() == set(of_row)
-        assert all(abs(float((given[i] - expected[e]).detach())) < 1e-12 for i, e in enumerate(of_row))
-        total = total + sum(factor[i] * expected[e] for i, e in enumerate(of_row))
-    (got,), (want,) = (torch.autograd.grad(x, logits) for x in ((weights * factors).sum(), total))
-    assert (got - want).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_triton_against_torch(rule: RoutingRule, corrected: bool) -> None:
-    logits, correction = draw(corrected and rule.scoring != "chosen")
-    parts = None if correction is None else as_parts(correction).to(DEVICE)
+    weights, chosen = Ops().route(logits, parts, rule, torch.float64)
+    expected = []
+    for row, of_row in zip(logits, chosen.tolist(), strict=True):
+        by_expert = by_loops(row, correction, rule)
+        assert by_expert.keys() == set(of_row)
+        expected.append(torch.stack([by_expert[e] for e in of_row]))
+    want = torch.stack(expected)
+    assert (weights - want).abs().max() < 1e-12
+    assert (weighted_gradient(weights, logits) - weighted_gradient(want, logits)).abs().max() < 1e-12
     results = []
     for ops in (Ops(), GpuOps()):
-        given = logits.to(DEVICE, torch.float32).requires_grad_()
-        weights, chosen = ops.route(given, parts, rule, torch.float32)
+        narrow = logits.detach().to(DEVICE, torch.float32).requires_grad_()
+        weights, chosen = ops.route(narrow, None if parts is None else parts.to(DEVICE), rule, torch.float32)
         assert not chosen.requires_grad
-        factors = torch.linspace(-1, 1, weights.numel(), device=DEVICE).view_as(weights)
-        results.append((weights.detach(), chosen, torch.autograd.grad((weights * factors).sum(), given)[0]))
-    (weights, chosen, grad), (its_weights, its_chosen, its_grad) = results
+        results.append((chosen, weights.detach(), weighted_gradient(weights, narrow)))
+    (chosen, *numbers), (its_chosen, *its_numbers) = results
     assert torch.equal(chosen, its_chosen)
-    assert (weights - its_weights).abs().max() < 1e-6 and (grad - its_grad).abs().max() < 1e-6
+    assert all((a - b).abs().max() < 1e-6 for a, b in zip(numbers, its_numbers, strict=True))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_weights_of_given_experts(rule: RoutingRule) -> None:
-    """In float64 those of a loop over tokens; with the experts that the logits choose, bit for bit those without; in Triton alike."""
+    """In float64 by the formula; with the experts that the logits choose, bit for bit those without; in Triton alike."""
     logits, _ = draw(False)
-    given = torch.stack(
-        [torch.randperm(COUNT, generator=torch.Generator().manual_seed(i))[: rule.per_token] for i in range(40)]
-    )
+    orders = [torch.randperm(COUNT, generator=torch.Generator().manual_seed(i)) for i in range(40)]
+    assigned = torch.stack([order[: rule.per_token] for order in orders])
     logits.requires_grad_()
-    weights, chosen = Ops().route(logits, None, rule, torch.float64, given)
-    assert torch.equal(chosen, given)
-    factors = torch.linspace(-1, 1, weights.numel(), dtype=torch.float64).view_as(weights)
-    scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid(), "chosen": logits.exp()}[rule.scoring].gather(1, given)
-    whole = scores.sum(1, keepdim=True) if rule.normalise or rule.scoring == "chosen" else 1.0
-    want = scores / whole * rule.scale
-    grads = [torch.autograd.grad((x * factors).sum(), logits, retain_graph=True)[0] for x in (weights, want)]
-    assert (weights - want).abs().max() < 1e-12 and (grads[0] - grads[1]).abs().max() < 1e-12
+    weights, chosen = Ops().route(logits, None, rule, torch.float64, assigned)
+    assert torch.equal(chosen, assigned)
+    scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid(), "chosen": logits.exp()}[rule.scoring].gather(
+        1, assigned
+    )
+    total = scores.sum(1, keepdim=True) if rule.normalise or rule.scoring == "chosen" else 1.0
+    want = scores / total * rule.scale
+    assert (weights - want).abs().max() < 1e-12
+    assert (weighted_gradient(weights, logits) - weighted_gradient(want, logits)).abs().max() < 1e-12
     results = []
     for ops in (Ops(), GpuOps()):
         narrow = logits.detach().to(DEVICE, torch.float32).requires_grad_()
-        own, numbers = ops.route(narrow, None, rule, torch.float32)
-        assert torch.equal(own, ops.route(narrow, None, rule, torch.float32, numbers)[0])
-        found, same = ops.route(narrow, None, rule, torch.float32, given.to(DEVICE))
-        assert torch.equal(same.cpu(), given)
-        results.append((found.detach(), torch.autograd.grad((found * factors.to(found)).sum(), narrow)[0]))
+        weights, numbers = ops.route(narrow, None, rule, torch.float32)
+        assert torch.equal(weights, ops.route(narrow, None, rule, torch.float32, numbers)[0])
+        weights, same = ops.route(narrow, None, rule, torch.float32, assigned.to(DEVICE))
+        assert torch.equal(same.cpu(), assigned)
+        results.append((weights.detach(), weighted_gradient(weights, narrow)))
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(*results, strict=True))
 
 

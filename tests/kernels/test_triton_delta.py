@@ -1,18 +1,14 @@
-"""One token of linear attention in Triton, against float64 computed head by head from the definition; compiled for a GPU."""
+"""One token of linear attention in Triton, against float64 computed head by head from the definition."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from places import ROOT
 from rlhf_spmd.kernels import DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from triton_device import DEVICE
@@ -90,8 +86,7 @@ def on_device(conv: Tensor, decay: Tensor, bias: Tensor, norm: Tensor) -> MixerW
     return MixerWeights(conv.to(DEVICE), decay.to(DEVICE), bias.to(DEVICE), norm.to(DEVICE), EPS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [(shape, DTYPES[number % 2]) for number, shape in enumerate(SHAPES)], ids=str)
 def test_a_token_equals_float64(shape: DeltaShape, dtype: torch.dtype) -> None:
     """Three rows, one of which begins later, and a copy of the first, in slots that held anything; other slots are not touched."""
     length, rows, ops = 6, 3, GpuOps()
@@ -136,34 +131,3 @@ def test_small_steps_are_not_lost() -> None:
     GpuOps().mix_token(row, given, shape, StateRows(inputs, memory, zero, zero + 5))
     exact = -math.expm1(-math.exp(6) * math.log1p(math.exp(-15)))
     assert (1 - memory.double() - exact).abs().max() < 0.002 * exact
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    shape, ops = SHAPES[1], GpuOps()
-    tokens, weights = drawn(shape, dtype, 5, 1)
-    conv = torch.cat([conv.reshape(-1, 1, shape.kernel) for conv in weights[:3]])
-    given = on_device(conv, *weights[3:])
-    product = torch.stack([in_blocks(row[0], 1) for row in tokens]).to(DEVICE)
-    inputs = product[:, None, : shape.channels].repeat(1, shape.kernel - 1, 1)
-    memory = torch.randn(5, 3, 1, 5, 7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    slots, positions = torch.arange(5, device=DEVICE), torch.full((5,), 9, device=DEVICE)
-    whole = StateRows(inputs.clone(), memory.clone(), slots, positions)
-    out = ops.mix_token(product, given, shape, whole)
-    for row in range(5):
-        alone = StateRows(inputs.clone(), memory.clone(), slots[row : row + 1], positions[:1])
-        assert torch.equal(ops.mix_token(product[row : row + 1], given, shape, alone)[0], out[row])
-        assert torch.equal(alone.memory[row], whole.memory[row]) and torch.equal(alone.inputs[row], whole.inputs[row])
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernel_compiles_for_a_gpu(dtype: str, tmp_path: os.PathLike[str]) -> None:
-    """For Qwen3-Next and Qwen3.5, whole and with 2 tensor-parallel slices side by side, without spills."""
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/started/compile_delta.py", dtype]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    lines = [line.split("|")[1:-1] for line in ended.stdout.splitlines()[2:]]
-    assert len(lines) == 3, ended.stdout
-    for name, _, registers, stack, shared in lines:
-        assert int(registers) <= 255 and int(stack) == 0 and int(shared) <= 227 << 10, f"{name}: {ended.stdout}"

@@ -24,7 +24,8 @@ from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.workers.config import RoleConfig
-from small_models import CONFIGS
+from small_models import CONFIGS, SHORT_FAMILIES
+from tiers import tiers
 
 LENGTHS = [150, 3, 70, 97]
 WIDE = {**CONFIGS["llama"], "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 300}
@@ -50,7 +51,7 @@ def run(decoder: Decoder, checkpointing: str, offload: bool) -> tuple[Tensor, di
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiers(CONFIGS, SHORT_FAMILIES))
 def test_outputs_and_gradients_keep_their_bits(name: str, dtype: torch.dtype) -> None:
     decoder = build(CONFIGS[name], dtype=dtype)
     out, grads = run(decoder, "none", False)
@@ -83,7 +84,7 @@ def products(decoder: Decoder, checkpointing: str) -> tuple[int, int]:
     return forward, counter.get_total_flops()
 
 
-def test_less_is_kept_for_as_many_products_as_promised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_less_is_kept_for_as_many_products_as_promised() -> None:
     """Kept per layer: all; or 2 h + (Hq + 2 Hkv) D + 2 f numbers per token; or h. Recomputed: nothing; the attention's products;
     all but the last product."""
     decoder = build(WIDE, dtype=torch.float64)  # in torch, whatever kernels there are
@@ -93,10 +94,6 @@ def test_less_is_kept_for_as_many_products_as_promised(capsys: pytest.CaptureFix
     per_token = {"selective": selective, "full": spec.hidden_size}
     once = tokens * (spec.hidden_size + spec.head_dim + 3)  # input and scale of the final norm, cos and sin, positions
     found = {mode: (*kept_bytes(decoder, mode), *products(decoder, mode)) for mode in CHECKPOINTING}
-    with capsys.disabled():
-        print("\n  kept MB, peak MB, products of forward and backward over those of the forward")
-        for mode, (kept, peak, forward, both) in found.items():
-            print(f"  {mode:9} {kept / 1e6:7.2f} {peak / 1e6:7.2f} {both / forward:6.3f}")
     layers = spec.num_hidden_layers
     for mode, numbers in per_token.items():
         assert found[mode][0] == pytest.approx(8 * (layers * tokens * numbers + once), rel=0.02), mode

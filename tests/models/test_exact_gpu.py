@@ -4,38 +4,30 @@ is no GPU."""
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from attention_definition import attend
 from flash_definition import flash_on_cpus
 from generators import SMALL, alone, ragged_requests
 from launches import counted_launches
-from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.backends import build_backend
-from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SamplingOverrides
-from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, Packing, triton_paged_attention, triton_products
 from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps, _packed
 from rlhf_spmd.kernels.flash_attention import TorchFlash
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.sampling_tensors import SamplingTensors
-from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS
+from tiers import tiers
 from triton_device import DEVICE
 
 HALF_ULP = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -84,33 +76,6 @@ def test_products_of_many_programs_take_large_tiles() -> None:
     assert [len(each) for each in steps] == [1, 1], "one order of sums"
 
 
-def test_gradients_of_a_product() -> None:
-    ops, bias = BatchInvariantGpuOps(), drawn(9, dtype=torch.float32).requires_grad_()
-    x, weight = (drawn(rows, 20, dtype=torch.float32, seed=rows).requires_grad_() for rows in (7, 9))
-    grad = drawn(7, 9, dtype=torch.float32, seed=5)
-    found = torch.autograd.grad(ops.linear(x, weight, bias), (x, weight, bias), grad)
-    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), grad)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-    recomputed = ops.linear(x, weight, bias, recomputed=True)
-    torch.testing.assert_close(torch.autograd.grad(recomputed, x, grad)[0], expected[0])
-
-
-def defined(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], rule: AttentionRule) -> tuple[Tensor, Tensor]:
-    """The attention and its log-sum-exps [heads, T], in float64."""
-    q, k, v = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1), v.double()
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
-    at = torch.arange(len(q), device=q.device)
-    ahead = at[:, None] - at
-    seen = (ahead >= 0) & (ahead < (rule.window or len(q))) & (sequence[:, None] == sequence)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
 @pytest.mark.parametrize("dtype", HALF_ULP, ids=str)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "rule"),
@@ -128,16 +93,13 @@ def test_packed_attention_equals_float64(kv_heads: int, group: int, dim: int, ru
     q, k, v = (x.detach().requires_grad_() for x in qkv.split([heads, kv_heads, kv_heads], 1))
     packing = Packing(lengths, DEVICE)
     out, (*_, log_sums) = _packed(packing, rule, q.detach(), k.detach(), v.detach())
-    expected, of_logs = defined(q, k, v, lengths, rule)
+    expected, of_logs = attend(q, k, v, lengths, rule)
     torch.testing.assert_close(out.double(), expected, atol=2 * HALF_ULP[dtype], rtol=HALF_ULP[dtype])
     torch.testing.assert_close(log_sums.double(), of_logs, atol=2e-5, rtol=0)
     grad = drawn(*out.shape, dtype=dtype, seed=9)
     wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
     with contextlib.nullcontext() if DEVICE.type == "cuda" else flash_on_cpus():
-        for ops in (
-            BatchInvariantGpuOps(),
-            BatchInvariantGpuOps(TorchFlash()),
-        ):  # the latter's backward pass takes our log-sum-exps
+        for ops in (BatchInvariantGpuOps(), BatchInvariantGpuOps(TorchFlash())):  # whose backward pass takes our log-sum-exps
             found = ops.attend_packed(q, k, v, packing, rule)
             assert torch.equal(found, out)
             for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), grad), wanted, strict=True):
@@ -176,24 +138,24 @@ def generate(decoder: Decoder, config: GenerationConfig, requests: list[Request]
     return generator.generate(requests, sampling, 3, 5)
 
 
-CASES = {
-    "llama": (torch.bfloat16, replace(SMALL, page_size=16), 1.0),
-    "llama-tied-bias": (torch.float32, replace(SMALL, page_size=5, max_num_batched_tokens=24), 0.7),
-    "qwen3-tied": (torch.bfloat16, replace(SMALL, page_size=64, max_num_batched_tokens=24), 0.7),
-    "qwen3-tied-fp32": (torch.float32, replace(SMALL, page_size=16, speculative_tokens=2), 1.0),
-    "gemma2": (torch.bfloat16, replace(SMALL, page_size=7, max_num_batched_tokens=20), 0.9),
-    "gemma3": (torch.bfloat16, replace(SMALL, page_size=16), 1.0),
-    "glm4": (torch.bfloat16, replace(SMALL, page_size=16), 0.7),
-    "olmo2": (torch.bfloat16, replace(SMALL, page_size=16), 1.0),
-    "ministral3": (torch.float32, replace(SMALL, page_size=16), 0.9),
+CASES: dict[str, tuple[str, torch.dtype, dict[str, int], float]] = {
+    "llama": ("llama", torch.bfloat16, {}, 1.0),
+    "gemma2": ("gemma2", torch.bfloat16, {"page_size": 7, "max_num_batched_tokens": 20}, 0.9),
+    "llama with biases": ("llama-tied-bias", torch.float32, {"page_size": 5, "max_num_batched_tokens": 24}, 0.7),
+    "large pages": ("qwen3-tied", torch.bfloat16, {"page_size": 64, "max_num_batched_tokens": 24}, 0.7),
+    "speculation": ("qwen3-tied", torch.float32, {"speculative_tokens": 2}, 1.0),
+    "gemma3": ("gemma3", torch.bfloat16, {}, 1.0),
+    "glm4": ("glm4", torch.bfloat16, {}, 0.7),
+    "olmo2": ("olmo2", torch.bfloat16, {}, 1.0),
+    "ministral3": ("ministral3", torch.float32, {}, 0.9),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers(CASES, ("llama", "gemma2")))
 def test_generation_has_the_log_probs_of_training(case: str) -> None:
     """Bit for bit, of prompts in chunks and of other company, at a temperature that fp32 does not hold."""
-    dtype, config, temperature = CASES[case]
-    decoder = build(case.removesuffix("-fp32"), dtype)
+    name, dtype, changes, temperature = CASES[case]
+    decoder, config = build(name, dtype), replace(SMALL, **{"page_size": 16, **changes})
     made = ragged_requests(num_prompts=7, samples=1, max_new_tokens=3, vocabulary=decoder.spec.vocab_size)
     requests = [made[i] for i in (1, 3, 5)]
     sampling = SamplingConfig(temperature=temperature)
@@ -205,6 +167,7 @@ def test_generation_has_the_log_probs_of_training(case: str) -> None:
     assert lonely.token_ids == done[1].token_ids and torch.equal(lonely.log_probs, done[1].log_probs)
 
 
+@pytest.mark.long
 def test_rows_of_several_temperatures_have_the_log_probs_of_theirs() -> None:
     decoder = build("llama", torch.bfloat16)
     made = ragged_requests(num_prompts=3, samples=1, max_new_tokens=3, vocabulary=decoder.spec.vocab_size)
@@ -226,60 +189,14 @@ def test_a_row_that_is_not_finite_has_a_log_prob_that_is_not() -> None:
         assert [each.isfinite().tolist() for each in found[1:]] == [[True, False, True]] * 2
 
 
-def test_launches_of_a_step() -> None:
-    """A layer has as many as the inexact one, a draw has the head's statistics and four small operations more."""
-    counts, draws = [], []
+def test_launches_of_a_draw() -> None:
+    """The head's statistics and four small operations more than where rows may depend on others."""
     logits = drawn(8, 101, dtype=torch.float32)
     ones, zeros = torch.ones(8, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
     settings = SamplingTensors(ones, ones, 0 * ones, zeros.int(), filters=False, greedy=False, tempered=False)
+    draws = []
     for ops in (GpuOps(), BatchInvariantGpuOps()):
-        decoder = build("qwen3-tied", torch.bfloat16, ops)
-        cache = KVCache(
-            2, 2, decoder.spec.head_dim, 8, 16, torch.bfloat16, DEVICE, build_backend("triton", torch.bfloat16, DEVICE)
-        )
-        table = torch.arange(8, dtype=torch.int32, device=DEVICE).view(8, 1)
-        with torch.no_grad(), counted_launches() as launches:
-            decoder(zeros, TritonAttention.decoding(zeros, table, cache, 4))
-        counts.append(len(launches.names))
         with counted_launches() as launches:
             ops.draw_rows(logits, logits, settings, zeros, zeros)
         draws.append(launches.names)
-    assert counts[1] == counts[0]
     assert "_statistics" in draws[1] and len(draws[1]) == len(draws[0]) + 5, draws
-
-
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_gradients_are_those_of_torch(checkpointing: str) -> None:
-    decoder = build("qwen3-tied", torch.float32)
-    plain = Decoder(decoder.spec, "lm", 0, 1, solo(), torch.float32, DEVICE)
-    plain.load_state_dict(decoder.state_dict())
-    decoder.keep_activations(checkpointing)
-    ids, lengths = torch.randint(0, decoder.spec.vocab_size, (15,), device=DEVICE), [5, 1, 9]
-    for each in (decoder, plain):
-        hidden = each(ids, PackedAttention(lengths, DEVICE, each.ops))
-        token_log_probs(each, hidden, ids.roll(-1), 0.8)[0].sum().backward()
-    for (name, ours), theirs in zip(decoder.named_parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        off = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1)
-        assert off < 2e-5, name
-
-
-def test_the_kernels_compile_to_one_kind_of_instruction(tmp_path: Path) -> None:
-    """Nothing spills. All products of half precision are chains of one kind of wgmma; attention of chunks has the tensor cores'
-    instructions of single tokens, and scores laid out over as many warps along the keys."""
-    environment = os.environ | {"PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/started/compile_exact.py"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    kernels = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert all(kernel["stack"] == 0 for kernel in kernels), kernels
-    multiplying = [kernel for kernel in kernels if kernel["name"] == "product"]
-    assert len(multiplying) == len(triton_products.HALF_TILES) + 1 + len(triton_products.WIDE_TILES)
-    for kernel in multiplying:
-        assert kernel["instructions"]["mma.sync"] == 0, kernel
-        assert kernel["products"] == (["m64.k16.f32.bf16.bf16"] if kernel["dtype"] == "bf16" else []), kernel
-    attending = [kernel for kernel in kernels if kernel["name"] == "attention"]
-    for chunks, singles in zip(attending[::2], attending[1::2], strict=True):
-        assert (chunks["form"], singles["form"]) == ("chunks", "singles") and chunks["heads"] == singles["heads"]
-        assert chunks["layouts"] == singles["layouts"] and len(chunks["layouts"]) == (chunks["dtype"] == "bf16"), chunks
-        assert chunks["instructions"]["wgmma"] == singles["instructions"]["wgmma"] == 0

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from generators import MODELS, SMALL, alone, load, ragged_requests, tokens_of
+from generators import SMALL, alone, load, ragged_requests, tokens_of
 from ranks import run_ranks
 from rlhf_spmd.generation import Generator, SamplingConfig
 from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
@@ -23,7 +24,8 @@ from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
 from rlhf_spmd.models.weights import init_random, write_random_model
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.world import World
-from small_models import CONFIGS
+from small_models import CONFIGS, SHORT_FAMILIES
+from tiers import tiers
 from triton_device import DEVICE
 
 TOKENS = [5, 1, 9]
@@ -69,31 +71,21 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert off < 2e-5, f"{key}: {off}"
 
 
-LINEAR = ["qwen3-5", "qwen3-next"]
-DENSE = [
-    "llama-tied-bias",
-    "qwen3-tied",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "phi4-mini",
-    "olmo2",
-    "exaone4",
-    "smollm3",
-    "granite",
-    "glm4",
-    "ministral3",
-]
+SAME = ("llama", "llama3", "qwen2", "mistral", "phi3", "seed-oss", "olmo3", "qwen3-5-moe")  # as others to these kernels
 
 
-EXPERTS = ["qwen3-moe", "mixtral", "qwen2-moe", "olmoe", "glm4-moe", "gpt-oss", "deepseek-v3", "deepseek-v2"]
-
-
-@pytest.mark.parametrize("name", [*DENSE, *EXPERTS, *LINEAR])
+@pytest.mark.parametrize("name", tiers([name for name in CONFIGS if name not in SAME], ("qwen3-tied", "gpt-oss")))
 def test_log_probs_and_gradients_are_those_of_torch(name: str) -> None:
     expected = results_of(Ops(), name, solo())
     for checkpointing in CHECKPOINTING if name == "qwen3-tied" else ("none",):
         assert_near(results_of(GpuOps(), name, solo(), checkpointing), expected)
+
+
+@pytest.mark.parametrize("checkpointing", tiers(CHECKPOINTING, ["selective"]))
+def test_exact_arithmetic_has_the_gradients_of_torch(checkpointing: str) -> None:
+    """With biases and tied ends."""
+    expected = results_of(Ops(), "llama-tied-bias", solo())
+    assert_near(results_of(BatchInvariantGpuOps(), "llama-tied-bias", solo(), checkpointing), expected)
 
 
 def test_adapters_and_fused_blocks() -> None:
@@ -103,47 +95,29 @@ def test_adapters_and_fused_blocks() -> None:
     assert_near(results_of(GpuOps(), "qwen3-tied", solo(), "selective", blocks=2), expected)
 
 
-def _of_shared_experts(world: World, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    ep, cpu = world.group([0, 1], "ep"), torch.device("cpu")
-    ours, torchs = (results_of(ops, name, solo(), "selective", device=cpu, ep=ep) for ops in (GpuOps(), Ops()))
+def on_rank(world: World, name: str, sequence_parallel: bool, axis: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    group, options = world.group([0, 1], axis), {"device": torch.device("cpu"), "sequence_parallel": sequence_parallel}
+    assert group is not None, "both ranks are in it"
+    tp, ep = (group, None) if axis == "tp" else (solo(), group)
+    ours, torchs = (results_of(ops, name, tp, "selective", ep=ep, **options) for ops in (GpuOps(), Ops()))
     return ours, torchs
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_experts_in_parallel(name: str) -> None:
-    for ours, torchs in run_ranks(2, _of_shared_experts, name):
-        assert_near(ours, torchs)
+RANKS = [("gemma3", True, "tp"), ("gpt-oss", False, "ep"), ("olmo3", True, "tp"), ("deepseek-v3", False, "ep")]
 
 
-def _on_rank(world: World, name: str, sequence_parallel: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    tp, cpu = world.group([0, 1], "tp"), torch.device("cpu")
-    assert tp is not None, "both ranks are in it"
-    ours, torchs = (results_of(ops, name, tp, "selective", sequence_parallel, device=cpu) for ops in (GpuOps(), Ops()))
-    return ours, torchs
-
-
-@pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3-tied", False), ("gemma3", True), ("olmo3", True)])
-def test_on_two_ranks(name: str, sequence_parallel: bool) -> None:
-    for ours, torchs in run_ranks(2, _on_rank, name, sequence_parallel):
+@pytest.mark.parametrize("case", tiers(RANKS, RANKS[:2]), ids=str)
+def test_on_two_ranks(case: tuple[str, bool, str]) -> None:
+    """Of tensor parallelism, or with experts in parallel."""
+    for ours, torchs in run_ranks(2, on_rank, *case):
         assert_near(ours, torchs)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with the CPU's numbers")
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("qwen3", {}),
-        ("qwen3-5", {}),
-        ("deepseek-v3", {}),
-        ("deepseek-v2", {"page_size": 5, "max_num_batched_tokens": 24, "speculative_tokens": 2}),
-    ],
-    ids=str,
-)
-def test_generation_that_writes_pages_from_the_heads_draws_the_same_tokens(
-    tmp_path: Path, name: str, changes: dict[str, int]
-) -> None:
-    config = MODELS[name] if name in MODELS else {**CONFIGS[name], "vocab_size": 301}
-    write_random_model(tmp_path / name, {**config, "num_hidden_layers": 2}, seed=7)
+@pytest.mark.parametrize("name", tiers(["deepseek-v3", "deepseek-v2"], SHORT_FAMILIES))
+def test_generation_of_latent_attention_draws_the_same_tokens(tmp_path: Path, name: str) -> None:
+    changes = {"page_size": 5, "max_num_batched_tokens": 24, "speculative_tokens": 2} if name == "deepseek-v2" else {}
+    write_random_model(tmp_path / name, {**CONFIGS[name], "vocab_size": 301, "num_hidden_layers": 2}, seed=7)
     path, mesh = str(tmp_path / name), alone()[1]
     requests, results = ragged_requests(num_prompts=3, samples=1, max_new_tokens=4), []
     for attention in ("torch", "triton"):

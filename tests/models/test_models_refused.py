@@ -9,6 +9,8 @@ import pytest
 from rlhf_spmd.models.spec import spec_from_config
 from small_models import CONFIGS
 
+FP8 = {"quant_method": "fp8"}
+
 
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
@@ -35,21 +37,13 @@ from small_models import CONFIGS
         ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
-        (
-            "qwen3-5",
-            {"layer_types": ["sliding_attention"] * 4},
-            "'layer_types' is .* num_hidden_layers=4 layers 'linear_attention'",
-        ),
+        ("qwen3-5", {"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .* 4 layers 'linear_attention'"),
         ("qwen3-5", {"linear_num_value_heads": 6}, "linear_num_value_heads=6 is not divisible by linear_num_key_heads=4"),
         ("qwen3-5", {"linear_conv_kernel_dim": 0}, "'linear_conv_kernel_dim' is 0"),
         ("qwen3-5", {"model_type": "qwen3_5"}, "'text_config' is None"),
         ("qwen3-5-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
         ("deepseek-v3", {"quantization_config": {"quant_method": "awq"}}, "config: 'quant_method' is 'awq', .* allowed: 'fp8'"),
-        (
-            "qwen3-tied",
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}},
-            r"'weight_block_size' is \[1, 32\]",
-        ),
+        ("qwen3-tied", {"quantization_config": FP8 | {"weight_block_size": [1, 32]}}, r"'weight_block_size' is \[1, 32\]"),
         ("qwen3-tied", {"quantization_config": "fp8"}, "'quantization_config' is 'fp8'; it must be an object"),
         ("deepseek-v3", {"num_key_value_heads": 2}, "'num_key_value_heads' is 2, .* allowed: 4"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax', .* allowed: 'sigmoid'"),
@@ -72,6 +66,19 @@ from small_models import CONFIGS
         ("glm4-moe", {"topk_group": 1}, "topk_group=1 of the groups must have num_experts_per_tok=3 experts"),
         ("glm4-moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "of head_dim=12 it must rotate an even number"),
         ("qwen3-moe", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+        ("qwen2", {"model_type": "qwen22"}, r"unknown model family 'qwen22'.*qwen2"),
+        ("qwen2", {"model_type": None}, "'model_type' is None"),
+        ("qwen2", {"hidden_size": "32"}, "'hidden_size' is '32'"),
+        ("qwen2", {"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ("qwen2", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; it must be at most 1000"),
+        ("qwen3-moe", {"num_experts": 10**9}, "'num_experts' is 1000000000; it must be at most 10000"),
+        ("qwen2", {"num_key_value_heads": 3}, "num_attention_heads=4 .* num_key_value_heads=3"),
+        ("qwen2", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'.*'silu'"),
+        ("qwen2", {"use_sliding_window": True}, "'use_sliding_window' is True"),
+        ("qwen2", {"rope_parameters": {"rope_type": "su", "rope_theta": 1.0}}, "rope_type' is 'su'.*llama3"),
+        ("qwen2", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters.factor' is None"),
+        ("qwen2", {"quantization_config": {"bits": 4}}, "quantization_config: 'quant_method' is 'none'"),
+        ("gpt-oss", {"quantization_config": FP8}, "'quant_method' is 'fp8', .*; allowed: 'mxfp4'"),
     ],
 )
 def test_what_is_refused(name: str, changes: dict[str, Any], words: str) -> None:

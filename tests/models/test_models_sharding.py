@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes, vocab_range
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config
-from rlhf_spmd.parallel.collectives import Group, solo
-from small_models import CONFIGS
+from small_models import CONFIGS, SHORT_FAMILIES
+from tiers import tiers
 
 LAYOUTS = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (3, 4), (5, 8), (4, 2)]
 
@@ -37,9 +36,13 @@ def make_spec(family: str, **changes: Any) -> ModelSpec:
     return spec_from_config({**CONFIGS[family], **sizes, **changes}, "test")
 
 
-@pytest.mark.parametrize("head", ["lm", "value", "none"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_boxes_of_all_ranks_cover_every_tensor_once(family: str, head: str) -> None:
+@pytest.mark.parametrize("family", tiers(CONFIGS, SHORT_FAMILIES))
+def test_boxes_of_all_ranks_cover_every_tensor_once(family: str) -> None:
+    for head in ("lm", "value", "none") if family == "qwen3-tied" else ("lm",):
+        check_cover(family, head)
+
+
+def check_cover(family: str, head: str) -> None:
     spec = make_spec(family, hidden_size=16, intermediate_size=8, head_dim=2, num_hidden_layers=5)
     shapes = tensor_shapes(spec, head)
     for pp, tp in LAYOUTS:
@@ -48,11 +51,14 @@ def test_boxes_of_all_ranks_cover_every_tensor_once(family: str, head: str) -> N
         for stage in range(pp):
             for rank in range(tp):
                 for shard in plan_params(spec, head, stage, pp, rank, tp).values():
+                    local = torch.zeros(shard.shape, dtype=torch.int64)
                     for box in shard.boxes:
                         assert box.shape == shapes[box.name]
                         assert all(at + n <= size for at, n, size in zip(box.start, box.size, box.shape, strict=True))
                         copies[box.name][box.global_slices] += 1
+                        local[box.local_slices] += 1
                         per_tensor[box.name] += shard.whole_on_tp
+                    assert bool((local == 1).all()), "boxes do not tile the parameter"
         for name, count in copies.items():
             assert bool(count.all()), f"{name} has elements that no rank of pp({pp}) * tp({tp}) holds"
             tied = 2 if name == spec.names.embed and spec.tie_word_embeddings and pp > 1 and head == "lm" else 1
@@ -60,17 +66,6 @@ def test_boxes_of_all_ranks_cover_every_tensor_once(family: str, head: str) -> N
             shared = tp // 4 if tp > 4 and kv else 1
             expected = {tp if per_tensor[name] else tied * shared} | ({1} if "qkv_proj" in name else set())
             assert set(count.flatten().tolist()) == expected, (name, pp, tp)
-
-
-def test_local_boxes_tile_each_parameter() -> None:
-    spec = make_spec("qwen3-tied")
-    for pp, tp in LAYOUTS:
-        for stage in range(pp):
-            for shard in plan_params(spec, "lm", stage, pp, tp - 1, tp).values():
-                filled = torch.zeros(shard.shape)
-                for box in shard.boxes:
-                    filled[box.local_slices] += 1
-                assert bool((filled == 1).all())
 
 
 @settings(deadline=None, max_examples=200)
@@ -82,44 +77,16 @@ def test_vocabulary_cuts_nest(vocab: int, small: int, factor: int) -> None:
     assert sum(sizes) == vocab and max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_decoder_holds_what_the_plan_says(family: str) -> None:
-    spec = make_spec(family)
-    for pp, tp in [(1, 1), (2, 8), (3, 4)]:
-        for stage in range(pp):
-            group = Group("tp", tuple(range(tp)), tp - 1)
-            decoder = Decoder(spec, "lm", stage, pp, group, torch.float32, "meta")
-            plan = plan_params(spec, "lm", stage, pp, tp - 1, tp)
-            assert [(n, tuple(p.shape)) for n, p in decoder.named_parameters()] == [(n, s.shape) for n, s in plan.items()]
-            assert decoder.tied_ends == (pp > 1 and spec.tie_word_embeddings)
-
-
-def test_tied_parameters_hold_the_same_box() -> None:
-    spec = make_spec("qwen3-tied")
-    first, last = (Decoder(spec, "lm", stage, 2, solo(), torch.float32, "meta") for stage in (0, 1))
-    assert first.tied_ends and last.tied_ends
-    assert first.shards["embed.weight"].boxes == last.shards["head.weight"].boxes
-    whole = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "meta")
-    assert not whole.tied_ends and whole.head is None and whole.embed is not None
-    assert whole.head_weight is whole.embed.weight
-
-
 @pytest.mark.parametrize(
-    ("pp", "tp", "words"),
+    ("family", "changes", "pp", "tp", "words"),
     [
-        (6, 1, ["pp=6", "num_hidden_layers=5"]),
-        (1, 3, ["tp=3", "num_attention_heads=16"]),
-        (1, 16, ["tp=16", "intermediate_size=40"]),
+        ("llama", {}, 6, 1, "pp=6 .*num_hidden_layers=5"),
+        ("llama", {}, 1, 3, "tp=3 .*num_attention_heads=16"),
+        ("llama", {"intermediate_size": 40}, 1, 16, "tp=16 .*intermediate_size=40"),
+        ("llama", {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 96}, 1, 4, "num_key_value_heads=6"),
+        ("qwen3-moe", {"moe_intermediate_size": 22}, 1, 4, "tp=4 does not divide moe_intermediate_size=22"),
     ],
 )
-def test_layout_errors_name_both_sides(pp: int, tp: int, words: list[str]) -> None:
-    spec = make_spec("llama", intermediate_size=40)
-    with pytest.raises(ValueError, match=r"models\.actor\.layout") as error:
-        check_layout(spec, pp, tp, "models.actor.layout")
-    assert all(word in str(error.value) for word in words)
-
-
-def test_kv_heads_that_do_not_fit() -> None:
-    spec = make_spec("llama", num_attention_heads=24, num_key_value_heads=6, hidden_size=96)
-    with pytest.raises(ValueError, match="num_key_value_heads=6"):
-        check_layout(spec, 1, 4, "layout")
+def test_layout_errors_name_both_sides(family: str, changes: dict[str, Any], pp: int, tp: int, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"models\.actor\.layout.*{words}"):
+        check_layout(make_spec(family, **changes), pp, tp, "models.actor.layout")

@@ -3,10 +3,7 @@ shared memory, and whether additions were fused with multiplications."""
 
 from typing import Any
 
-import triton
-from compile_head import usage
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_kernels import build, usage
 
 from rlhf_spmd.kernels import triton_draw as draw
 from rlhf_spmd.kernels import triton_filter as chosen
@@ -20,14 +17,9 @@ TYPES = {
 
 
 def compile_kernel(kernel: Any, warps: int, **sizes: Any) -> None:
-    names = kernel.arg_names
-    types = {name: "constexpr" if name in sizes else TYPES.get(name, "i32") for name in names}
-    constants = {(names.index(name),): value for name, value in sizes.items()}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*") or "stride" in name
-    }
-    source = ASTSource(kernel, types, constants, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**draw.OPTIONS, "num_warps": warps})
+    types = dict.fromkeys(kernel.arg_names, "i32") | TYPES
+    aligned = {name for name in kernel.arg_names if types[name].startswith("*") or "stride" in name}
+    built = build(kernel, types, aligned, {**draw.OPTIONS, "num_warps": warps}, **sizes)
     print(kernel.__name__, *usage(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"].count("fma.rn.f32"))
 
 

@@ -8,10 +8,8 @@ import json
 import re
 from typing import Any
 
-import triton
+from compile_kernels import build
 from compile_triton import compile_kernel, describe
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from rlhf_spmd.kernels import triton_paged_attention
 from rlhf_spmd.kernels import triton_products as products
@@ -25,11 +23,8 @@ def product(tile: products.ProductTile, dtype: str, out: str, whole: bool) -> di
     sizes = {"BIAS": not whole, "WHOLE": whole, "GROUP": products.GROUP_ROWS}
     sizes |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.inner}
     pointers = dict.fromkeys(("x", "weight", "bias"), f"*{dtype}") | {"out": f"*{out}"}
-    types = {name: "constexpr" if name in sizes else pointers.get(name, "i32") for name in names}
-    constants = {(names.index(name),): value for name, value in sizes.items()}
-    aligned = [i for i, name in enumerate(names) if name not in sizes and name != "rows"]
-    source = ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tile.options)
+    types = dict.fromkeys(names, "i32") | pointers
+    made = build(kernel, types, set(names) - {"rows"}, tile.options, **sizes)
     found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)\.(\S+)", made.asm["ptx"])
     return {**describe("product", made), "dtype": dtype, "tile": tile[:2], "products": sorted(set(map(".".join, found)))}
 
@@ -38,16 +33,8 @@ def attention(form: str, dtype: str, group: int, dim: int, window: int) -> dict[
     itemsize = 4 if dtype == "fp32" else 2
     of = TileShape.of_alike if form == "chunks" else TileShape.of_singles
     shape = of(dim, itemsize, 64, group)
-    sizes = {
-        "GROUP": group,
-        "PAGE": 64,
-        "DIM": dim,
-        "TAIL": 0,
-        "WINDOW": window,
-        "CAPPED": window > 0,
-        "SINKS": False,
-        "SPLIT": SPLIT_KEYS,
-    }
+    sizes = {"GROUP": group, "PAGE": 64, "DIM": dim, "TAIL": 0, "WINDOW": window, "CAPPED": window > 0, "SINKS": False}
+    sizes |= {"SPLIT": SPLIT_KEYS}
     sizes |= {"LOGS": True} if form == "chunks" else {"TILED": False, "PARTS": True}
     sizes |= {"BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "BLOCK_D": shape.elements}
     made = compile_kernel(getattr(triton_paged_attention, f"attend_{form}"), dtype, shape.options, **sizes)

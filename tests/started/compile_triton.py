@@ -9,10 +9,7 @@ import re
 import sys
 from typing import Any
 
-import triton
-from compile_head import usage
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_kernels import build, usage
 
 from rlhf_spmd.kernels import triton_paged_attention
 from rlhf_spmd.kernels.triton_paged_attention import SPLIT_KEYS, TileShape
@@ -31,28 +28,15 @@ TYPES = {
     "eps": "fp32",
     "head_elements": "i64",
 }
-UNALIGNED = (
-    "table_stride",
-    "num_splits",
-    "kv_heads",
-    "heads",
-    "tokens",
-    "scale",
-    "cap",
-    "eps",
-    "written",
-)  # others are multiples of 16, which Triton uses
+# others are multiples of 16, which Triton uses
+UNALIGNED = {"table_stride", "num_splits", "kv_heads", "heads", "tokens", "scale", "cap", "eps", "written"}
 INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma.sync": "mma.sync", "cp.async": r"cp.async.c[ag]\.", "fma": "fma.rn"}
 
 
 def compile_kernel(kernel: Any, dtype: str, options: dict[str, Any], **sizes: Any) -> Any:
-    names = kernel.arg_names
     pointers = dict.fromkeys(("q", "k", "v", "pages", "out", "made", "weight", "cos", "sin"), f"*{dtype}")
-    types = {name: "constexpr" if name in sizes else (pointers | TYPES).get(name, "i32") for name in names}
-    constants = {(names.index(name),): value for name, value in sizes.items()}
-    aligned = [i for i, name in enumerate(names) if name not in sizes and name not in UNALIGNED]
-    source = ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    types = dict.fromkeys(kernel.arg_names, "i32") | pointers | TYPES
+    return build(kernel, types, set(kernel.arg_names) - UNALIGNED, options, **sizes)
 
 
 def describe(name: str, compiled: Any, products: int = 0) -> dict[str, Any]:

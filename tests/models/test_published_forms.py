@@ -1,4 +1,4 @@
-"""Models published in FP8: read as bf16 in every layout, as transformers reads them, and exported without."""
+"""Models published in FP8 and in MXFP4: read as bf16 in every layout, as transformers reads them, and exported without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rlhf_spmd.kernels.routing import as_parts
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.file_forms import find_tensor
-from rlhf_spmd.models.fp8 import ScaledSlice
 from rlhf_spmd.models.heads import local_logits
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.stored import StoredModel
@@ -79,33 +78,32 @@ def test_every_rank_reads_its_part(tmp_path: Path, layout: Layout) -> None:
                 assert got.numel() and torch.equal(got, expected[box.global_slices]), box
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "scales", "block"),
-    [
-        ("deepseek-v3", UNEVEN, torch.float32, True),
-        ("qwen3-moe", UNEVEN, torch.bfloat16, True),
-        ("ministral3", UNEVEN, torch.bfloat16, False),
-    ],
-)
-def test_fp8_is_read_as_bf16_and_exported_without(
-    tmp_path: Path, name: str, sizes: dict[str, int], scales: torch.dtype, block: bool
-) -> None:
-    source = tmp_path / "source"
-    want = write_fp8(source, {**CONFIGS[name], **sizes, "num_hidden_layers": 2}, scales, block)
+def check_export(source: Path, want: dict[str, Tensor]) -> Path:
+    """Returns the directory of the export, which has the tensors ``want`` and says nothing of another form."""
     check_pretrained(read_spec(source), source, "lm")
-    path = checkpoint_of(model_tensors(source), source, tmp_path / "run", "lm")
-    out = export_hugging_face(path, "actor", source, tmp_path / "out", dtype=torch.bfloat16)
+    path = checkpoint_of(model_tensors(source), source, source.parent / "run", "lm")
+    out = export_hugging_face(path, "actor", source, source.parent / "out", dtype=torch.bfloat16)
     got = load_file(out / "model.safetensors")
     assert got.keys() == want.keys()
-    assert all(got[key].dtype == tensor.dtype and torch.equal(got[key], tensor) for key, tensor in want.items())
+    for key, tensor in want.items():
+        assert got[key].dtype == tensor.dtype and torch.equal(got[key], tensor), key
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    return out
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
-def test_transformers_has_the_same_logits(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "scales", "block"),
+    [("deepseek-v3", torch.float32, True), ("qwen3-moe", torch.bfloat16, True), ("ministral3", torch.bfloat16, False)],
+)
+def test_fp8_is_read_as_bf16_and_exported_without(tmp_path: Path, name: str, scales: torch.dtype, block: bool) -> None:
+    want = write_fp8(tmp_path / "source", {**CONFIGS[name], **UNEVEN, "num_hidden_layers": 2}, scales, block)
+    check_export(tmp_path / "source", want)
+
+
+def test_transformers_has_the_same_logits(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    write_fp8(tmp_path, {**CONFIGS[name], **WHOLE, "num_hidden_layers": 2}, torch.float32, exact=True)
+    write_fp8(tmp_path, {**CONFIGS["qwen3-moe"], **WHOLE, "num_hidden_layers": 2}, torch.float32, exact=True)
     decoder = Decoder(read_spec(tmp_path), "lm", 0, 1, solo(), torch.float32, "cpu")
     load_pretrained(decoder, tmp_path)
     with torch.no_grad():
@@ -114,47 +112,62 @@ def test_transformers_has_the_same_logits(tmp_path: Path, name: str) -> None:
     assert (got - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
-class Counted:
-    """In place of safetensors' slice object."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.read = values, 0
-
-    def get_shape(self) -> list[int]:
-        return list(self.values.shape)
-
-    def __getitem__(self, places: Any) -> Tensor:
-        self.read += (part := self.values[places]).numel()
-        return part
+BLOCKS = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
 
 
-def test_a_slice_reads_no_more_than_its_elements() -> None:
-    generator = torch.Generator().manual_seed(0)
-    codes, scales = (
-        torch.randn(3, 300, 260, generator=generator).to(torch.float8_e4m3fn),
-        torch.rand(3, 3, 3, generator=generator),
-    )
-    wide = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :300, :260]
-    want = (codes.float() * wide).bfloat16()
-    for rows, columns in ((slice(100, 290), slice(120, 260)), (slice(5, 5), slice(None)), (slice(0, 128), slice(257, 259))):
-        counted = Counted(codes[1])
-        got = ScaledSlice(counted, Counted(scales[1]))[rows, columns]
-        assert torch.equal(got, want[1, rows, columns]) and counted.read == got.numel()
-    counted = Counted(codes)
-    assert torch.equal(ScaledSlice(counted, Counted(scales))[2], want[2]) and counted.read == 300 * 260
+def write_mxfp4(path: Path) -> dict[str, Tensor]:
+    """Random bytes for the experts' weights; returns what transformers makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = {**CONFIGS["gpt-oss"], **BLOCKS}
+    write_random_model(path, {**config, "initializer_range": 0.2}, 5)
+    stored, whole = load_file(path / "model.safetensors"), dict[str, Tensor]()
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in stored if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj")]:
+        count, inner, outer = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (count, outer, inner // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 126, (count, outer, inner // 32), generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole[name] = convert_moe_packed_tensors(blocks, scales)
+    stored = {name: x if x.dtype == torch.uint8 else x.bfloat16() for name, x in stored.items()}
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(config))
+    return whole | {name: x for name, x in stored.items() if x.dtype != torch.uint8}
+
+
+def test_mxfp4_is_read_as_transformers_reads_it_and_exported_without(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    want = write_mxfp4(source)
+    out = check_export(source, want)
+    assert logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)).isfinite().all()
+    decoder = Decoder(read_spec(source), "lm", 0, 1, solo(), torch.bfloat16, "cpu")
+    load_pretrained(decoder, source)
+    gate = want["model.layers.1.mlp.experts.gate_up_proj"][2, :, 0::2].t()
+    assert torch.equal(decoder.layers[1].gate_up.weight.view(6, 2, 96, 64)[2, 0], gate)
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
-    write_fp8(tmp_path, {**CONFIGS["qwen3-tied"], "num_hidden_layers": 1}, torch.float32)
-    stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
-    for changes, words in (
-        ({f"{name}_scale_inv": None}, f"'{name}_scale_inv' is missing"),
-        ({f"{name}_scale_inv": torch.ones(2, 1)}, r"has shape \[2, 1\], but blocks of 128 x 128 have \[1, 1\]"),
-        ({f"{name}_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, "has dtype U8; allowed: F64, F32"),
-        ({name: stored[name].float()}, "has dtype F32; allowed: F8_E4M3"),
-        ({f"{name}s_scale_inv": torch.ones(1, 1)}, f"1 tensors that a qwen3 model does not have, such as '{name}s_scale_inv'"),
+    write_fp8(tmp_path / "fp8", {**CONFIGS["qwen3-tied"], "num_hidden_layers": 1}, torch.float32)
+    write_mxfp4(tmp_path / "mxfp4")
+    stored = {form: load_file(tmp_path / form / "model.safetensors") for form in ("fp8", "mxfp4")}
+    name, scales = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.experts.down_proj_scales"
+    for form, changes, words in (
+        ("fp8", {f"{name}_scale_inv": None}, f"'{name}_scale_inv' is missing"),
+        ("fp8", {f"{name}_scale_inv": torch.ones(2, 1)}, r"has shape \[2, 1\], but blocks of 128 x 128 have \[1, 1\]"),
+        ("fp8", {f"{name}_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, "has dtype U8; allowed: F64, F32"),
+        ("fp8", {name: stored["fp8"][name].float()}, "has dtype F32; allowed: F8_E4M3"),
+        (
+            "fp8",
+            {f"{name}s_scale_inv": torch.ones(1, 1)},
+            f"1 tensors that a qwen3 model does not have, such as '{name}s_scale_inv'",
+        ),
+        ("mxfp4", {scales: None}, f"'{scales}' is missing"),
+        ("mxfp4", {scales: stored["mxfp4"][scales].float()}, "has dtype F32; allowed: U8"),
     ):
-        changed = {key: value for key, value in {**stored, **changes}.items() if value is not None}
-        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        changed = {key: value for key, value in {**stored[form], **changes}.items() if value is not None}
+        save_file(changed, tmp_path / form / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=words):
-            check_pretrained(read_spec(tmp_path), tmp_path, "lm")
+            check_pretrained(read_spec(tmp_path / form), tmp_path / form, "lm")
