@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
-tests=(config data/test_data.py models/test_models_hf.py models/test_models_weights.py generation/test_generation.py
+tests=(config data/test_data.py models/test_families.py models/test_models_weights.py generation/test_generation.py
   programs/test_notebook.py programs/test_command.py checkpoint/test_checkpoint_export.py telemetry/test_telemetry_report.py)
 packages=(torch transformers safetensors datasets omegaconf wandb numpy tqdm starlette uvicorn)
 out=runs/versions
