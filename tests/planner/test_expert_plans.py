@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,64 +93,48 @@ def test_profiles_have_what_travels_too() -> None:
         assert more == pytest.approx(48 * passes * count[0] * sent - fewer, rel=1e-6)
 
 
-def test_a_thousand_ranks_take_milliseconds() -> None:
-    ways = call_settings([(pp, tp, 1024 // pp // tp) for pp in (1, 2, 4) for tp in (1, 2, 4)], zero=(0, 3), ep=(1, 8, 16, 64))
-    started = time.process_time()
-    seconds = times(128).train_seconds(SHAPE, WORK, ways)
-    bytes_ = memory.fullest(ways, lambda stage: memory.held(SHAPE, ways, memory.RoleSettings(itemsize=2, trained=True), stage))
-    assert time.process_time() - started < 0.25  # milliseconds; the bound is for busy machines
-    assert np.isfinite(seconds).all() and (seconds > 0).all()
-    plain = {int(ep): float(held) for ep, zero, pp, tp, held in zip(ways.ep, ways.zero, ways.pp, ways.tp, bytes_, strict=True)
-             if (zero, pp, tp) == (0, 1, 1)}  # fmt: skip
-    assert plain[64] < plain[16] < plain[8] < plain[1]
-
-
-def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     plan.main(["--config", PRESET, *arguments, "--json"])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
 
 
 def test_a_plan_shares_experts_where_that_is_faster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Behind small micro-batches the gathers of ZeRO do not hide. The configuration says nothing of ep."""
-    out, alone = tmp_path / "plan.yaml", tmp_path / "alone.yaml"
-    given = ["cluster.nodes=2", "cluster.gpu=h200", "cluster.network_gb_s=25", "algorithm.ppo_max_token_len_per_gpu=1536"]
-    found = made(capsys, *given, f"plan.out={out}")
-    assert found["optimal"]
+    out, alone, again = (tmp_path / f"{name}.yaml" for name in ("plan", "alone", "again"))
+    cluster = ["cluster.nodes=2", "cluster.gpu=h200", "cluster.network_gb_s=25", "algorithm.ppo_max_token_len_per_gpu=1536"]
+    best = planned(capsys, *cluster, f"plan.out={out}")
+    assert best["optimal"]
     file = plan.read_plan(str(out))
     for name, call in file.calls.items():
         assert call.dp * call.cp % call.ep == 0 and 128 % call.ep == 0 and (name != "actor.generate_sequences" or call.ep == 1)
-    assert file.calls["actor.update_actor"].ep > 1
-    request = plan.read_run(PRESET, given)
-    roles = placed_roles(request.described, file, lambda: request.graph, 0)
-    assert roles["actor"].shape.layout.ep == file.calls["actor.update_actor"].ep
-    again = made(capsys, *given, f"plan.fixed={out}", f"plan.out={tmp_path / 'again.yaml'}")
-    assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=0.02)
-    plan.main(["--config", PRESET, *given, f"plan.fixed={out}", f"plan.out={tmp_path / 'again.yaml'}"])
-    assert f" ep{file.calls['actor.update_actor'].ep} " in capsys.readouterr().out
-    update = replace(file.calls["actor.update_actor"], ep=1, zero=3)
-    alone.write_text(replace(file, calls={**file.calls, "actor.update_actor": update}).to_yaml())
-    every = made(capsys, *given, f"plan.fixed={alone}", f"plan.out={tmp_path / 'again.yaml'}")
-    assert every["step_seconds"] > found["step_seconds"]
+    update = file.calls["actor.update_actor"]
+    assert update.ep > 1
+    request = plan.read_run(PRESET, cluster)
+    assert placed_roles(request.described, file, lambda: request.graph, 0)["actor"].shape.layout.ep == update.ep
+    plan.main(["--config", PRESET, *cluster, f"plan.fixed={out}", f"plan.out={again}"])
+    assert f" ep{update.ep} " in capsys.readouterr().out
+    alone.write_text(replace(file, calls={**file.calls, "actor.update_actor": replace(update, ep=1, zero=3)}).to_yaml())
+    evaluations = [
+        planned(capsys, *cluster, f"plan.fixed={fixed}", f"plan.out={again}")["step_seconds"] for fixed in (out, alone)
+    ]
+    assert evaluations[0] == pytest.approx(best["step_seconds"], rel=0.02) and evaluations[1] > best["step_seconds"]
 
 
 def test_ep_is_searched_on_a_thousand_ranks() -> None:
     request = plan.read_run(PRESET, ["cluster.nodes=128", "cluster.gpu=h100"])
-    started, on = time.process_time(), times(128)
-    problem = ProblemBuilder(request.calls, on.machine, on, 8192).problem()
+    problem = ProblemBuilder(request.calls, times(128).machine, times(128), 8192).problem()
     update = next(call for call in problem.calls if call.name == "actor.update_actor")
     assert {option.ep for option in update.options if option.size == 1024} >= {1, 8, 128}
     assert exact.search(problem, 120.0).optimal
-    assert time.process_time() - started < 20.0  # four; the bound is for busy machines
 
 
 def test_stages_of_a_prime_number_of_layers() -> None:
     """DeepSeek-V3 has 61 layers, which no number of stages divides; 48 are only divided evenly."""
     call = next(call for call in plan.read_run(PRESET, []).calls if call.kind == "train")
-    prime = replace(call, spec=replace(call.spec, num_hidden_layers=61))
-    found = [{pp for pp, _, _ in layouts(one, 256, (1, 2, 4, 8))} for one in (call, prime)]
-    assert found == [{1, 2, 4, 8, 16}] * 2
-    assert {pp for pp, _, _ in layouts(replace(call, spec=replace(call.spec, num_hidden_layers=62)), 256, (1,))} == {1, 2}
+    for number, stages in ((48, {1, 2, 4, 8, 16}), (61, {1, 2, 4, 8, 16}), (62, {1, 2})):
+        uneven = replace(call, spec=replace(call.spec, num_hidden_layers=number))
+        assert {pp for pp, _, _ in layouts(uneven, 256, (1, 2, 4, 8) if number < 62 else (1,))} == stages
 
 
 def test_a_plan_that_cannot_share_them_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -163,9 +146,9 @@ def test_a_plan_that_cannot_share_them_is_refused(capsys: pytest.CaptureFixture[
 def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Whatever tp it chooses for generation, its ranks share the experts, at home as on ranks apart."""
     out, name = tmp_path / "plan.yaml", "actor.generate_sequences"
-    given = ["cluster.gpu=h100", f"plan.out={out}", "models.actor.generation.tp=4", "models.actor.generation.ep=4"]
-    made(capsys, *given)
-    request, file = plan.read_run(PRESET, given), plan.read_plan(str(out))
+    overrides = ["cluster.gpu=h100", f"plan.out={out}", "models.actor.generation.tp=4", "models.actor.generation.ep=4"]
+    planned(capsys, *overrides)
+    request, file = plan.read_run(PRESET, overrides), plan.read_plan(str(out))
     found, size = file.calls[name], len(file.calls[name].rank_range.ranks)
     for call in (found, replace(found, pp=1, tp=1, dp=size), replace(found, pp=1, tp=8, dp=size // 8)):
         roles = placed_roles(request.described, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
