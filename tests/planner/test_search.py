@@ -64,12 +64,11 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
 
 def all_plans(problem: Problem) -> list[Plan]:
     ranges, ways = RankRanges(problem), []
-    for node, call in enumerate(problem.calls):
-        some = [Choice(ranks, o) for o, option in enumerate(call.options) for ranks in ranges.by_size.get(option.size, [])]
-        ways.append([None] if call.at_home else some)
-        assert not call.at_home or problem.homes[call.role] < node
+    for call in problem.calls:
+        choices = [Choice(ranks, o) for o, option in enumerate(call.options) for ranks in ranges.by_size.get(option.size, [])]
+        ways.append([None] if call.at_home else choices)
     homes = [problem.homes[call.role] for call in problem.calls]
-    return [tuple(c or plan[homes[n]] for n, c in enumerate(plan)) for plan in product(*ways)]
+    return [tuple(choice or plan[home] for home, choice in zip(homes, plan, strict=True)) for plan in product(*ways)]
 
 
 def best_plan(problem: Problem) -> float:
@@ -79,15 +78,13 @@ def best_plan(problem: Problem) -> float:
 
 def searched(problem: Problem) -> float:
     try:
-        found = exact.search(problem)
+        result = exact.search(problem)
     except NoPlanError:
         return float("inf")
-    schedule = simulate(problem, found.plan)
-    assert schedule.fits
-    assert schedule.seconds == pytest.approx(found.seconds)
-    assert found.optimal
-    assert found.lower_bound == found.seconds
-    return found.seconds
+    schedule = simulate(problem, result.plan)
+    assert schedule.fits and schedule.seconds == pytest.approx(result.seconds)
+    assert result.optimal and result.lower_bound == result.seconds
+    return result.seconds
 
 
 @pytest.mark.parametrize("first", tiers(range(0, 300, 50), (0, 50)))
@@ -109,7 +106,7 @@ def test_exact_is_the_best_of_all_plans_of_steps_that_overlap() -> None:
 
 @pytest.mark.parametrize("other", ["mcmc", "enumerate", "grid"])
 def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) -> None:
-    module, found = find("plan.search", "rlhf_spmd.planner.search", other, exports="search"), 0
+    module, fitting = find("plan.search", "rlhf_spmd.planner.search", other, exports="search"), 0
     for seed in range(40):
         problem = random_problem(seed, ahead=seed % 2)
         try:
@@ -117,11 +114,10 @@ def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) 
         except NoPlanError:
             continue
         schedule = simulate(problem, result.plan)
-        assert schedule.fits
-        assert schedule.seconds == pytest.approx(result.seconds)
+        assert schedule.fits and schedule.seconds == pytest.approx(result.seconds)
         assert result.seconds >= searched(problem) - 1e-9
-        found += 1
-    assert found >= 15
+        fitting += 1
+    assert fitting >= 15
 
 
 def test_bounds_are_bounds() -> None:
@@ -219,9 +215,8 @@ def test_generation_ahead_of_training_runs_beside_it(ahead: int, seconds: float)
     graph = call("generate", set(), one(1, 4), role="actor", home=False), call("train", {0}, one(1, 5), role="actor")
     problem = Problem(graph, 2, (10.0,) * 2, {"actor": 0.0}, 1.0, 1.0, ahead, frozenset({0}))
     assert simulate(problem, (Choice(RankRange(0, 1), 0), Choice(RankRange(1, 1), 0))).seconds == seconds
-    assert (
-        simulate(problem, (Choice(RankRange(0, 1), 0), Choice(RankRange(0, 1), 0))).seconds == 9
-    )  # on the same rank they take turns
+    in_turns = simulate(problem, (Choice(RankRange(0, 1), 0), Choice(RankRange(0, 1), 0)))
+    assert in_turns.seconds == 9
 
 
 def test_a_long_chain_is_spread_over_the_steps_that_generation_is_ahead() -> None:
@@ -247,16 +242,14 @@ def test_ranges_are_halves_and_what_the_first_and_last_leave() -> None:
 def test_no_plan_names_what_is_missing() -> None:
     ways = one(2, 1, held=90 * GIB, active=30 * GIB), one(4, 1, held=45 * GIB, active=15 * GIB)
     problem = Problem((call("train", set(), *ways, role="actor"),), 4, (40.0 * GIB,) * 4, {"actor": 0.0}, 1.0, 1.0)
+    lacks = r"train of actor needs at least 60\.0 GiB on each of 4 ranks, and a rank has 40\.0; 6 "
     for name in ("exact", "mcmc", "enumerate", "grid"):
         module = find("plan.search", "rlhf_spmd.planner.search", name, exports="search")
-        with pytest.raises(
-            NoPlanError, match=r"train of actor needs at least 60\.0 GiB on each of 4 ranks, and a rank has 40\.0; 6 "
-        ):
+        with pytest.raises(NoPlanError, match=lacks):
             module.search(problem, limit=0.01)
     pair = tuple(call(name, set(), one(4, 1, held=25 * GIB, active=GIB)) for name in ("actor", "critic"))
-    with pytest.raises(
-        NoPlanError, match=r"roles hold at least 50\.0 GiB on each of 4 ranks, actor most of it \(25\.0\), and a rank"
-    ):
+    lacks = r"roles hold at least 50\.0 GiB on each of 4 ranks, actor most of it \(25\.0\), and a rank"
+    with pytest.raises(NoPlanError, match=lacks):
         exact.search(replace(problem, calls=pair, weights=dict.fromkeys(("actor", "critic"), 0.0)))
 
 

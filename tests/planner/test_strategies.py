@@ -36,6 +36,11 @@ def graph(name: str, *more: str) -> Graph:
     return trace(ready(name, *more))
 
 
+def ppo(*overrides: str, size: int = 1) -> TrainJob:
+    """The task of ``tasks``."""
+    return prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *overrides), size)
+
+
 def place(name: str, strategy: str, size: int, ratios: dict[str, float] | None = None, *more: str) -> Pools:
     """Role, or ``role.method`` that runs elsewhere, -> ranks."""
     config = PlacementConfig(strategy, ratios=ratios or {})
@@ -125,7 +130,7 @@ def test_ratios(strategy: str, ratios: str, expected: str) -> None:
 
 def test_ratios_are_rounded_to_whole_layouts() -> None:
     tp = tuple(f"models.actor.{key}.tp=2" for key in ("layout", "generation"))
-    prepared = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *tp), 2)
+    prepared = ppo(*tp, size=2)
     config = PlacementConfig("separate", ratios={"actor.generate_sequences": 0.4})
     plans = placing.place(prepared.plans, config, 16, 16, lambda: trace(prepared))
     call = plans["actor"].calls["generate_sequences"]
@@ -144,7 +149,7 @@ def test_no_role_is_known_by_name() -> None:
     text = Path(path).read_text().replace('"models": {"actor"', '"models": {"writer"')
     Path(path).write_text(text)
     named = prepare(path, tasks.settings(Path("unused"), 3, *overrides), 1)
-    usual = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, "models.reference.path=null"), 1)
+    usual = ppo("models.reference.path=null")
     for strategy in PROMISES:
         for size in (3, 5, 8, 64):
             config, host = PlacementConfig(strategy), min(size, HOST)
@@ -159,7 +164,7 @@ def test_no_role_is_known_by_name() -> None:
 def test_the_followers_of_the_policy_are_those_of_its_weights() -> None:
     """A reference of the actor's own weights is on its side, one of another model is not."""
     for more, role in ((("models.reference.path=null",), "actor"), ((), "critic")):
-        job = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *more), 1)
+        job = ppo(*more)
         plans = placing.place(job.plans, PlacementConfig("split"), 8, 8, functools.partial(trace, job))
         assert plans["reference"].pool == plans[role].pool
 
@@ -186,36 +191,22 @@ def test_a_trace_has_what_a_step_does_and_takes_no_rows() -> None:
     )
 
 
-def prepared_with(strategy: str, *more: str, size: int = 4) -> TrainJob:
-    return prepare(
-        str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, f"placement.strategy={strategy}", *more), size
-    )
-
-
 def test_a_strategy_of_ones_own() -> None:
-    plans = prepared_with("outside.last_ranks").plans
+    plans = ppo("placement.strategy=outside.last_ranks", size=4).plans
     assert plans["actor"].pool.ranks == (2, 3) and len(plans["reference"].pool.ranks) == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "result", "message"),
-    [
+def test_a_strategy_of_ones_own_that_errs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, result, message in (
         ("mapping", "{role: [0] for role in roles}", "returned dict; its place.. must return an Assignment"),
         ("slip", "cluster.all_ranks", "failed: AttributeError"),
-        (
-            "teacher",
-            "Assignment(dict.fromkeys((*roles, 'teacher'), cluster.everyone))",
-            "places 'teacher', which is no role and no call",
-        ),
-    ],
-)
-def test_a_strategy_of_ones_own_that_errs(result: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"erring_{abs(hash(result))}"
-    lines = "from rlhf_spmd.planner.cluster import Assignment", "def place(graph, cluster, roles):", f"    return {result}"
-    (tmp_path / f"{name}.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=f"placement.strategy='{name}' {message}"):
-        prepared_with(name)
+        ("place", "Assignment({'teacher': cluster.everyone})", "places 'teacher', which is no role and no call"),
+    ):
+        lines = "from rlhf_spmd.planner.cluster import Assignment", "def place(graph, cluster, roles):", f"    return {result}"
+        (tmp_path / f"erring_{name}.py").write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=f"placement.strategy='erring_{name}' {message}"):
+            ppo(f"placement.strategy=erring_{name}", size=4)
 
 
 @pytest.mark.parametrize("strategy", ["separate", "interleave"])
@@ -223,15 +214,17 @@ def test_settings_of_a_call_that_the_strategy_moves(strategy: str) -> None:
     """They go with the pool that the strategy gives it."""
     generate = "models.actor.calls.generate_sequences"
     overrides = ((), (f"{generate}.layout.tp=2", f"{generate}.delta=true"))
-    moved, sliced = (prepared_with(strategy, *more).plans["actor"].calls["generate_sequences"] for more in overrides)
+    moved, sliced = (
+        ppo(f"placement.strategy={strategy}", *more, size=4).plans["actor"].calls["generate_sequences"] for more in overrides
+    )
     assert sliced.pool == moved.pool and (moved.shape.layout.tp, sliced.shape.layout.tp) == (1, 2)
     with pytest.raises(ValueError, match=r"generation.pp=1 and tp=2, and .*calls.generate_sequences.layout, both say"):
-        prepared_with(strategy, f"{generate}.layout.tp=2", "models.actor.generation.tp=2")
+        ppo(f"placement.strategy={strategy}", f"{generate}.layout.tp=2", "models.actor.generation.tp=2", size=4)
 
 
 def test_hosts_that_prompts_do_not_divide_by() -> None:
     """Whole hosts where they go round, else parts of them."""
-    prepared = prepared_with("separate", size=4)  # 8 prompts
+    prepared = ppo("placement.strategy=separate", size=4)  # 8 prompts
     plans = placing.place(ready("ppo").plans, PlacementConfig("separate"), 6, 3, lambda: graph("ppo"))
     assert len(prepared.plans["actor"].calls["generate_sequences"].pool.ranks) == 2
     assert len(plans["actor"].calls["generate_sequences"].pool.ranks) == 2

@@ -61,21 +61,21 @@ def move(tensor: str, call: str, *overrides: str) -> Fault:
     return Fault("memory", (call,), line, ("algorithm.name=outside.transition", *overrides, f"algorithm.fault={tensor}"), 1)
 
 
-RAISED = rf"\(algorithm 'outside\.raising', \S+/{re.escape(site_of('raising.py', 'raise KeyError', 0))}\)"
-UPDATE = r"rank . failed in actor\.update_actor \(call \d+, raising\.py:\d+, step 2\)"
-RAISING = "algorithm.name=outside.raising"
+RAISED = rf"\(algorithm 'outside\.faulty', \S+/{re.escape(site_of('faulty.py', 'raise KeyError', 0))}\)"
+UPDATE = r"rank . failed in actor\.update_actor \(call \d+, faulty\.py:\d+, step 2\)"
+FAULTY = "algorithm.name=outside.faulty"
 SPLIT = "models.actor.layout.tp=2", "models.critic.layout.zero=3"
 CALL = "models.critic.calls.compute_values"
 POOLS = "placement.pools={a: [1], b: [0]}", "models.critic.pool=a", f"{CALL}.pool=b"
-SHORTER = "algorithm.name=outside.shorter", "models.actor.generation.reuse_rollout_log_probs=false"
+SHORTER = FAULTY, "algorithm.fault=shorter", "models.actor.generation.reuse_rollout_log_probs=false"
 OFTEN = "reward.function=outside.rewards:often_fails", "reward.max_failure_rate=0.2"
 FAULTS = {
-    "raise": Fault("error", ("actor.update_actor",), rf"{UPDATE}: KeyError: 'no such field' {RAISED}", (RAISING,), 1, 1),
+    "raise": Fault("error", ("actor.update_actor",), rf"{UPDATE}: KeyError: 'no such field' {RAISED}", (FAULTY,), 1, 1),
     "transition": move("bucket", "actor.generate_sequences", *SPLIT),
-    "swapped": Fault("hang", SWAPPED, "call order differs: .*", ("algorithm.name=outside.diverging",)),
+    "swapped": Fault("hang", SWAPPED, "call order differs: .*", (FAULTY, "algorithm.fault=swapped")),
     "shorter": Fault("hang", ("actor.update_actor", "controller.settle"), "call order differs: .*", SHORTER),
     "nan": Fault(
-        "numerics", ("actor.update_actor",), f"{UPDATE}: FloatingPointError: .*nan.*", (RAISING, "algorithm.fault=nan")
+        "numerics", ("actor.update_actor",), f"{UPDATE}: FloatingPointError: .*nan.*", (FAULTY, "algorithm.fault=nan")
     ),
     "reward": Fault("reward", ("reward.compute_reward",), ".*outside.rewards:often_fails.*no opinion.*", OFTEN, None, 2),
     "kill": Fault("lost", (), r"rank 2 stopped answering .*, step [23]\).*", (*APART, "models.critic.pool=b"), 2, 0, 3),
@@ -180,10 +180,8 @@ def test_every_rank_ends_and_one_line_says_why(job_of: Callable[[str], Job], nam
     elif name == "reward":
         assert "reward.max_failure_rate = 0.2" in line and "in often_fails" in job.output and "program.py" not in job.output
     elif name == "swapped":  # with two ranks either may be the odd one
-        reward, values = (
-            site_of("diverging.py", f".{call}(batch)", which) for call, which in (("compute_reward", 1), ("compute_values", 0))
-        )
-        calls = {"0": f"reward.compute_reward ({reward})", "1": f"critic.compute_values ({values})"}
+        site = site_of("faulty.py", "call(batch)", 0)
+        calls = {str(rank): f"{call} ({site})" for rank, call in enumerate(SWAPPED)}
         assert dict(re.findall(r"rank (\d) entered (\S+ \(\S+\))", line)) == calls
         assert status["call"] == SWAPPED[status["rank"]]
     elif name == "shorter":

@@ -39,9 +39,8 @@ def test_the_page_has_ten_tasks_that_each_do_and_promise_something() -> None:
             if block.language == "python":
                 compile(block.text, block.file, "exec")
             if block.language == "yaml":
-                assert yaml.safe_load(block.text)["run"]["dir"].startswith("runs/tasks/") and block.file.startswith(
-                    "runs/tasks/"
-                )
+                assert yaml.safe_load(block.text)["run"]["dir"].startswith("runs/tasks/")
+                assert block.file.startswith("runs/tasks/")
 
 
 @pytest.mark.parametrize(
