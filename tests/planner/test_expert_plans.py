@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from places import ROOT
+from planner_cases import KEYS
 from rlhf_spmd import plan
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.planner import memory
@@ -23,20 +24,9 @@ from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.training.plan_roles import placed_roles
 
 PRESET = str(ROOT / "configs" / "presets" / "grpo_qwen3_30b_a3b_16gpu.yaml")
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "max_position_embeddings": 4096,
-}
+SIZES = dict(zip(KEYS, (151936, 2048, 6144, 48, 32, 4), strict=True))
+EIGHT = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "max_position_embeddings": 4096}
+CONFIG = {"model_type": "qwen3_moe", **SIZES, "head_dim": 128, **EIGHT}
 SHAPE = shape_of(spec_from_config(CONFIG, "config"), "lm")
 WORK = Workload(8192, 512.0, (1024.0,), mini_batches=2)
 EXPERTS = 128 * 3 * 768 * 2048  # parameters of a layer's experts
@@ -51,15 +41,11 @@ def test_a_rank_holds_its_experts_by_hand() -> None:
     ways = call_settings([(1, 1, 16)], zero=(0, 3), ep=(1, 8))
     weights = memory.held(SHAPE, ways, memory.RoleSettings(itemsize=2), 0)["weights"] / 2
     rest = SHAPE.params - 48 * EXPERTS
-    by_way = {(zero, ep): float(held) for zero, ep, held in zip(ways.zero, ways.ep, weights, strict=True)}
-    assert by_way == pytest.approx(
-        {
-            (0, 1): rest + 48 * EXPERTS,
-            (3, 1): (rest + 48 * EXPERTS) / 16,
-            (0, 8): rest + 48 * EXPERTS / 8,
-            (3, 8): rest / 16 + 48 * EXPERTS / 8,
-        }
-    )
+    rows = list(zip(ways.zero.tolist(), ways.ep.tolist(), weights.tolist(), strict=True))
+    by_way = {(zero, ep): held for zero, ep, held in rows}
+    whole, slices = rest + 48 * EXPERTS, 48 * EXPERTS / 8
+    by_hand = {(0, 1): whole, (3, 1): whole / 16, (0, 8): rest + slices, (3, 8): rest / 16 + slices}
+    assert by_way == pytest.approx(by_hand)
     trained = memory.RoleSettings(itemsize=2, trained=True)
     written = memory.checkpoint_copy(SHAPE, ways, trained, 0)  # all copies write each part once
     assert written == pytest.approx([SHAPE.params * (2 + 12) / 16] * 4)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,14 @@ HOST = 8
 Pools = dict[str, tuple[int, ...]]
 
 
-@functools.cache
+@cache
 def ready(name: str, *more: str) -> TrainJob:
     """A run of 4 ranks; the strategies get its roles, and its step."""
     case = CASES[name]
     return prepare(str(CONFIGS / f"{case.config}.yaml"), tasks.settings(Path("unused"), 3, *case.overrides(), *more), 1)
 
 
-@functools.cache
+@cache
 def graph(name: str, *more: str) -> Graph:
     return trace(ready(name, *more))
 
@@ -139,33 +140,27 @@ def test_ratios_are_rounded_to_whole_layouts() -> None:
 
 def test_no_role_is_known_by_name() -> None:
     """PPO with other names has the same places, in the same names."""
-    overrides = (
-        "algorithm.name=outside.renamed",
-        f"models.writer.path={tasks.task() / 'actor'}",
-        "models.writer.dtype=float64",
-    )
     algorithm = json.loads((tasks.task() / "ppo.json").read_text())["algorithm"]
-    path = tasks.other_task({**algorithm, "name": "outside.renamed"}, "actor")
-    text = Path(path).read_text().replace('"models": {"actor"', '"models": {"writer"')
-    Path(path).write_text(text)
-    named = prepare(path, tasks.settings(Path("unused"), 3, *overrides), 1)
-    usual = ppo("models.reference.path=null")
-    for strategy in PROMISES:
-        for size in (3, 5, 8, 64):
-            config, host = PlacementConfig(strategy), min(size, HOST)
-            mine = placing.place(named.plans, config, size, host, functools.partial(trace, named))
-            theirs = placing.place(usual.plans, config, size, host, functools.partial(trace, usual))
-            for role, other in NAMES.items():
-                assert mine[other].pool.ranks == theirs[role].pool.ranks, (strategy, size, role)
-                calls = [{m: c.pool.ranks for m, c in plan.calls.items()} for plan in (mine[other], theirs[role])]
-                assert calls[0] == calls[1]
+    path = Path(tasks.other_task({**algorithm, "name": "outside.renamed"}, "actor"))
+    path.write_text(path.read_text().replace('"models": {"actor"', '"models": {"writer"'))
+    overrides = tasks.settings(Path("unused"), 3, f"models.writer.path={tasks.task() / 'actor'}", "models.writer.dtype=float64")
+    jobs = prepare(str(path), overrides, 1), ppo("models.reference.path=null")
+    for strategy, size in product(PROMISES, (3, 5, 8, 64)):
+        placed = [
+            placing.place(job.plans, PlacementConfig(strategy), size, min(size, HOST), partial(trace, job)) for job in jobs
+        ]
+        for role, other in NAMES.items():
+            renamed, usual = placed[0][other], placed[1][role]
+            assert renamed.pool.ranks == usual.pool.ranks, (strategy, size, role)
+            calls = [{name: call.pool.ranks for name, call in plan.calls.items()} for plan in (renamed, usual)]
+            assert calls[0] == calls[1]
 
 
 def test_the_followers_of_the_policy_are_those_of_its_weights() -> None:
     """A reference of the actor's own weights is on its side, one of another model is not."""
     for more, role in ((("models.reference.path=null",), "actor"), ((), "critic")):
         job = ppo(*more)
-        plans = placing.place(job.plans, PlacementConfig("split"), 8, 8, functools.partial(trace, job))
+        plans = placing.place(job.plans, PlacementConfig("split"), 8, 8, partial(trace, job))
         assert plans["reference"].pool == plans[role].pool
 
 
@@ -204,9 +199,10 @@ def test_a_strategy_of_ones_own_that_errs(tmp_path: Path, monkeypatch: pytest.Mo
         ("place", "Assignment({'teacher': cluster.everyone})", "places 'teacher', which is no role and no call"),
     ):
         lines = "from rlhf_spmd.planner.cluster import Assignment", "def place(graph, cluster, roles):", f"    return {result}"
-        (tmp_path / f"erring_{name}.py").write_text("\n".join(lines))
-        with pytest.raises(ValueError, match=f"placement.strategy='erring_{name}' {message}"):
-            ppo(f"placement.strategy=erring_{name}", size=4)
+        (tmp_path / "erring").mkdir(exist_ok=True)
+        (tmp_path / "erring" / f"{name}.py").write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=f"placement.strategy='erring.{name}' {message}"):
+            ppo(f"placement.strategy=erring.{name}", size=4)
 
 
 @pytest.mark.parametrize("strategy", ["separate", "interleave"])

@@ -143,6 +143,7 @@ def test_programs_and_tests_that_are_named_exist() -> None:
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
+@pytest.mark.long
 def test_the_algorithm_with_all_of_it_learns_on_two_ranks(tmp_path: Path) -> None:
     module, config = own_algorithm("python", "# my_project/mixed.py"), own_algorithm("yaml", "# my_project/mixed.yaml")
     (tmp_path / "my_project").mkdir()

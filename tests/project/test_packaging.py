@@ -102,6 +102,7 @@ def test_scripts_install_what_their_job_needs_once_in_any_order(
     assert log.read_text().splitlines() == installed
 
 
+@pytest.mark.long
 def test_the_notebook_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
