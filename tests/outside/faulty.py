@@ -1,5 +1,4 @@
-"""PPO that goes wrong in step 2. ``fault``: "raise": the policy's loss raises on rank 1; "nan": it is not a number on any rank;
-"swapped": rank 1 makes two calls in the other order; "shorter": it leaves out an update, and goes on to other collectives."""
+"""PPO whose policy loss fails in step 2. ``fault``: "raise": it raises on rank 1; "nan": it is not a number on any rank."""
 
 import os
 from dataclasses import dataclass, replace
@@ -18,20 +17,17 @@ class Config(PPOConfig):
 
 
 def step(models: Any, data: Any, config: Config, number: int) -> Any:
-    is_odd = os.environ["RANK"] == "1"
-    if number < 2 or config.fault == "shorter":
-        return ppo.step(models, data, replace(config, critic_warmup=2) if number == 2 and is_odd else config, number)
+    if number < 2:
+        return ppo.step(models, data, config, number)
     batch, _ = sample(models, data, number)
-    calls = [models.reward.compute_reward, models.critic.compute_values]
-    for call in reversed(calls) if config.fault == "swapped" and is_odd else calls:
-        batch = batch.union(call(batch))
+    batch = batch.union(models.reward.compute_reward(batch), models.critic.compute_values(batch))
     batch = batch.union(models.actor.compute_log_prob(batch), models.reference.compute_ref_log_prob(batch))
     reads = ("scores", "values", "old_log_probs", "ref_log_prob")
     batch = batch.union(models.compute.apply(batch, gae_advantages(config), reads, outputs=("advantages", "returns")))
     sound = clipped_policy(config, data.sampling)
 
     def loss(fields: Any, rows: Any, totals: Any) -> Any:
-        if config.fault == "raise" and is_odd:
+        if config.fault == "raise" and os.environ["RANK"] == "1":
             raise KeyError("no such field")
         value, report = sound.loss(fields, rows, totals)
         return value * (float("nan") if config.fault == "nan" else 1.0), report

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_runs import CONFIGS, build, next_token_loss
@@ -353,45 +351,6 @@ def test_graphs_and_lanes() -> None:
     assert graphs == pytest.approx(100 * (16e-5 + outside) + 8e-3)
     assert staged == pytest.approx(100 * 4 * (2e-3 + outside) + 8e-3)
     assert both == pytest.approx(100 * 4 * (4e-5 + outside) + 8e-3)
-
-
-H100S = Machine(64, 8, GPUS["h100"], (GPUS["h100"].memory,) * 64, 50e9)
-LARGE = shape_of(ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128), "lm")
-LAYOUTS = st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 8)))
-
-
-def all_seconds(work: Workload, layout: tuple[int, int, int], on: Machine, kv_bytes: float = 2e10, **more: Any) -> np.ndarray:
-    """Of a call of each kind."""
-    how = call_settings([layout], **more)
-    seconds = (
-        infer_seconds(LARGE, work, how, on),
-        train_seconds(LARGE, work, how, on),
-        generate_seconds(LARGE, work, how, on, kv_bytes),
-    )
-    return np.array([each[0] for each in seconds])
-
-
-@settings(max_examples=60, deadline=None)
-@given(LAYOUTS, st.integers(0, 3), st.integers(0, 2), st.integers(0, 1), st.integers(4, 8), st.floats(1.01, 4))
-def test_more_work_takes_longer_and_a_better_machine_does_not(
-    layout: tuple[int, int, int], zero: int, level: int, sliced: int, size: int, factor: float
-) -> None:
-    how = {"zero": [zero], "checkpointing": [level], "sequence_parallel": [sliced], "max_num_seqs": [1 << size]}
-    work = Workload(256, 512, (100.0, 500.0, 1000.0), mini_batches=4)
-    least = all_seconds(work, layout, H100S, **how)
-    assert np.isfinite(least).all() and (least > 0).all()
-    assert (all_seconds(replace(work, rows=512), layout, H100S, **how) > least).all()
-    longer = replace(work, prompt=512 * factor, responses=tuple(length * factor for length in work.responses))
-    assert (all_seconds(longer, layout, H100S, **how) > least).all()
-    for key in ("flops", "bandwidth", "link"):
-        better = replace(H100S, device=replace(H100S.device, **{key: getattr(H100S.device, key) * factor}))
-        assert (all_seconds(work, layout, better, **how) <= least * (1 + 1e-9)).all(), key
-    assert (all_seconds(work, layout, replace(H100S, network=50e9 * factor), **how) <= least * (1 + 1e-9)).all()
-    assert all_seconds(work, layout, H100S, 2e10 * factor, **how)[2] <= least[2] * (1 + 1e-9)
-    again = {**how, "checkpointing": [min(level + 1, 2)]}
-    assert all_seconds(work, layout, H100S, **again)[1] >= least[1]
-    steps = all_seconds(replace(work, mini_batches=8), layout, H100S, **how)
-    assert steps[1] >= least[1] and steps[0] == least[0]
 
 
 def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:

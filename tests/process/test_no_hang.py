@@ -22,7 +22,6 @@ import pytest
 import tasks
 from places import ROOT
 from ranks import Program
-from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 from tiers import tiers
 
@@ -30,23 +29,15 @@ LIMIT_S = 60.0
 START_LIMIT_S = 600.0  # of a job until its first step has ended, on a busy machine
 REWARD_S = 0.2  # each; a rank has 8 of them in a step
 APART = ("placement.pools={a: [0, 1], b: [2]}", *(f"models.{role}.pool=a" for role in ("actor", "reference", "reward")))
-SWAPPED = ("reward.compute_reward", "critic.compute_values")  # by rank
-
-
-def site_of(file: str, text: str, which: int) -> str:
-    """``file.py:line`` of the ``which``-th line that holds ``text``."""
-    path = ROOT / "tests" / "outside" / file
-    lines = [number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line]
-    return f"{path.name}:{lines[which]}"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``calls``: one of which the line and exit_status.json name. ``line``: a pattern of the line. ``rank``: to blame for it, if
+    """``call``: which the line and exit_status.json name. ``line``: a pattern of the line. ``rank``: to blame for it, if
     that is certain. ``tracebacks``: how many there are at most."""
 
     error_class: str
-    calls: tuple[str, ...]
+    call: str
     line: str
     overrides: tuple[str, ...]
     rank: int | None = None
@@ -58,27 +49,25 @@ def move(tensor: str, call: str, *overrides: str) -> Fault:
     """There is no room for a ``tensor`` of the weights that move for the call."""
     place = rf"rank 1 failed in {re.escape(call)} \(call \d+, [a-z_]+\.py:\d+, step 2\)"
     line = rf"{place}: MemoryError: no room for the second {tensor}( \(.*\))?; docs/troubleshooting\.md says what .*"
-    return Fault("memory", (call,), line, ("algorithm.name=outside.transition", *overrides, f"algorithm.fault={tensor}"), 1)
+    return Fault("memory", call, line, ("algorithm.name=outside.transition", *overrides, f"algorithm.fault={tensor}"), 1)
 
 
-RAISED = rf"\(algorithm 'outside\.faulty', \S+/{re.escape(site_of('faulty.py', 'raise KeyError', 0))}\)"
+SOURCE = (ROOT / "tests" / "outside" / "faulty.py").read_text().splitlines()
+RAISED = next(number for number, line in enumerate(SOURCE, 1) if "raise KeyError" in line)
+SITE = rf"\(algorithm 'outside\.faulty', \S+/faulty\.py:{RAISED}\)"
 UPDATE = r"rank . failed in actor\.update_actor \(call \d+, faulty\.py:\d+, step 2\)"
 FAULTY = "algorithm.name=outside.faulty"
+NAN = FAULTY, "algorithm.fault=nan"
 SPLIT = "models.actor.layout.tp=2", "models.critic.layout.zero=3"
 CALL = "models.critic.calls.compute_values"
 POOLS = "placement.pools={a: [1], b: [0]}", "models.critic.pool=a", f"{CALL}.pool=b"
-SHORTER = FAULTY, "algorithm.fault=shorter", "models.actor.generation.reuse_rollout_log_probs=false"
 OFTEN = "reward.function=outside.rewards:often_fails", "reward.max_failure_rate=0.2"
 FAULTS = {
-    "raise": Fault("error", ("actor.update_actor",), rf"{UPDATE}: KeyError: 'no such field' {RAISED}", (FAULTY,), 1, 1),
+    "raise": Fault("error", "actor.update_actor", rf"{UPDATE}: KeyError: 'no such field' {SITE}", (FAULTY,), 1, 1),
     "transition": move("bucket", "actor.generate_sequences", *SPLIT),
-    "swapped": Fault("hang", SWAPPED, "call order differs: .*", (FAULTY, "algorithm.fault=swapped")),
-    "shorter": Fault("hang", ("actor.update_actor", "controller.settle"), "call order differs: .*", SHORTER),
-    "nan": Fault(
-        "numerics", ("actor.update_actor",), f"{UPDATE}: FloatingPointError: .*nan.*", (FAULTY, "algorithm.fault=nan")
-    ),
-    "reward": Fault("reward", ("reward.compute_reward",), ".*outside.rewards:often_fails.*no opinion.*", OFTEN, None, 2),
-    "kill": Fault("lost", (), r"rank 2 stopped answering .*, step [23]\).*", (*APART, "models.critic.pool=b"), 2, 0, 3),
+    "nan": Fault("numerics", "actor.update_actor", f"{UPDATE}: FloatingPointError: .*nan.*", NAN),
+    "reward": Fault("reward", "reward.compute_reward", ".*outside.rewards:often_fails.*no opinion.*", OFTEN, None, 2),
+    "kill": Fault("lost", "", r"rank 2 stopped answering .*, step [23]\).*", (*APART, "models.critic.pool=b"), 2, 0, 3),
     "overlap": move("bucket", "actor.generate_sequences", *SPLIT, "models.actor.generation.overlap=true"),
     "back": move("parameter", "actor.generate_sequences", *SPLIT),
     "whole": move("target", "actor.generate_sequences", *SPLIT, "models.actor.generation.reshard_method=full_gather"),
@@ -165,7 +154,7 @@ def test_every_rank_ends_and_one_line_says_why(job_of: Callable[[str], Job], nam
     status: dict[str, Any] = json.loads((job.run_dir / "exit_status.json").read_text())
     code = EXIT_CODES[fault.error_class]
     assert (status["class"], status["code"], status["message"]) == (fault.error_class, code, line)
-    assert status["call"] in line and (not fault.calls or status["call"] in fault.calls)
+    assert status["call"] in line and fault.call in status["call"]
     assert fault.rank is None or status["rank"] == fault.rank
     assert [job.process.codes[rank] for rank in range(fault.ranks)] == [code] * 2 + [-signal.SIGKILL] * (fault.ranks - 2)
     assert job.output.count("Traceback") <= fault.tracebacks
@@ -179,12 +168,3 @@ def test_every_rank_ends_and_one_line_says_why(job_of: Callable[[str], Job], nam
         assert 'raise KeyError("no such field")' in job.output
     elif name == "reward":
         assert "reward.max_failure_rate = 0.2" in line and "in often_fails" in job.output and "program.py" not in job.output
-    elif name == "swapped":  # with two ranks either may be the odd one
-        site = site_of("faulty.py", "call(batch)", 0)
-        calls = {str(rank): f"{call} ({site})" for rank, call in enumerate(SWAPPED)}
-        assert dict(re.findall(r"rank (\d) entered (\S+ \(\S+\))", line)) == calls
-        assert status["call"] == SWAPPED[status["rank"]]
-    elif name == "shorter":
-        update = f"actor.update_actor ({site_of(ppo.__file__, 'models.actor.update(', -1)})"
-        assert f"rank 0 entered {update}" in line
-        assert re.search(r"rank 1 entered controller\.settle \(end of the script after ppo\.py:\d+\)", line)
