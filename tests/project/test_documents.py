@@ -103,16 +103,6 @@ def test_the_site_has_every_page() -> None:
     assert sorted(pages) == [page.name for page in PAGES if page.name != "README.md"]
 
 
-@pytest.mark.long
-def test_the_site_is_built(tmp_path: Path) -> None:
-    pytest.importorskip("material", reason="pip install mkdocs-material")
-    where = ["-f", "scripts/mkdocs.yml", "-d", str(tmp_path / "site")]
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", *where]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site" / "planner" / "index.html").exists()
-
-
 def test_links_lead_to_files_and_headings() -> None:
     """Those of keys too, which docstrings have."""
     generator = runpy.run_path(str(ROOT / "scripts" / "configuration_page.py"))

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 import tasks
-from places import ROOT
 from ranks import run_command
 from rlhf_spmd import report as report_program
 from rlhf_spmd.telemetry import report, timeline_chart
@@ -153,15 +152,6 @@ def test_report_has_curves_phases_timeline_samples_and_status(tmp_path: Path) ->
     assert "Permission is hereby granted" in text, "the licence of the library"
 
 
-@pytest.mark.parametrize(
-    "missing", ["metrics.jsonl", "rollouts.jsonl", "trace.json", "config.yaml", "exit_status.json", "starts.jsonl"]
-)
-def test_report_does_without_any_of_the_files(tmp_path: Path, missing: str) -> None:
-    fill(tmp_path, steps=3)
-    (tmp_path / missing).unlink()
-    assert "sorting" in Page(write_report(tmp_path).read_text()).text or missing == "config.yaml"
-
-
 def test_report_of_an_empty_directory_and_of_damaged_files(tmp_path: Path) -> None:
     Page(write_report(tmp_path).read_text())
     lines = b'{"step": 1, "reward/mean": null}\n\xff\n[1]\n{"step": "x"}\n{"step": 2, "a": 1}\n{"ste'
@@ -172,6 +162,10 @@ def test_report_of_an_empty_directory_and_of_damaged_files(tmp_path: Path) -> No
     (tmp_path / "exit_status.json").write_text("{")
     (run,) = Page(write_report(tmp_path).read_text()).runs
     assert list(run["metrics"]) == ["a"] and run["status"]["text"] == "not finished"
+    fill(tmp_path / "run", steps=3)
+    for file in (METRICS_FILE, "trace.json", STARTS_FILE):
+        (tmp_path / "run" / file).unlink()
+        assert "sorting" in Page(write_report(tmp_path / "run").read_text()).text
 
 
 def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,9 +182,7 @@ def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.Ca
         ([first, second], "2 runs and no out=FILE; give out=FILE for a page of several runs"),
         ([str(tmp_path / "none")], f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run"),
         ([str(tmp_path)], f"{tmp_path} is no run's directory: it has none of .*; runs below it: {first}, {second}"),
-        ([str(ROOT / "docs")], ".*/docs is no run's directory: .*; give the run.dir of a run"),
         ([first, f"out={tmp_path}/none/x.html"], f"out={tmp_path}/none/x.html: No such file or directory; give a file in .*"),
-        ([first, f"out={tmp_path}"], f"out={tmp_path}: Is a directory; give a file in a directory that is there"),
         ([first, "ot=x.html"], "ot=x.html: there is no such key, and no such run directory; allowed are .* out=FILE"),
     ):
         assert re.fullmatch(f"config error: {line}\n", refusal(arguments, capsys)), line
@@ -290,7 +282,7 @@ def test_samples_are_of_several_prompts_and_the_best_step_is_known(tmp_path: Pat
     atomic_write_text(tmp_path / "config.yaml", "run: {keep_best: null}")
     files = (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE)
     metrics, rollouts, validations = (JsonlLog(tmp_path / file, None) for file in files)
-    scores = dict(zip(range(0, 24, 2), [9.0, 0.1, 0.2, 0.1, 0.7, 0.7, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3], strict=True))
+    scores = dict.fromkeys(range(0, 24, 2), 0.1) | {0: 9.0, 4: 0.2, 8: 0.7, 10: 0.7, 22: 0.3}
     for step, score in scores.items():
         metrics.append([{"step": step, "val/reward_mean": score, "val/loss": step}])
         rollouts.append({"step": step, "row_id": row, "prompt": f"p{row // 4}", "response": f"{row}"} for row in range(32))
@@ -333,13 +325,13 @@ def test_a_browser_shows_the_newest_validation_finds_metrics_and_says_who_speaks
         log.close()
     page = write_report(tmp_path).read_text().replace("</body>", LOOK)
     atomic_write_text(tmp_path / "looked.html", page)
-    made = browse((tmp_path / "looked.html").resolve().as_uri())
-    seen = json.loads(unescape(made[made.rindex('{"wide"') :]))
+    drawn = browse((tmp_path / "looked.html").resolve().as_uri())
+    seen = json.loads(unescape(drawn[drawn.rindex('{"wide"') :]))
     assert seen["wide"] and seen["atEnd"] and seen["axis"] == [-1, 1]
     assert seen["CUSTOM metric"] == ["custom/<metric> custom/<metric>"]
     assert len(seen[""]) >= 7 and "custom/<metric> custom/<metric>" not in seen[""], "what was folded is folded again"
-    assert "best 0.5 at step 51" in made and "<th>Step 51, the best</th>" in made
-    spoken = re.sub("<.*?>", "", made[made.index("user: ") :])
+    assert "best 0.5 at step 51" in drawn and "<th>Step 51, the best</th>" in drawn
+    spoken = re.sub("<.*?>", "", drawn[drawn.index("user: ") :])
     assert spoken.startswith("user: 2+2?\nmodel: calc\nenvironment: 4\nmodel: 4!\n")
 
 
@@ -350,17 +342,16 @@ def test_a_browser_takes_over_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
 
     def render_then_go_on(runs: Sequence[RunRecord], is_live: bool) -> str:
         page = render(runs, is_live)
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 3, "reward/mean": 0.5, "late/metric": 7.25}\n')
+        JsonlLog(tmp_path / METRICS_FILE, 2).append([{"step": 3, "reward/mean": 0.5, "late/metric": 7.25}])
         return page
 
     monkeypatch.setattr(report, "render", render_then_go_on)
     with report.open_server([str(tmp_path)], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        made = browse(f"http://127.0.0.1:{server.server_port}/", budget_ms=15_000)
+        drawn = browse(f"http://127.0.0.1:{server.server_port}/", budget_ms=15_000)
         server.shutdown()
-    assert "3 of 50" in made and "late (1)" in made and made.count("<h1>") == 1
-    assert "<svg" in made, "the timeline is still there"
+    assert "3 of 50" in drawn and "late (1)" in drawn and drawn.count("<h1>") == 1
+    assert "<svg" in drawn, "the timeline is still there"
 
 
 def test_the_timeline_is_bounded() -> None:
