@@ -79,7 +79,6 @@ SHORT = [  # every layout, model and way of checkpointing; a second micro-batch 
     Case(layout=Layout(tp=2), mode="selective", lora=True, bits=4),
     Case("experts", mode="selective", number=1),
     Case("experts", Layout(dp=2, ep=2), number=1),
-    Case("some layers dense", mode="selective", number=1),
     Case("latent", Layout(tp=2), mode="selective", number=1),
 ]
 LONG = [
@@ -152,6 +151,25 @@ def test_training_takes_what_is_predicted(case: Case) -> None:
             taken = float(model.total(model.infer(shape, replace(work, rows=ROWS), how, settings_, stage))[0])
             assert 0.4 * taken < forward < 1.05 * taken
     assert shape.expert_rows == (0 if case.model == "dense" else 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("dense", "none"), ("experts", "selective"), ("some layers dense", "selective"), ("experts", "full")]
+)
+def test_what_layers_keep_is_what_is_predicted(name: str, mode: str) -> None:
+    """Between the passes. With "selective" experts are computed again, the shared ones too: only dense layers keep columns."""
+    spec, tokens = spec_from_config(CONFIGS[name], "test"), torch.randint(12000, (ROWS * LENGTH,))
+    decoder, attention = Decoder(spec, "lm", 0, 1, solo(), torch.float32, "cpu"), PackedAttention([LENGTH] * ROWS, "cpu")
+    init_random(decoder, 0)
+    decoder.keep_activations(mode)
+    with LiveMemory() as memory:
+        hidden = decoder(tokens, attention)
+        kept = memory.live
+    assert hidden.requires_grad
+    work, one = Workload(ROWS, 1.0, (LENGTH - 1.0,)), call_settings([(1, 1, 1)], checkpointing=(CHECKPOINTING.index(mode),))
+    on_host = replace(role("float32"), on_host=True)  # where activations count in every phase
+    predicted = model.train(shape_of(spec, "lm"), work, one.set(micro_tokens=ROWS * LENGTH), on_host, 0)
+    assert float(predicted["activations"][0]) == pytest.approx(kept, rel=0.08)
 
 
 def role(dtype: str) -> model.RoleSettings:

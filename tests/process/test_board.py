@@ -56,22 +56,6 @@ def test_what_goes_through_the_store_comes_out_of_it() -> None:
     assert Failure.decode(failure.encode()) == failure
 
 
-def test_divergence_names_both_call_sites():
-    pair = boards(4)
-    watch = Watch(0, range(4), WatchLimits())
-    for seq in range(1, 17):
-        for board in pair:
-            board.enter_call(seq, "actor.update_actor", "ppo.py:40")
-    assert look(pair, watch) is None
-    for board in pair[:3]:
-        board.enter_call(17, "reward.compute_reward", "ppo.py:33")
-    pair[3].enter_call(17, "critic.compute_values", "ppo.py:31")
-    assert look(pair, watch) == (
-        "call order differs: rank 3 entered critic.compute_values (ppo.py:31) as call 17, "
-        "rank 0 entered reward.compute_reward (ppo.py:33); a script may branch only on replicated values"
-    )
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_ranks_may_run_ahead_of_each_other_and_divergence_is_still_found(ahead):
     """One rank is 300 calls ahead (more than a heartbeat carries); the other catches up and takes another branch at call 250."""
