@@ -18,10 +18,13 @@ from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.weights import init_random
+from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
