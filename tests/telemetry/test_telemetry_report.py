@@ -55,7 +55,7 @@ METRICS = {
 
 
 class Page(HTMLParser):
-    """Collects tags, what lies in the page's JSON, and checks that every element is closed."""
+    """Collects tags, attributes and texts, and what lies in the page's JSON; checks that every element is closed."""
 
     VOID = frozenset({"meta", "br", "img", "link", "input"})
 
@@ -64,8 +64,8 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
         self.open: list[str] = []
-        self.text = self.data = ""
-        self.in_data = False
+        self.text = ""
+        (self.data,) = re.findall(r'<script[^>]* id="data"[^>]*>(.*?)</script>', text, flags=re.DOTALL) or [""]
         self.feed(text)
         assert not self.open, f"left open: {self.open}"
 
@@ -76,21 +76,13 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-        self.in_data = dict(attrs).get("id") == "data"
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
+        self.open += [] if tag in self.VOID else [tag]
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"unexpected </{tag}>"
+        assert tag in self.VOID or self.open.pop() == tag, f"unexpected </{tag}>"
 
     def handle_data(self, data: str) -> None:
         self.text += data
-        self.data += data if self.in_data and self.open[-1:] == ["script"] else ""
 
 
 def fill(run_dir: Path, steps: int = 50) -> None:
