@@ -228,6 +228,8 @@ def test_a_signal_to_the_launcher_alone_reaches_all_ranks_which_save(tmp_path: P
 def test_a_signal_before_the_first_step_is_written_down(tmp_path: Path) -> None:
     """While ranks check their input, and before they can know of a signal."""
     checking = Job(tmp_path / "checking", "wait", 2, is_launched=True)
+    (tmp_path / "importing").mkdir()
+    (tmp_path / "importing" / "exit_status.json").write_text('{"class": "done", "code": 0}')  # of an earlier start
     importing = Job(tmp_path / "importing", "run", 1, is_launched=True)
     launcher = importing.program.ranks[0]
     while not Path(f"/proc/{launcher}/task/{launcher}/children").read_text():
@@ -260,35 +262,19 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert "lost the store" not in job.output.read_text(), "the kernel ends them, before the board sees why"
 
 
-def torchrun(run_dir: Path, kind: str) -> subprocess.Popen[str]:
-    run_dir.mkdir()
-    where = ["--nproc-per-node", "2", "--master-port", str(tasks.free_port())]
-    command = [sys.executable, "-m", "torch.distributed.run", *where, str(PROGRAM), str(run_dir), kind]
-    job = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    await_file(run_dir / "stepped")
-    return job
-
-
 def test_ctrl_c_to_torchrun_saves(tmp_path: Path) -> None:
     """As a terminal gives it to the process group of torchrun."""
-    job = torchrun(tmp_path / "run", "run")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    where = ["--nproc-per-node", "2", "--master-port", str(tasks.free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", *where, str(PROGRAM), str(run_dir), "run"]
+    job = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    await_file(run_dir / "stepped")
     os.killpg(job.pid, signal.SIGINT)
     errors = job.communicate(timeout=PATIENCE_S)[1]
     assert errors.count("interrupted: the run saves after the steps under way and ends; again: it ends at once\n") == 1
-    status = status_of(tmp_path / "run")
+    status = status_of(run_dir)
     assert (status["class"], status["code"], status["last_checkpoint"]) == ("preempted", 75, f"step_{status['step']}")
-
-
-@pytest.mark.long
-def test_sigterm_to_torchrun_saves_and_a_kill_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
-    saving = torchrun(tmp_path / "saving", "run")
-    killed = torchrun(tmp_path / "killed", "run")
-    saving.send_signal(signal.SIGTERM)
-    killed.kill()
-    await_end(*(int(await_file(tmp_path / "killed" / f"pid_{rank}")) for rank in range(2)))
-    assert "lost the store" not in killed.communicate()[1]
-    saving.communicate(timeout=PATIENCE_S)
-    assert status_of(tmp_path / "saving")["class"] == "preempted"
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import math
@@ -13,8 +12,7 @@ import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator, Sequence
-from html import unescape
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -197,23 +195,12 @@ def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
     assert run["steps"][-1] == 9999 and run["hours"][-1] == pytest.approx(9.999, rel=1e-3)  # without times the seconds of steps
 
 
-@contextlib.contextmanager
-def served(*arguments: str) -> Iterator[str]:
-    """The address of ``report --serve``, which ends as by Ctrl-C."""
-    command = [sys.executable, "-m", "rlhf_spmd.report", "--serve", "--port", "0", *arguments]
-    with subprocess.Popen(command, env=tasks.environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().split()[0]
-        finally:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
-
-
 def test_served_data_change_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path, steps=2)
-    with served(str(tmp_path)) as address:
-        url = urllib.parse.urlsplit(address)
+    command = [sys.executable, "-m", "rlhf_spmd.report", "--serve", "--port", "0", str(tmp_path)]
+    with subprocess.Popen(command, env=tasks.environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = urllib.parse.urlsplit(process.stdout.readline().split()[0])
         assert url.hostname == "127.0.0.1"
 
         def ask(path: str, **headers: str) -> tuple[int, str]:
@@ -232,6 +219,8 @@ def test_served_data_change_with_the_run(tmp_path: Path, capsys: pytest.CaptureF
         assert ask("/config.yaml")[0] == 404
         assert ask("/data", Host=f"evil.example:{url.port}")[0] == 403, "a name of elsewhere that leads here"
         assert f"--port {url.port}: " in refusal(["--serve", "--port", str(url.port), str(tmp_path)], capsys)
+        process.send_signal(signal.SIGINT)  # as Ctrl-C
+        assert process.wait(timeout=60) == 0
 
 
 def browse(address: str, budget_ms: int = 4000) -> str:
@@ -288,43 +277,6 @@ def test_samples_are_of_several_prompts_and_the_best_step_is_known(tmp_path: Pat
     atomic_write_text(tmp_path / "config.yaml", "run: {keep_best: val/loss}")
     (run,) = Page(write_report(tmp_path).read_text()).runs
     assert run["best"] == {"name": "val/loss", "step": 2, "value": 2}
-
-
-LOOK = """<script>{
-const its = (selector) => document.querySelector(selector), panels = () => [...document.querySelectorAll(".panels figure")];
-const scroll = its(".scroll:has(.validation)"), seen = {wide: scroll.scrollWidth > scroll.clientWidth};
-seen.atEnd = scroll.scrollLeft + scroll.clientWidth >= scroll.scrollWidth - 2;
-const axis = panels().find((figure) => figure.dataset.found.includes("log_prob_diff")).plot.scales.y;
-seen.axis = [axis.min, axis.max];
-const open = (figure) => !figure.hidden && figure.closest("details")?.open !== false;
-const visible = () => panels().filter(open).map((figure) => figure.plot && figure.dataset.found);
-const find = its("input[type=search]");
-for (const words of ["CUSTOM metric", ""]) { find.value = words; find.oninput(); seen[words] = visible(); }
-its("main").append(JSON.stringify(seen));
-}</script></body>"""
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
-def test_a_browser_shows_the_newest_validation_finds_metrics_and_says_who_speaks(tmp_path: Path) -> None:
-    fill(tmp_path)
-    turns = [["model", "calc"], ["environment", "4"], ["model", "4!"]]
-    chat = {"messages": [{"role": "user", "content": "2+2?"}], "turns": turns}
-    metrics, rollouts, validations = (JsonlLog(tmp_path / f, 50) for f in (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE))
-    rollouts.append([{"step": 51, "row_id": 0, "prompt": "<u>2+2?", "response": "calc44!", "score": 1.0, **chat}])
-    validations.append({"step": step, "set": "sort", "row_id": 8, "prompt": "5", "response": "5"} for step in range(51, 60))
-    metrics.append([{"step": 51, "val/reward_mean": 0.5}, {"step": 52, "val/reward_mean": 0.25}])
-    for log in (metrics, rollouts, validations):
-        log.close()
-    page = write_report(tmp_path).read_text().replace("</body>", LOOK)
-    atomic_write_text(tmp_path / "looked.html", page)
-    drawn = browse((tmp_path / "looked.html").resolve().as_uri())
-    seen = json.loads(unescape(drawn[drawn.rindex('{"wide"') :]))
-    assert seen["wide"] and seen["atEnd"] and seen["axis"] == [-1, 1]
-    assert seen["CUSTOM metric"] == ["custom/<metric> custom/<metric>"]
-    assert len(seen[""]) >= 7 and "custom/<metric> custom/<metric>" not in seen[""], "what was folded is folded again"
-    assert "best 0.5 at step 51" in drawn and "<th>Step 51, the best</th>" in drawn
-    spoken = re.sub("<.*?>", "", drawn[drawn.index("user: ") :])
-    assert spoken.startswith("user: 2+2?\nmodel: calc\nenvironment: 4\nmodel: 4!\n")
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
