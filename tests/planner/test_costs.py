@@ -88,67 +88,69 @@ def rows(number: int, length: float, **more: int) -> Workload:
 def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
     shape, work = shape_of(spec, "lm"), rows(64, 100)
     how = call_settings([(1, 1, 1), (1, 1, 4), (1, 4, 2)], micro_tokens=[800])
-    found = infer_seconds(shape, work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(forward_flops(spec, 6400, 100) / np.array([1, 4, 8]))
+    estimate = infer_seconds(shape, work, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(forward_flops(spec, 6400, 100) / np.array([1, 4, 8]))
     values = shape_of(spec, "value")
     passes = forward_flops(spec, 6400, 100) - 6400 * 2 * spec.vocab_size * spec.hidden_size
     for level, layers in enumerate((3, 3, 4)):  # selective checkpointing computes the attention again, no product
         attention = 6400 * 2 * 100 * 8 * 256 if level == 1 else 0
-        found = train_seconds(values, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
-        assert found == pytest.approx(layers * passes + attention)
-        head = train_seconds(shape, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - found
+        estimate = train_seconds(values, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
+        assert estimate == pytest.approx(layers * passes + attention)
+        head = (
+            train_seconds(shape, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - estimate
+        )
         assert head == pytest.approx(4 * 6400 * 2 * spec.vocab_size * spec.hidden_size)  # its logits are made again
 
 
 def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
     work, how = rows(32, 100), call_settings([(4, 1, 1)], micro_tokens=[400])  # 8 micro-batches
     one = 4 * 2 * shape_of(LLAMA, "none").active * 100 + 4 * 2 * 100 * 8 * 32 * 100  # FLOPs of a layer
-    found = infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(2 * one * (8 + 4 - 1))
+    estimate = infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(2 * one * (8 + 4 - 1))
     head = 2 * 400 * 1000 * 256
-    found = infer_seconds(shape_of(LLAMA, "lm"), work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(8 * one + head + 7 * (2 * one + head))
+    estimate = infer_seconds(shape_of(LLAMA, "lm"), work, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(8 * one + head + 7 * (2 * one + head))
     uneven = shape_of(replace(LLAMA, num_hidden_layers=7), "lm")  # 2, 2, 2, 1: the head evens it out
-    found = infer_seconds(uneven, work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(7 * one + head + 7 * max(2 * one, one + head))
+    estimate = infer_seconds(uneven, work, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(7 * one + head + 7 * max(2 * one, one + head))
     several = replace(work, mini_batches=4, epochs=3)  # 2 micro-batches each
-    found = train_seconds(shape_of(LLAMA, "value"), several, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(12 * 3 * 2 * one * (2 + 4 - 1))
+    estimate = train_seconds(shape_of(LLAMA, "value"), several, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(12 * 3 * 2 * one * (2 + 4 - 1))
 
 
 def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
     params = shape_of(LLAMA, "none").params
     for tp, dp, rate in ((1, 8, 450.0), (1, 16, 400.0), (2, 8, 200.0), (8, 2, 50.0), (4, 2, 450.0)):
         how = call_settings([(1, tp, dp)])
-        found = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
+        estimate = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
         sums = 4 * 8 * 2 * (tp - 1) / tp * (16 / dp * 10 * 256 * 4) / 450.0
-        assert found == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
+        assert estimate == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
 
 
 def test_between_hosts_only_sums_of_shards_are_slow() -> None:
     """Each device of a host has a ring of its own over the copies, of its own shard."""
     shape, on = shape_of(LLAMA, "none"), machine(link=450.0, network=50.0)
     how = call_settings([(1, 1, 16)], zero=[1, 3], zero_size=[8, 0], micro_tokens=[10])
-    found, share = train_seconds(shape, rows(16, 10), how, on, IDEAL), shape.params * 4
+    estimate, share = train_seconds(shape, rows(16, 10), how, on, IDEAL), shape.params * 4
     gathers = np.array([2, 2, 3, 3])  # with the gradients' scatter, which moves as much
     inside, across = share * 7 / 8 / 450.0 * gathers, 2 * share / 8 * 1 / 2 / 50.0
-    assert found[[0, 2]] == pytest.approx((inside + across)[[0, 2]], rel=1e-6)
-    assert found[[1, 3]] == pytest.approx((share * 15 / 16 / 400.0 * gathers)[[1, 3]], rel=1e-6)
+    assert estimate[[0, 2]] == pytest.approx((inside + across)[[0, 2]], rel=1e-6)
+    assert estimate[[1, 3]] == pytest.approx((share * 15 / 16 / 400.0 * gathers)[[1, 3]], rel=1e-6)
 
 
 def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> None:
     shape = shape_of(LLAMA, "none")
     for size, hops in ((8, 2), (16, 4)):  # 4 ranks of a host, or 16 of two, which take twice as long for a doubling
         how = call_settings([(1, size // (1 if size == 16 else 2), 1)])
-        found = infer_seconds(shape, rows(16, 10), how, machine(latency=1.0), IDEAL)
-        assert found == pytest.approx(8 * 2 * hops * (2 if size == 16 else 1))
+        estimate = infer_seconds(shape, rows(16, 10), how, machine(latency=1.0), IDEAL)
+        assert estimate == pytest.approx(8 * 2 * hops * (2 if size == 16 else 1))
     how = call_settings([(4, 1, 1), (4, 1, 4)], micro_tokens=[40])  # 4 and 1 micro-batches, in a host and between two
     size = 40 * 256 * 4
     on = machine(link=450.0, network=50.0)
     assert infer_seconds(shape, rows(16, 10), how, on, IDEAL) == pytest.approx([(3 + 3) * size / 450, 3 * size / 50])
     sums = [0, 2 * 3 / 4 * 4 * (2 * shape.layer + shape.embed) / 450]  # replicas are neighbours
-    found = train_seconds(shape, rows(16, 10), how, on, IDEAL)
-    assert found == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
+    estimate = train_seconds(shape, rows(16, 10), how, on, IDEAL)
+    assert estimate == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
 
 
 def mixer_operations(tokens: int) -> tuple[int, int]:
@@ -302,8 +304,8 @@ def test_prompts_are_computed_once_for_a_group() -> None:
     prompts = forward_flops(LLAMA, 1000, 100) - 1000 * 2 * 1000 * 256
     drawn = 40 * 10 * 8 * 2 * shape.active  # whose attention reads, and computes nothing that counts
     for group in (1, 4):
-        found = generate_seconds(shape, Workload(40, 100, (10.0,), group=group), how, machine(flops=1.0), math.inf, IDEAL)
-        assert found == pytest.approx(np.array([1, 12 / 40 if group == 4 else 1 / 4]) * (prompts * 4 / group + drawn))
+        estimate = generate_seconds(shape, Workload(40, 100, (10.0,), group=group), how, machine(flops=1.0), math.inf, IDEAL)
+        assert estimate == pytest.approx(np.array([1, 12 / 40 if group == 4 else 1 / 4]) * (prompts * 4 / group + drawn))
 
 
 def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
@@ -312,8 +314,8 @@ def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
     how = call_settings([(1, 1, 1)], micro_tokens=[440, 110])
     tokens, attention = np.array([2 * (100 + 4 * 10), 8 * 110]), 4 * shape.queries * 55 * 8 * 110
     for seconds, times in ((infer_seconds, 1), (train_seconds, 3)):
-        found = seconds(shape, work, how, machine(flops=1.0), IDEAL)
-        assert found == pytest.approx(times * shape.layers * (2 * shape.active * tokens + attention))
+        estimate = seconds(shape, work, how, machine(flops=1.0), IDEAL)
+        assert estimate == pytest.approx(times * shape.layers * (2 * shape.active * tokens + attention))
 
 
 def test_what_zero_sends_goes_on_beside_computing() -> None:
@@ -323,8 +325,8 @@ def test_what_zero_sends_goes_on_beside_computing() -> None:
     for link in (1e9, 1e6):
         sent = train_seconds(shape, work, how, machine(link=link), IDEAL)
         beside = compute * np.where(how.zero == 1, 1 / 4, 1)  # 1 sends beside the last micro-batch
-        found = train_seconds(shape, work, how, machine(flops=1e9, link=link, overlap=1.0), IDEAL)
-        assert found == pytest.approx(compute + np.maximum(sent - beside, 0))
+        estimate = train_seconds(shape, work, how, machine(flops=1e9, link=link, overlap=1.0), IDEAL)
+        assert estimate == pytest.approx(compute + np.maximum(sent - beside, 0))
 
 
 def test_bytes_over_the_memory() -> None:
@@ -366,8 +368,8 @@ def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
         for (tokens, tp), share in shares.items():
             how = call_settings([(1, tp, 1)], micro_tokens=[tokens])
             products = infer_seconds(shape, rows(tokens, 1), how, on, only)[0] - only.kernels  # without the other kernels
-            found = 2 * shape.active * tokens / tp / 989e12 / products
-            assert found == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
+            estimate = 2 * shape.active * tokens / tp / 989e12 / products
+            assert estimate == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
 
 
 def test_published_calls(monkeypatch: pytest.MonkeyPatch) -> None:

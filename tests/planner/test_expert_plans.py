@@ -55,13 +55,15 @@ def test_what_travels_takes_its_time() -> None:
     """Two all-to-alls of 8 rows of 2,048 bfloat16 a token and layer, of which 7 in 8 leave the rank, in each of three passes."""
     machine = times(1).machine
     one, eight = call_settings([(1, 1, 8)], ep=(1,)), call_settings([(1, 1, 8)], ep=(8,))
-    found = [times(1).infer_seconds(SHAPE, WORK, how)[0] for how in (one, eight)]
+    seconds = [times(1).infer_seconds(SHAPE, WORK, how)[0] for how in (one, eight)]
     count, tokens = WORK.micro_batches(WORK.rows, eight)
     sent = 48 * 2 * WORK.computed(tokens)[0] * 8 * 2048 * 2 * 7 / 8 * count[0]
     rate = machine.device.link * times(1).calibration.link
     fixed = 48 * 2 * count[0] * np.log2(8) * machine.device.latency / 2
-    assert found[1] - found[0] == pytest.approx(sent / rate + fixed, rel=1e-6)
-    assert all(times(1).train_seconds(SHAPE, WORK, how)[0] > 2.5 * took for how, took in zip((one, eight), found, strict=True))
+    assert seconds[1] - seconds[0] == pytest.approx(sent / rate + fixed, rel=1e-6)
+    assert all(
+        times(1).train_seconds(SHAPE, WORK, how)[0] > 2.5 * took for how, took in zip((one, eight), seconds, strict=True)
+    )
 
 
 def test_profiles_have_what_travels_too() -> None:
@@ -135,8 +137,9 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
     overrides = ["cluster.gpu=h100", f"plan.out={out}", "models.actor.generation.tp=4", "models.actor.generation.ep=4"]
     planned(capsys, *overrides)
     request, file = plan.read_run(PRESET, overrides), plan.read_plan(str(out))
-    found, size = file.calls[name], len(file.calls[name].rank_range.ranks)
-    for call in (found, replace(found, pp=1, tp=1, dp=size), replace(found, pp=1, tp=8, dp=size // 8)):
+    planned_call = file.calls[name]
+    size = len(planned_call.rank_range.ranks)
+    for call in (planned_call, replace(planned_call, pp=1, tp=1, dp=size), replace(planned_call, pp=1, tp=8, dp=size // 8)):
         roles = placed_roles(request.described, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
         grid = roles["actor"].generation
         assert grid is not None and grid.tp == call.tp and grid.whole_experts == (call.tp > 1)
@@ -145,10 +148,10 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
 
 def test_whole_experts_stay_beside_the_slices() -> None:
     """In the home's layout, too, where a generation that slices experts copies nothing."""
-    given = ["cluster.gpu=h100", "models.actor.generation.tp=4"]
+    overrides = ["cluster.gpu=h100", "models.actor.generation.tp=4"]
     moved = []
     for ep in (1, 4):
-        request = plan.read_run(PRESET, [*given, f"models.actor.generation.ep={ep}"])
+        request = plan.read_run(PRESET, [*overrides, f"models.actor.generation.ep={ep}"])
         problem = ProblemBuilder(request.calls, times(2).machine, times(2), 8192).problem()
         call = next(call for call in problem.calls if call.name == "actor.generate_sequences")
         option = next(option for option in call.options if (option.size, option.pp, option.tp) == (16, 1, 4))

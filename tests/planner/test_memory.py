@@ -323,8 +323,8 @@ def test_weights_for_generation() -> None:
     """Beside a shard of ZeRO-3 over 8 ranks: the whole model and a bucket, less the shard that lives on in it."""
     home, there = call_settings([(1, 1, 8), (1, 1, 8), (1, 4, 2)], zero=(0,)), call_settings([(1, 1, 8), (1, 1, 8), (1, 1, 8)])
     home = home.set(zero=np.array([0, 3, 0]))
-    found = model.weights_for_generation(SEVEN, home, there, ROLE, GenerationConfig(), False, (0, 0))
+    weights = model.weights_for_generation(SEVEN, home, there, ROLE, GenerationConfig(), False, (0, 0))
     whole, table = 2 * SEVEN.params, 2 * SEVEN.embed
-    np.testing.assert_allclose(found, [0, whole * 7 / 8 + table, whole * 3 / 4 + table])
+    np.testing.assert_allclose(weights, [0, whole * 7 / 8 + table, whole * 3 / 4 + table])
     beside = model.weights_for_generation(SEVEN, home, there, ROLE, GenerationConfig(), True, (0, 0))
     np.testing.assert_allclose(beside[1:], [whole + table] * 2)

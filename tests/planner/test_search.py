@@ -72,7 +72,7 @@ def all_plans(problem: Problem) -> list[Plan]:
 
 
 def best_plan(problem: Problem) -> float:
-    fitting = [found.seconds for plan in all_plans(problem) if (found := simulate(problem, plan)).fits]
+    fitting = [schedule.seconds for plan in all_plans(problem) if (schedule := simulate(problem, plan)).fits]
     return min(fitting, default=float("inf"))
 
 
@@ -231,8 +231,8 @@ def test_a_long_chain_is_spread_over_the_steps_that_generation_is_ahead() -> Non
 def test_ranges_are_halves_and_what_the_first_and_last_leave() -> None:
     def of(size: int, local: int, *counts: int) -> list[tuple[int, int]]:
         options = tuple(one(count, 1) for count in counts)
-        found = RankRanges(Problem((call("a", set(), *options),), local, (1.0,) * size, {"a": 0.0}, 1.0, 1.0)).by_size
-        return sorted((ranks.count, ranks.first) for ranges in found.values() for ranks in ranges)
+        result = RankRanges(Problem((call("a", set(), *options),), local, (1.0,) * size, {"a": 0.0}, 1.0, 1.0)).by_size
+        return sorted((ranks.count, ranks.first) for ranges in result.values() for ranks in ranges)
 
     assert of(4, 4, 1, 2, 3, 4) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 2), (3, 0), (3, 1), (4, 0)]
     assert of(12, 4, 4, 8) == [(4, 0), (4, 4), (4, 8), (8, 0), (8, 4)]  # three hosts
@@ -257,15 +257,15 @@ def step_of_ppo(ranks: int, ahead: int = 0) -> Problem:
     """A 70B actor and reference, a 7B critic and reward model: time is work over ranks with a loss for each slice and stage."""
 
     def options(work: float, weights: float, kept: float, active: float) -> tuple[Option, ...]:
-        found = []
+        result = []
         sizes = [1 << n for n in range(ranks.bit_length())]
         for size, tp, pp, zero in product(sizes, (1, 2, 4, 8), (1, 4, 16), (False, True)):
             if size % (tp * pp) == 0 and (kept or not zero):
                 dp = size // (tp * pp)
                 seconds = work / size * (1 + 0.05 * math.log2(tp) + 0.02 * pp + 0.03 * zero) + 0.01 * math.log2(dp)
                 held = (weights + (kept / dp if zero else kept)) / (tp * pp)
-                found.append(Option(size, pp, tp, seconds, held, active / tp))
-        return tuple(found)
+                result.append(Option(size, pp, tp, seconds, held, active / tp))
+        return tuple(result)
 
     large, small, scored = 141 * GIB, 14 * GIB, frozenset({0, 1, 2, 3})
     calls = (
@@ -283,8 +283,8 @@ def step_of_ppo(ranks: int, ahead: int = 0) -> Problem:
 
 def test_a_step_on_1024_ranks_is_planned_with_proof() -> None:
     problem = step_of_ppo(1024)
-    found = exact.search(problem)
-    assert found.optimal
-    assert found.seconds == pytest.approx(simulate(problem, found.plan).seconds)
-    assert found.evaluations < 20_000
-    assert found.seconds <= enumerate_roles.search(problem).seconds
+    result = exact.search(problem)
+    assert result.optimal
+    assert result.seconds == pytest.approx(simulate(problem, result.plan).seconds)
+    assert result.evaluations < 20_000
+    assert result.seconds <= enumerate_roles.search(problem).seconds

@@ -46,8 +46,8 @@ def place(name: str, strategy: str, size: int, ratios: dict[str, float] | None =
     """Role, or ``role.method`` that runs elsewhere, -> ranks."""
     config = PlacementConfig(strategy, ratios=ratios or {})
     plans = placing.place(ready(name, *more).plans, config, size, min(size, HOST), lambda: graph(name, *more))
-    found = {role: plan.pool.ranks for role, plan in plans.items()}
-    return found | {f"{role}.{method}": call.pool.ranks for role, plan in plans.items() for method, call in plan.calls.items()}
+    pools = {role: plan.pool.ranks for role, plan in plans.items()}
+    return pools | {f"{role}.{method}": call.pool.ranks for role, plan in plans.items() for method, call in plan.calls.items()}
 
 
 def disjoint(pools: Pools, *names: str) -> bool:

@@ -60,10 +60,10 @@ def test_the_page_of_keys_has_a_row_for_each_key_with_its_text() -> None:
     """``python scripts/configuration_page.py`` prints it; a key without a text is an error."""
     page = generator.page()
     rows = re.findall(r"^\| `([\w.<>]+)` \| (.*?) \| (.+) \|$", page, flags=re.MULTILINE)
-    told = {(name, text.replace("\\|", "|")) for name, _, text in rows}
+    documented = {(name, text.replace("\\|", "|")) for name, _, text in rows}
     for name in [*generator.algorithms(), *generator.PROGRAMS]:
         for key in generator.keys_of(name):
-            assert (key.name, key.text) in told, f"{name}: {key.name}"
+            assert (key.name, key.text) in documented, f"{name}: {key.name}"
     assert ("run.steps", "`100`") in {row[:2] for row in rows}
     with pytest.raises(ValueError, match=r"a\.b: the docstring of its dataclass has no line '- b: \.\.\.'"):
         generator.row(Key("a.b", "1", "an integer", ""))
@@ -74,8 +74,8 @@ def test_what_a_docstring_says_is_a_key_s() -> None:
     for path in sorted((ROOT / "src" / "rlhf_spmd").rglob("*.py")):
         for section in ast.walk(ast.parse(path.read_text())):
             if isinstance(section, ast.ClassDef) and re.search("Config$", section.name):
-                said = re.findall(r"^- (\w+(?:, \w+)*): ", ast.get_docstring(section) or "", flags=re.MULTILINE)
-                assert said == [] or {*", ".join(said).split(", ")} <= fields_of(path, section.name), (
+                names = re.findall(r"^- (\w+(?:, \w+)*): ", ast.get_docstring(section) or "", flags=re.MULTILINE)
+                assert names == [] or {*", ".join(names).split(", ")} <= fields_of(path, section.name), (
                     f"{path.name} {section.name}"
                 )
 

@@ -38,8 +38,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def own_algorithm(language: str, first: str) -> str:
     """The block of docs/own_algorithm.md that begins with ``first``."""
-    (found,) = (block for block in blocks(ROOT / "docs" / "own_algorithm.md", language) if block.startswith(first))
-    return found
+    (text,) = (block for block in blocks(ROOT / "docs" / "own_algorithm.md", language) if block.startswith(first))
+    return text
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in APART], ids=lambda page: page.stem)
@@ -72,14 +72,14 @@ def test_the_table_of_files_of_a_step_tells_their_length() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     step = page[page.index("## One PPO step") : page.index("## One program")]
     rows = re.findall(r"^\| (`[\w/.]+`(?:, `[\w/.]+`)*) \| (`.+?`) \|", step, flags=re.MULTILINE)
-    (told,) = re.findall(r"about ([\d,]+) lines", step)
+    (total,) = re.findall(r"about ([\d,]+) lines", step)
     length = 0
     for files, starts in rows:
         text = "".join((SOURCE / file).read_text() for file in re.findall(r"`([^`]+)`", files))
         length += len(text.splitlines())
         for name in re.findall(r"`(?:\w+\.)*(\w+)`", starts):
             assert re.search(rf"\b(?:def|class) {name}\b", text), f"{name} is not in {files}"
-    assert len(rows) > 20 and length == pytest.approx(int(told.replace(",", "")), rel=0.05)
+    assert len(rows) > 20 and length == pytest.approx(int(total.replace(",", "")), rel=0.05)
 
 
 STEMS = "call order differs|stopped answering|no rank went on for|lost the store that all ranks share|did not finish checking"

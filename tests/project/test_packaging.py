@@ -95,8 +95,8 @@ def test_scripts_install_what_their_job_needs_once_in_any_order(
             with (tmp_path / "pyproject.toml").open("a") as file:
                 file.write("# more\n")
             continue
-        given = f"EXTRAS={extras} " * bool(extras)
-        command = f"set -euo pipefail; {given}source scripts/environment.sh; command -v pip"
+        variable = f"EXTRAS={extras} " * bool(extras)
+        command = f"set -euo pipefail; {variable}source scripts/environment.sh; command -v pip"
         ended = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
         assert (ended.returncode, ended.stdout) == (0, f"{programs / 'pip'}\n"), ended.stderr
     assert log.read_text().splitlines() == installed
