@@ -105,8 +105,7 @@ def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
 def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
     work, how = rows(32, 100), call_settings([(4, 1, 1)], micro_tokens=[400])  # 8 micro-batches
     one = 4 * 2 * shape_of(LLAMA, "none").active * 100 + 4 * 2 * 100 * 8 * 32 * 100  # FLOPs of a layer
-    estimate = infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL)
-    assert estimate == pytest.approx(2 * one * (8 + 4 - 1))
+    assert infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL) == pytest.approx(2 * one * (8 + 4 - 1))
     head = 2 * 400 * 1000 * 256
     estimate = infer_seconds(shape_of(LLAMA, "lm"), work, how, machine(flops=1.0), IDEAL)
     assert estimate == pytest.approx(8 * one + head + 7 * (2 * one + head))
@@ -180,8 +179,7 @@ def test_the_host_starts_linear_attention_chunk_by_chunk() -> None:
     linear = shape.layers * shape.linear  # of 4 layers; 16 chunks
     assert infer_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (80 + 5 * 16))
     assert train_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (2 * (80 + 5 * 16) + 155 + 16 * 16))
-    steps = generate_seconds(shape, work, how, machine(), math.inf, slow)
-    assert steps == pytest.approx(linear * (80 + 1000 * 50), rel=1e-3)
+    assert generate_seconds(shape, work, how, machine(), math.inf, slow) == pytest.approx(linear * (80 + 1000 * 50), rel=1e-3)
 
 
 def test_a_step_draws_from_the_whole_vocabulary() -> None:
@@ -368,8 +366,7 @@ def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
         for (tokens, tp), share in shares.items():
             how = call_settings([(1, tp, 1)], micro_tokens=[tokens])
             products = infer_seconds(shape, rows(tokens, 1), how, on, only)[0] - only.kernels  # without the other kernels
-            estimate = 2 * shape.active * tokens / tp / 989e12 / products
-            assert estimate == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
+            assert 2 * shape.active * tokens / tp / 989e12 / products == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
 
 
 def test_published_calls(monkeypatch: pytest.MonkeyPatch) -> None:
