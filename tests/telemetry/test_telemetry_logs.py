@@ -136,7 +136,7 @@ def test_a_log_has_one_line_per_step_and_per_validation(monkeypatch: pytest.Monk
     progress.close()
     lines = log.getvalue().splitlines()
     assert lines[0].startswith("validation after step 4: val/reward_mean 0.2500")
-    assert "step 5/1000  reward 0.500  KL 0.0123  12,346 tokens/s  2.00 s/step  00:06 elapsed  99:30 left" in lines[-3:]
+    assert "step 5/1000  reward 0.500  KL 0.0123  12,346 tokens/s  2.00 s/step  00:06 elapsed  1:39:30 left" in lines[-3:]
     assert lines[-2:] == [
         "validation after step 6: val/loss 1.5000, val/reward_mean 0.7500",
         "step 6/1000  loss nan  00:06 elapsed  49:42 left",

@@ -152,6 +152,7 @@ def test_report_of_an_empty_directory_and_of_damaged_files(tmp_path: Path) -> No
     (tmp_path / "exit_status.json").write_text("{")
     (run,) = Page(write_report(tmp_path).read_text()).runs
     assert list(run["metrics"]) == ["a"] and run["status"]["text"] == "not finished"
+    (tmp_path / "run").mkdir()
     fill(tmp_path / "run", steps=3)
     for file in (METRICS_FILE, "trace.json", STARTS_FILE):
         (tmp_path / "run" / file).unlink()
