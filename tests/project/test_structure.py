@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 
 from places import ROOT
@@ -23,6 +24,7 @@ TOP = 8  # modules of the root package: the programs
 COLLECTIVES = ("parallel/", "process/", "controller/transport.py", "reshard/hybrid.py")
 
 
+@cache
 def modules() -> list[tuple[str, ast.Module]]:
     return [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
 
