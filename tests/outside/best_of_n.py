@@ -1,7 +1,5 @@
 """Expert iteration: the likelihood of the best response to each prompt, in mini-batches. One without a score is never the best."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

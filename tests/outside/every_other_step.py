@@ -1,7 +1,5 @@
 """GRPO that samples in odd steps only, and in even steps trains once more on the rows that it has kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlhf_spmd.algorithms.base import sample, score

@@ -1,7 +1,5 @@
 """GRPO on the responses of a second policy, which is not trained; the actor's own are drawn and not used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ How many groups are left changes from step to step: five, which two mini-batches
 without rows; none, although the trace foresaw an update.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

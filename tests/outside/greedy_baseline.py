@@ -3,8 +3,6 @@
 Two generations in one script, and a judge that sees the greedy responses only, or with ``together`` one reward call for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """ReMax (Li et al. 2024, arXiv 2310.10505) with rows in flight: greedy answers to the prompts whose samples have ended."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A placement strategy of a user's: roles that are trained have the last ranks, as many as the step has of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from rlhf_spmd.controller import Graph

@@ -1,7 +1,5 @@
 """GRPO on the rollout of the step before, which the script keeps: its old log-probs are of the weights that are to be updated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlhf_spmd.algorithms.base import sample, score

@@ -1,7 +1,5 @@
 """Online DPO (Guo et al. 2024): of each prompt's responses the best against the worst, in one micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -3,8 +3,6 @@
 It has no critic and no reference, a knob and a role of its own, and that role's call goes by a protocol of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """PPO whose roles have names of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace

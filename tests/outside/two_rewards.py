@@ -1,7 +1,5 @@
 """Two named rewards side by side: what each reports, without an update."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

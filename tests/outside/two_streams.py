@@ -1,7 +1,5 @@
 """InstructGPT's PPO-ptx (Ouyang et al. 2022) without a critic: the policy's loss and the likelihood of given text in one step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

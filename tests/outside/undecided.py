@@ -1,7 +1,5 @@
 """Learns from the likelihood of responses if each of them scored 1, which a trace supposes and the task's rewards never give."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

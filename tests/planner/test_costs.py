@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_runs import CONFIGS, build, next_token_loss
@@ -90,69 +88,68 @@ def rows(number: int, length: float, **more: int) -> Workload:
 def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
     shape, work = shape_of(spec, "lm"), rows(64, 100)
     how = call_settings([(1, 1, 1), (1, 1, 4), (1, 4, 2)], micro_tokens=[800])
-    found = infer_seconds(shape, work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(forward_flops(spec, 6400, 100) / np.array([1, 4, 8]))
+    estimate = infer_seconds(shape, work, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(forward_flops(spec, 6400, 100) / np.array([1, 4, 8]))
     values = shape_of(spec, "value")
     passes = forward_flops(spec, 6400, 100) - 6400 * 2 * spec.vocab_size * spec.hidden_size
     for level, layers in enumerate((3, 3, 4)):  # selective checkpointing computes the attention again, no product
         attention = 6400 * 2 * 100 * 8 * 256 if level == 1 else 0
-        found = train_seconds(values, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
-        assert found == pytest.approx(layers * passes + attention)
-        head = train_seconds(shape, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - found
+        estimate = train_seconds(values, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL)
+        assert estimate == pytest.approx(layers * passes + attention)
+        head = (
+            train_seconds(shape, work, call_settings([(1, 1, 1)], checkpointing=[level]), machine(flops=1.0), IDEAL) - estimate
+        )
         assert head == pytest.approx(4 * 6400 * 2 * spec.vocab_size * spec.hidden_size)  # its logits are made again
 
 
 def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
     work, how = rows(32, 100), call_settings([(4, 1, 1)], micro_tokens=[400])  # 8 micro-batches
     one = 4 * 2 * shape_of(LLAMA, "none").active * 100 + 4 * 2 * 100 * 8 * 32 * 100  # FLOPs of a layer
-    found = infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(2 * one * (8 + 4 - 1))
+    assert infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL) == pytest.approx(2 * one * (8 + 4 - 1))
     head = 2 * 400 * 1000 * 256
-    found = infer_seconds(shape_of(LLAMA, "lm"), work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(8 * one + head + 7 * (2 * one + head))
+    estimate = infer_seconds(shape_of(LLAMA, "lm"), work, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(8 * one + head + 7 * (2 * one + head))
     uneven = shape_of(replace(LLAMA, num_hidden_layers=7), "lm")  # 2, 2, 2, 1: the head evens it out
-    found = infer_seconds(uneven, work, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(7 * one + head + 7 * max(2 * one, one + head))
+    estimate = infer_seconds(uneven, work, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(7 * one + head + 7 * max(2 * one, one + head))
     several = replace(work, mini_batches=4, epochs=3)  # 2 micro-batches each
-    found = train_seconds(shape_of(LLAMA, "value"), several, how, machine(flops=1.0), IDEAL)
-    assert found == pytest.approx(12 * 3 * 2 * one * (2 + 4 - 1))
+    estimate = train_seconds(shape_of(LLAMA, "value"), several, how, machine(flops=1.0), IDEAL)
+    assert estimate == pytest.approx(12 * 3 * 2 * one * (2 + 4 - 1))
 
 
 def test_rings_between_hosts_take_all_devices_of_a_host() -> None:
     params = shape_of(LLAMA, "none").params
     for tp, dp, rate in ((1, 8, 450.0), (1, 16, 400.0), (2, 8, 200.0), (8, 2, 50.0), (4, 2, 450.0)):
         how = call_settings([(1, tp, dp)])
-        found = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
+        estimate = train_seconds(shape_of(LLAMA, "none"), rows(16, 10), how, machine(link=450.0, network=50.0), IDEAL)
         sums = 4 * 8 * 2 * (tp - 1) / tp * (16 / dp * 10 * 256 * 4) / 450.0
-        assert found == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
+        assert estimate == pytest.approx(2 * (dp - 1) / dp * params / tp * 4 / rate + sums, rel=1e-6)
 
 
 def test_between_hosts_only_sums_of_shards_are_slow() -> None:
     """Each device of a host has a ring of its own over the copies, of its own shard."""
     shape, on = shape_of(LLAMA, "none"), machine(link=450.0, network=50.0)
     how = call_settings([(1, 1, 16)], zero=[1, 3], zero_size=[8, 0], micro_tokens=[10])
-    found, share = train_seconds(shape, rows(16, 10), how, on, IDEAL), shape.params * 4
+    estimate, share = train_seconds(shape, rows(16, 10), how, on, IDEAL), shape.params * 4
     gathers = np.array([2, 2, 3, 3])  # with the gradients' scatter, which moves as much
     inside, across = share * 7 / 8 / 450.0 * gathers, 2 * share / 8 * 1 / 2 / 50.0
-    assert found[[0, 2]] == pytest.approx((inside + across)[[0, 2]], rel=1e-6)
-    assert found[[1, 3]] == pytest.approx((share * 15 / 16 / 400.0 * gathers)[[1, 3]], rel=1e-6)
+    assert estimate[[0, 2]] == pytest.approx((inside + across)[[0, 2]], rel=1e-6)
+    assert estimate[[1, 3]] == pytest.approx((share * 15 / 16 / 400.0 * gathers)[[1, 3]], rel=1e-6)
 
 
 def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> None:
     shape = shape_of(LLAMA, "none")
     for size, hops in ((8, 2), (16, 4)):  # 4 ranks of a host, or 16 of two, which take twice as long for a doubling
         how = call_settings([(1, size // (1 if size == 16 else 2), 1)])
-        found = infer_seconds(shape, rows(16, 10), how, machine(latency=1.0), IDEAL)
-        assert found == pytest.approx(8 * 2 * hops * (2 if size == 16 else 1))
-    how, size = (
-        call_settings([(4, 1, 1), (4, 1, 4)], micro_tokens=[40]),
-        40 * 256 * 4,
-    )  # 4 and 1 micro-batches, in a host and between two
+        estimate = infer_seconds(shape, rows(16, 10), how, machine(latency=1.0), IDEAL)
+        assert estimate == pytest.approx(8 * 2 * hops * (2 if size == 16 else 1))
+    how = call_settings([(4, 1, 1), (4, 1, 4)], micro_tokens=[40])  # 4 and 1 micro-batches, in a host and between two
+    size = 40 * 256 * 4
     on = machine(link=450.0, network=50.0)
     assert infer_seconds(shape, rows(16, 10), how, on, IDEAL) == pytest.approx([(3 + 3) * size / 450, 3 * size / 50])
     sums = [0, 2 * 3 / 4 * 4 * (2 * shape.layer + shape.embed) / 450]  # replicas are neighbours
-    found = train_seconds(shape, rows(16, 10), how, on, IDEAL)
-    assert found == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
+    estimate = train_seconds(shape, rows(16, 10), how, on, IDEAL)
+    assert estimate == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
 
 
 def mixer_operations(tokens: int) -> tuple[int, int]:
@@ -182,21 +179,17 @@ def test_the_host_starts_linear_attention_chunk_by_chunk() -> None:
     linear = shape.layers * shape.linear  # of 4 layers; 16 chunks
     assert infer_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (80 + 5 * 16))
     assert train_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (2 * (80 + 5 * 16) + 155 + 16 * 16))
-    steps = generate_seconds(shape, work, how, machine(), math.inf, slow)
-    assert steps == pytest.approx(linear * (80 + 1000 * 50), rel=1e-3)
+    assert generate_seconds(shape, work, how, machine(), math.inf, slow) == pytest.approx(linear * (80 + 1000 * 50), rel=1e-3)
 
 
 def test_a_step_draws_from_the_whole_vocabulary() -> None:
     work, how = Workload(32, 0, (10.0,)), call_settings([(1, 1, 1), (1, 4, 1)])
-    only = replace(IDEAL, reads=math.inf)
-    full, none = (
-        generate_seconds(shape_of(LLAMA, head), work, how, machine(bandwidth=1.0), math.inf, only) for head in ("lm", "none")
-    )
-    assert full - none == pytest.approx(10 * 32 * 1000 * 80)
-    full, none = (
-        generate_seconds(shape_of(LLAMA, head), work, how, machine(link=1.0), math.inf, IDEAL) for head in ("lm", "none")
-    )
-    assert full - none == pytest.approx([0, 10 * 32 * 1000 * 4 * 3 / 4])
+    bytes_ = 10 * 32 * 1000 * 80, [0, 10 * 32 * 1000 * 4 * 3 / 4]
+    for on, costs, expected in zip(
+        (machine(bandwidth=1.0), machine(link=1.0)), (replace(IDEAL, reads=math.inf), IDEAL), bytes_, strict=True
+    ):
+        full, none = (generate_seconds(shape_of(LLAMA, head), work, how, on, math.inf, costs) for head in ("lm", "none"))
+        assert full - none == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -211,49 +204,46 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 ROWS, LENGTH, PARTS = 8, 32, 2  # of a replica, in two micro-batches
 
 
-def received(world: Any, path: str, layout: Layout, checkpointing: str, labels: tuple[str, ...]) -> int:
-    """Bytes that come to this rank in a training step under the labels (none: under all)."""
-    import torch
-
+def received(world: Any, path: str, layout: Layout, checkpointing: str) -> int:
+    """Bytes that come to this rank in a training step."""
     engine = build(world, path, layout, dtype=torch.float32, activation_checkpointing=checkpointing)
     lengths = torch.full((ROWS // PARTS,), LENGTH)
     batches = [Packed(torch.arange(int(lengths.sum())) % 40, lengths) for _ in range(PARTS)]
-    before = RECORDER.received.copy()
+    before = RECORDER.received.total()
     engine.forward_backward(batches, next_token_loss)
     engine.optimizer_step()
-    return sum(number - before[label] for label, number in RECORDER.received.items() if not labels or label in labels)
+    return RECORDER.received.total() - before
 
 
-@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sequence parallel"])
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_bytes_of_tp_are_those_of_a_step(models: dict[int, str], checkpointing: str, sliced: bool) -> None:
-    """Those of three layers more: the embedding and the head, which send something too, are left out."""
-    layout = Layout(tp=2, sequence_parallel=sliced)
-    counted, found = {}, {}
-    for layers, path in models.items():
-        counted[layers] = run_ranks(2, received, path, layout, checkpointing, ())[0]
-        how = call_settings(
-            [(1, 2, 1)],
-            micro_tokens=[ROWS * LENGTH // PARTS],
-            checkpointing=[CHECKPOINTING.index(checkpointing)],
-            sequence_parallel=[int(sliced)],
-        )
-        found[layers] = train_seconds(shape_of(read_spec(path), "lm"), rows(ROWS, LENGTH), how, machine(link=1.0), IDEAL)[0]
-    assert found[5] - found[2] == pytest.approx(counted[5] - counted[2], rel=0.01)
+SLICED = Layout(tp=2, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
-    "layout", [*(Layout(dp=2, zero=stage) for stage in range(4)), *(Layout(dp=4, zero=stage, zero_size=2) for stage in (1, 3))]
+    ("layout", "checkpointing"),
+    [
+        *zip((Layout(tp=2), SLICED, Layout(tp=2), SLICED), ("none", "selective", "full", "full"), strict=True),
+        *((Layout(dp=2, zero=stage), "none") for stage in range(4)),
+        *((Layout(dp=4, zero=stage, zero_size=2), "none") for stage in (1, 3)),
+    ],
+    ids=str,
 )
-def test_bytes_of_dp_are_those_of_a_step(models: dict[int, str], layout: Layout) -> None:
-    labels, dp = ("gradients", "zero_parameters", "zero_gradients"), layout.dp
-    counted = run_ranks(dp, received, models[5], layout, "none", labels)[0]
+def test_bytes_are_those_of_a_step(models: dict[int, str], layout: Layout, checkpointing: str) -> None:
+    """Those of three layers more: the embedding and the head, which send something too, are left out. An all-reduce is counted once
+    for each element, and a ring of n moves (n - 1) / n of them twice: of two ranks as many."""
     how = call_settings(
-        [(1, 1, dp)], micro_tokens=[ROWS * LENGTH // PARTS], zero=[layout.zero], zero_size=[layout.zero_size or 0]
+        [(1, layout.tp, layout.dp)],
+        micro_tokens=[ROWS * LENGTH // PARTS],
+        zero=[layout.zero],
+        zero_size=[layout.zero_size or 0],
+        checkpointing=[CHECKPOINTING.index(checkpointing)],
+        sequence_parallel=[int(layout.sequence_parallel)],
     )
-    # an all-reduce is counted once for each element, and a ring of n moves (n - 1) / n of them twice: of two ranks as many
-    found = train_seconds(shape_of(read_spec(models[5]), "lm"), rows(dp * ROWS, LENGTH), how, machine(link=1.0), IDEAL)
-    assert found == pytest.approx(counted, rel=0.01)
+    counts, costs = {}, {}
+    for layers, path in models.items():
+        counts[layers] = run_ranks(layout.size, received, path, layout, checkpointing)[0]
+        shape, work = shape_of(read_spec(path), "lm"), rows(layout.dp * ROWS, LENGTH)
+        costs[layers] = train_seconds(shape, work, how, machine(link=1.0), IDEAL)[0]
+    assert costs[5] - costs[2] == pytest.approx(counts[5] - counts[2], rel=0.01)
 
 
 def scheduled(work: Workload, flight: int, pages: int, layers: float, weights: float, token: float) -> float:
@@ -312,8 +302,8 @@ def test_prompts_are_computed_once_for_a_group() -> None:
     prompts = forward_flops(LLAMA, 1000, 100) - 1000 * 2 * 1000 * 256
     drawn = 40 * 10 * 8 * 2 * shape.active  # whose attention reads, and computes nothing that counts
     for group in (1, 4):
-        found = generate_seconds(shape, Workload(40, 100, (10.0,), group=group), how, machine(flops=1.0), math.inf, IDEAL)
-        assert found == pytest.approx(np.array([1, 12 / 40 if group == 4 else 1 / 4]) * (prompts * 4 / group + drawn))
+        estimate = generate_seconds(shape, Workload(40, 100, (10.0,), group=group), how, machine(flops=1.0), math.inf, IDEAL)
+        assert estimate == pytest.approx(np.array([1, 12 / 40 if group == 4 else 1 / 4]) * (prompts * 4 / group + drawn))
 
 
 def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
@@ -322,26 +312,19 @@ def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
     how = call_settings([(1, 1, 1)], micro_tokens=[440, 110])
     tokens, attention = np.array([2 * (100 + 4 * 10), 8 * 110]), 4 * shape.queries * 55 * 8 * 110
     for seconds, times in ((infer_seconds, 1), (train_seconds, 3)):
-        found = seconds(shape, work, how, machine(flops=1.0), IDEAL)
-        assert found == pytest.approx(times * shape.layers * (2 * shape.active * tokens + attention))
+        estimate = seconds(shape, work, how, machine(flops=1.0), IDEAL)
+        assert estimate == pytest.approx(times * shape.layers * (2 * shape.active * tokens + attention))
 
 
 def test_what_zero_sends_goes_on_beside_computing() -> None:
-    shape, work, how = (
-        shape_of(LLAMA, "none"),
-        rows(64, 100),
-        call_settings([(1, 1, 4)] * 2, zero=[1, 2, 3], micro_tokens=[400]),
-    )
-    compute = (
-        4
-        * train_seconds(shape, rows(16, 100), call_settings([(1, 1, 1)], micro_tokens=[400]), machine(flops=1e9), IDEAL)[0]
-        / 4
-    )
+    shape, work, single = shape_of(LLAMA, "none"), rows(64, 100), call_settings([(1, 1, 1)], micro_tokens=[400])
+    how = call_settings([(1, 1, 4)] * 2, zero=[1, 2, 3], micro_tokens=[400])
+    compute = train_seconds(shape, rows(16, 100), single, machine(flops=1e9), IDEAL)[0]
     for link in (1e9, 1e6):
         sent = train_seconds(shape, work, how, machine(link=link), IDEAL)
         beside = compute * np.where(how.zero == 1, 1 / 4, 1)  # 1 sends beside the last micro-batch
-        found = train_seconds(shape, work, how, machine(flops=1e9, link=link, overlap=1.0), IDEAL)
-        assert found == pytest.approx(compute + np.maximum(sent - beside, 0))
+        estimate = train_seconds(shape, work, how, machine(flops=1e9, link=link, overlap=1.0), IDEAL)
+        assert estimate == pytest.approx(compute + np.maximum(sent - beside, 0))
 
 
 def test_bytes_over_the_memory() -> None:
@@ -353,10 +336,8 @@ def test_bytes_over_the_memory() -> None:
     two = train_seconds(shape, rows(16, 100, mini_batches=2), how, on, only)
     sums = shape.layers * shape.layer * 10  # each mini-batch is a micro-batch of its own, with a sum of gradients
     assert two - one == pytest.approx(shape.params * 50 / np.array([1, 1, 1, 2]) + sums)
-    head = infer_seconds(shape_of(LLAMA, "lm"), rows(16, 100), how, on, only) - infer_seconds(
-        shape, rows(16, 100), how, on, only
-    )
-    assert head == pytest.approx(1600 * 1000 * 28 / np.array([1, 1, 2, 2]))
+    full, none = (infer_seconds(shape_of(LLAMA, head), rows(16, 100), how, on, only) for head in ("lm", "none"))
+    assert full - none == pytest.approx(1600 * 1000 * 28 / np.array([1, 1, 2, 2]))
 
 
 def test_graphs_and_lanes() -> None:
@@ -372,46 +353,6 @@ def test_graphs_and_lanes() -> None:
     assert both == pytest.approx(100 * 4 * (4e-5 + outside) + 8e-3)
 
 
-H100S = Machine(64, 8, GPUS["h100"], (GPUS["h100"].memory,) * 64, 50e9)
-LARGE = shape_of(ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128), "lm")
-LAYOUTS = st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 8)))
-
-
-def all_seconds(work: Workload, layout: tuple[int, int, int], on: Machine, kv_bytes: float = 2e10, **more: Any) -> np.ndarray:
-    """Of a call of each kind."""
-    how = call_settings([layout], **more)
-    return np.array(
-        [
-            infer_seconds(LARGE, work, how, on)[0],
-            train_seconds(LARGE, work, how, on)[0],
-            generate_seconds(LARGE, work, how, on, kv_bytes)[0],
-        ]
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(LAYOUTS, st.integers(0, 3), st.integers(0, 2), st.integers(0, 1), st.integers(4, 8), st.floats(1.01, 4))
-def test_more_work_takes_longer_and_a_better_machine_does_not(
-    layout: tuple[int, int, int], zero: int, level: int, sliced: int, size: int, factor: float
-) -> None:
-    how = {"zero": [zero], "checkpointing": [level], "sequence_parallel": [sliced], "max_num_seqs": [1 << size]}
-    work = Workload(256, 512, (100.0, 500.0, 1000.0), mini_batches=4)
-    least = all_seconds(work, layout, H100S, **how)
-    assert np.isfinite(least).all() and (least > 0).all()
-    assert (all_seconds(replace(work, rows=512), layout, H100S, **how) > least).all()
-    longer = replace(work, prompt=512 * factor, responses=tuple(length * factor for length in work.responses))
-    assert (all_seconds(longer, layout, H100S, **how) > least).all()
-    for key in ("flops", "bandwidth", "link"):
-        better = replace(H100S, device=replace(H100S.device, **{key: getattr(H100S.device, key) * factor}))
-        assert (all_seconds(work, layout, better, **how) <= least * (1 + 1e-9)).all(), key
-    assert (all_seconds(work, layout, replace(H100S, network=50e9 * factor), **how) <= least * (1 + 1e-9)).all()
-    assert all_seconds(work, layout, H100S, 2e10 * factor, **how)[2] <= least[2] * (1 + 1e-9)
-    again = {**how, "checkpointing": [min(level + 1, 2)]}
-    assert all_seconds(work, layout, H100S, **again)[1] >= least[1]
-    steps = all_seconds(replace(work, mini_batches=8), layout, H100S, **how)
-    assert steps[1] >= least[1] and steps[0] == least[0]
-
-
 def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
     """Shares of the peak of an H100 in Vidur's profiles, of a layer of LLaMA-2 7B and 70B, by (tokens, tp)."""
     measured = {
@@ -425,8 +366,7 @@ def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
         for (tokens, tp), share in shares.items():
             how = call_settings([(1, tp, 1)], micro_tokens=[tokens])
             products = infer_seconds(shape, rows(tokens, 1), how, on, only)[0] - only.kernels  # without the other kernels
-            found = 2 * shape.active * tokens / tp / 989e12 / products
-            assert found == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
+            assert 2 * shape.active * tokens / tp / 989e12 / products == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
 
 
 def test_published_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,17 +384,3 @@ def test_published_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     again = bench["fit"](bench["REAL"], bench["FITTED"], start)
     for name in bench["FITTED"]:  # the defaults are the fit, rounded
         assert getattr(Calibration(), name) == pytest.approx(getattr(again, name), rel=0.05)
-
-
-def test_a_large_model_stays_within_reason() -> None:
-    """70B on 128 H100: training at 20 to 55 % of the peak, decoding not faster than weights and cache are read."""
-    spec = ModelSpec("llama", 128256, 8192, 28672, 80, 64, 8, 128)
-    shape, on = shape_of(spec, "lm"), replace(H100S, size=128, memory=H100S.memory * 2)
-    work = Workload(2048, 1024, (1024.0,), mini_batches=4)
-    how = call_settings([(4, 4, 8), (8, 4, 4), (4, 8, 4)], zero=[1], micro_tokens=[4096], sequence_parallel=[1])
-    share = 3 * forward_flops(spec, work.rows * work.length, 2048) / (128 * 989e12) / train_seconds(shape, work, how, on)
-    assert ((share > 0.2) & (share < 0.55)).all(), share
-    decode = call_settings([(1, 8, 16)], graphs=[1], max_num_seqs=[256])
-    read = 1024 * (80 * shape.layer * 2 / 8 + 2048 / 16 * 512 * float(kv_bytes_per_token(shape, decode)[0])) / 3.35e12
-    found = generate_seconds(shape, Workload(2048, 0, (1024.0,)), decode, on, math.inf)[0]
-    assert 1.2 * read < found < 4.5 * read

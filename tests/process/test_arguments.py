@@ -68,55 +68,49 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_torch(home: Path) -> None:
+SLIP = "config error: unknown key 'run.nme'; did you mean 'run.name'?"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "line"),
+    [
+        ("train --help", 0, "  run.steps = 100 "),
+        ("train algorithm.name=grpo --help", 0, "  algorithm.norm_adv_by_std_in_grpo "),
+        ("plan --help", 0, "  plan.search "),
+        ("train --print-config run.nme=3", 2, SLIP),
+        ("plan --json run.nme=3", 2, SLIP),
+        ("train --config x.yaml", 2, "config error: unknown key 'algorithm.nam'; did you mean 'algorithm.name'?"),
+        ("train --config none.yaml", 2, "config error: config file 'none.yaml' does not exist"),
+        ("train --nproc-per-node", 2, "config error: argument --nproc-per-node/--nproc_per_node: expected one argument"),
+    ],
+)
+def test_answers_without_torch(home: Path, words: str, status: int, line: str) -> None:
     command.remember_keys("train", train)
     command.remember_keys("plan", plan)
     (home / "x.yaml").write_text("algorithm: {name: grpo, nam: x}")
-    asked = [
-        (["train", "--help"], 0, "  run.steps = 100 "),
-        (["train", "algorithm.name=grpo", "--help"], 0, "  algorithm.norm_adv_by_std_in_grpo "),
-        (["plan", "--help"], 0, "  plan.search "),
-        (["train", "run.nme=3"], 2, "config error: unknown key 'run.nme'; did you mean 'run.name'?"),
-        (["train", "--print-config", "run.nme=3"], 2, "config error: unknown key 'run.nme'; did you mean 'run.name'?"),
-        (["plan", "--json", "run.nme=3"], 2, "config error: unknown key 'run.nme'; did you mean 'run.name'?"),
-        (
-            ["train", "--config", str(home / "x.yaml")],
-            2,
-            "config error: unknown key 'algorithm.nam'; did you mean 'algorithm.name'?",
-        ),
-        (["train", "--config", "none.yaml"], 2, "config error: config file 'none.yaml' does not exist"),
-        (["train", "--nproc-per-node"], 2, "config error: argument --nproc-per-node/--nproc_per_node: expected one argument"),
-    ]
-    for words, status, said in asked:
-        run = [sys.executable, "-c", TORCHLESS, *words]
-        ended = subprocess.run(run, env={**tasks.environment(), "HOME": str(home)}, capture_output=True, text=True, check=False)
-        text = ended.stderr if status else ended.stdout
-        assert (ended.returncode, said in text, "Traceback" in ended.stderr) == (status, True, False), (words, ended)
-        assert status == 0 or len(text.splitlines()) == 1
+    run = [sys.executable, "-c", TORCHLESS, *words.split()]
+    ended = subprocess.run(run, env={**tasks.environment(), "HOME": str(home)}, cwd=home, capture_output=True, text=True)
+    text = ended.stderr if status else ended.stdout
+    assert (ended.returncode, line in text, "Traceback" in ended.stderr) == (status, True, False), ended
+    assert status == 0 or len(text.splitlines()) == 1
 
 
-def test_ranks_ask_the_program(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_of_these_files_and_of_one_process(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command.remember_keys("train", train)
     monkeypatch.setenv("RANK", "1")
-    command.answer_early("train", ["run.nme=3"])
-
-
-def test_what_was_known_of_other_files_is_not_known(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "package").mkdir()
+    command.answer_early("train", ["run.nme=3"])  # ranks ask the program
     source = home / "package" / "a.py"
+    source.parent.mkdir()
     source.write_text("1")
     monkeypatch.setattr(arguments, "PACKAGE", source.parent)
-    known = arguments.ProgramKeys("about", "ppo", {"ppo": list(train.keys())})
-    arguments.save_keys("train", known)
-    assert arguments.load_keys("train") == known and arguments.load_keys("sft") is None
+    keys = arguments.ProgramKeys("about", "ppo", {"ppo": list(train.keys())})
+    arguments.save_keys("train", keys)
+    assert arguments.load_keys("train") == keys and arguments.load_keys("sft") is None
     source.write_text("11")
     assert arguments.load_keys("train") is None
     (home / ".cache/rlhf_spmd/keys/train.json").write_text("{")
     assert arguments.load_keys("train") is None
-
-
-def test_a_home_that_cannot_be_written_to_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setenv("HOME", "/dev/null")  # cannot be written to
     command.remember_keys("train", train)
     assert arguments.load_keys("train") is None
 
@@ -134,33 +128,21 @@ raise SystemExit(3)
 """
 
 
-@pytest.mark.parametrize("flags", [[], ["-u"]])
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_program_goes_on_without_its_reader(flags: list[str], stream: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "stream", "code"),
+    [(["-c", PRINTS], "stdout", 3), (["-u", "-c", PRINTS], "stderr", 3), (["-m", "rlhf_spmd", "--help"], "stdout", 0)],
+)
+def test_a_program_goes_on_without_its_reader(program: list[str], stream: str, code: int) -> None:
+    texts = {"stderr": ("x" * 100_000 + "\n") * 3 + "z\n", "stdout": ("y" * 10 + "\n") * 3 if code else ""}
     other = "stderr" if stream == "stdout" else "stdout"
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, *flags, "-c", PRINTS]
-    ended = subprocess.run(command, check=False, text=True, **{stream: writer, other: subprocess.PIPE})  # type: ignore[call-overload]
+    ended = subprocess.run([sys.executable, *program], text=True, **{stream: writer, other: subprocess.PIPE})  # type: ignore[call-overload]
     os.close(writer)
-    assert ended.returncode == 3
-    said = ("x" * 100_000 + "\n") * 3 + "z\n" if stream == "stderr" else ("y" * 10 + "\n") * 3
-    assert getattr(ended, other) == said
-
-
-def test_the_command_makes_no_traceback() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    ended = subprocess.run(
-        [sys.executable, "-m", "rlhf_spmd", "--help"], stdout=writer, stderr=subprocess.PIPE, check=False, text=True
-    )
-    os.close(writer)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, getattr(ended, other)) == (code, texts[stream])
 
 
 def test_streams_of_others_are_left_alone() -> None:
-    from rlhf_spmd.process.arguments import ignore_closed_pipes
-
     before = sys.stdout, sys.stderr
-    ignore_closed_pipes()
+    arguments.ignore_closed_pipes()
     assert (sys.stdout, sys.stderr) == before

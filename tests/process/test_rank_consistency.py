@@ -18,14 +18,14 @@ from rlhf_spmd.train import prepare
 def digests(directory: Path, rows: list[dict[str, object]], *more: str) -> dict[str, str]:
     directory.mkdir()
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = tasks.settings(directory / "run", 2, f"data.path={directory / 'prompts.jsonl'}", "data.train_batch_size=4", *more)
-    return run_digests(prepare(str(tasks.task() / "ppo.json"), given, 1))
+    data = f"data.path={directory / 'prompts.jsonl'}", "data.train_batch_size=4"
+    return run_digests(prepare(str(tasks.task() / "ppo.json"), tasks.settings(directory / "run", 2, *data, *more), 1))
 
 
 def test_what_ranks_must_have_the_same_of(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": f"{i}{i}>", "answer": str(i)} for i in range(8)]
-    one, same = digests(tmp_path / "a", rows), digests(tmp_path / "b", rows)
-    assert one == same  # copies elsewhere
+    first = digests(tmp_path / "a", rows)
+    assert first == digests(tmp_path / "b", rows)  # copies elsewhere
     for name, there, more in (
         ("set of rows (prompts)", [*rows[1:], rows[0]], ()),
         ("set of rows (prompts)", [{**rows[0], "answer": "9"}, *rows[1:]], ()),  # tokens alone do not tell
@@ -33,7 +33,7 @@ def test_what_ranks_must_have_the_same_of(tmp_path: Path) -> None:
         ("models.critic.path (its weights)", rows, (f"models.critic.path={tasks.task() / 'reference'}",)),
     ):
         other = digests(tmp_path / f"{len(list(tmp_path.iterdir()))}", there, *more)
-        differing = {key for key in {**one, **other} if one.get(key) != other.get(key)}
+        differing = {key for key in {**first, **other} if first.get(key) != other.get(key)}
         assert name in differing and {key.partition(" (its")[0] for key in differing} == {name.partition(" (its")[0]}
 
 
@@ -45,9 +45,9 @@ def test_the_users_files_are_compared_and_not_only_their_names(tmp_path: Path, m
     for name, text in files.items():
         Path(name).write_text(text)
     importlib.import_module("named_module")
-    given = ["model.path=m", "data.path=in.jsonl", "out=o.jsonl", "reward.function=mine.py:f", "data.chat_template=chat.jinja"]
-    given += ["environment.cls=named_module:Env"]
-    config = load(GenerateConfig, None, given)
+    overrides = ["model.path=m", "data.path=in.jsonl", "out=o.jsonl", "reward.function=mine.py:f"]
+    overrides += ["data.chat_template=chat.jinja", "environment.cls=named_module:Env"]
+    config = load(GenerateConfig, None, overrides)
     first = file_digests(config)
     assert [name.partition(" ")[0] for name in sorted(first)] == ["data.chat_template", "environment.cls", "reward.function"]
     assert first["reward.function (its file)"].startswith("mine.py ")

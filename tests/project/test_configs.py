@@ -22,12 +22,13 @@ from rlhf_spmd.train import read_config
 generator = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "configuration_page.py")))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 PLACEMENTS = sorted((ROOT / "configs" / "placements").glob("*.yaml"))
-ALGORITHMS = available("rlhf_spmd.algorithms", exports="step")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_has_a_config(name: str) -> None:
-    assert any(read_config(str(path), [])[0].algorithm.name == name for path in CONFIGS)
+def test_every_algorithm_and_every_strategy_has_a_config() -> None:
+    names = {read_config(str(path), [])[0].algorithm.name for path in CONFIGS}
+    assert names == set(available("rlhf_spmd.algorithms", exports="step"))
+    strategies = {read_config(str(path), [])[0].placement.strategy for path in PLACEMENTS}
+    assert strategies == set(available("rlhf_spmd.planner.strategies", exports="place"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -38,10 +39,7 @@ def test_config_loads(path: Path) -> None:
     assert set(config.models) <= set(config.algorithm.roles)
 
 
-def test_there_are_configs() -> None:
-    assert len(CONFIGS) >= 4 and len(PLACEMENTS) >= 8
-
-
+@pytest.mark.long
 def test_presets_fit_and_are_as_their_script_writes_them() -> None:
     """GPUs of 80 GB; the page has each one's memory and seconds."""
     done = subprocess.run([sys.executable, "scripts/presets.py", "--check"], cwd=ROOT, capture_output=True, text=True)
@@ -58,19 +56,14 @@ def test_a_placement_is_that_of_the_quickstart(path: Path) -> None:
     assert f"placements/{path.name}" in path.read_text()
 
 
-def test_every_strategy_has_a_placement() -> None:
-    used = {read_config(str(path), [])[0].placement.strategy for path in PLACEMENTS}
-    assert used == set(available("rlhf_spmd.planner.strategies", exports="place"))
-
-
 def test_the_page_of_keys_has_a_row_for_each_key_with_its_text() -> None:
     """``python scripts/configuration_page.py`` prints it; a key without a text is an error."""
     page = generator.page()
     rows = re.findall(r"^\| `([\w.<>]+)` \| (.*?) \| (.+) \|$", page, flags=re.MULTILINE)
-    told = {(name, text.replace("\\|", "|")) for name, _, text in rows}
+    documented = {(name, text.replace("\\|", "|")) for name, _, text in rows}
     for name in [*generator.algorithms(), *generator.PROGRAMS]:
         for key in generator.keys_of(name):
-            assert (key.name, key.text) in told, f"{name}: {key.name}"
+            assert (key.name, key.text) in documented, f"{name}: {key.name}"
     assert ("run.steps", "`100`") in {row[:2] for row in rows}
     with pytest.raises(ValueError, match=r"a\.b: the docstring of its dataclass has no line '- b: \.\.\.'"):
         generator.row(Key("a.b", "1", "an integer", ""))
@@ -81,8 +74,8 @@ def test_what_a_docstring_says_is_a_key_s() -> None:
     for path in sorted((ROOT / "src" / "rlhf_spmd").rglob("*.py")):
         for section in ast.walk(ast.parse(path.read_text())):
             if isinstance(section, ast.ClassDef) and re.search("Config$", section.name):
-                said = re.findall(r"^- (\w+(?:, \w+)*): ", ast.get_docstring(section) or "", flags=re.MULTILINE)
-                assert said == [] or {*", ".join(said).split(", ")} <= fields_of(path, section.name), (
+                names = re.findall(r"^- (\w+(?:, \w+)*): ", ast.get_docstring(section) or "", flags=re.MULTILINE)
+                assert names == [] or {*", ".join(names).split(", ")} <= fields_of(path, section.name), (
                     f"{path.name} {section.name}"
                 )
 

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import tasks
-from overrides import ACROSS_NODES
 from places import ROOT
-from ranks import run_command, run_ranks
+from ranks import run_command
 from tasks import free_port
 
 SLURM = ROOT.parent / "shared" / "slurm"
@@ -27,8 +25,8 @@ LIMIT_S = 300.0  # for a job to start or to end, on a busy machine
 
 
 def environment(**variables: str) -> dict[str, str]:
-    own = {"PYTHON": sys.executable, "PROGRAM": str(PROGRAM), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return os.environ | own | variables
+    paths = {"PYTHON": sys.executable, "PROGRAM": str(PROGRAM), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return os.environ | paths | variables
 
 
 def torchrun(run_dir: Path, steps: int, **variables: str) -> subprocess.Popen[str]:
@@ -47,14 +45,21 @@ def starts(run_dir: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize(
-    "script", sorted([*(ROOT / "launch").iterdir(), *(ROOT / "scripts").glob("*.sh")]), ids=lambda p: p.name
-)
-def test_scripts_parse(script):
-    subprocess.run(["bash", "-n", str(script)], check=True)
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        log = path.parent / "out"
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else f"there is no {path}"
+        time.sleep(0.1)
 
 
-def test_everything_that_the_gpu_day_names_exists():
+def test_scripts_parse() -> None:
+    for script in [*(ROOT / "launch").iterdir(), *(ROOT / "scripts").glob("*.sh")]:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.long
+def test_everything_that_the_gpu_day_names_exists() -> None:
     script = (ROOT / "scripts" / "gpu_day.sh").read_text()
     benchmarks = re.findall(r"\$bench/(\w+\.py)\"(?: (\w+))?((?:[^\n]|\\\n)*)", script)
     assert len(benchmarks) == 9
@@ -69,16 +74,12 @@ def test_everything_that_the_gpu_day_names_exists():
     assert len(paths) == 9 and all((ROOT / path).is_file() for path in paths)
     modules = re.findall(r"rlhf_spmd(?:\.\w+)+", script)
     assert len(modules) == 4 and all(importlib.util.find_spec(module) for module in modules)
-    blocks = (ROOT / "docs" / "benchmarks.md").read_text().partition("## On a GPU")[2].split("```")
-    commands = next(re.sub(r"--out \S+|scripts/bench/|\Abash", "", block) for block in blocks if "update.py" in block)
-    missing = set(re.findall(r"[^\s\\]+", commands)) - set(re.findall(r"[\w.=,:-]+", script))
-    assert not missing, f"docs/benchmarks.md has {missing}, scripts/gpu_day.sh has not"
 
 
-def test_every_part_of_the_gpu_day_starts_is_limited_and_leaves_its_log(tmp_path):
+def test_every_part_of_the_gpu_day_starts_is_limited_and_leaves_its_log(tmp_path: Path) -> None:
     """Where there is no GPU too; a part that meets its limit does not stop the next one."""
-    own = environment(LIMIT="1", CUDA_VISIBLE_DEVICES="")
-    subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path), "first"], cwd=ROOT, env=own, check=True, timeout=LIMIT_S)
+    limited = environment(LIMIT="1", CUDA_VISIBLE_DEVICES="")
+    subprocess.run(["bash", "scripts/gpu_day.sh", str(tmp_path), "first"], cwd=ROOT, env=limited, check=True, timeout=LIMIT_S)
     lines = [line.split() for line in (tmp_path / "summary.txt").read_text().splitlines() if not line.startswith("#")]
     names = ["kernels", "attention", "nano", "train_1.7b"]
     assert [(name, status) for name, status, _ in lines] == [(name, "124") for name in names]
@@ -88,71 +89,59 @@ def test_every_part_of_the_gpu_day_starts_is_limited_and_leaves_its_log(tmp_path
     assert refused.returncode == 2 and "no part 'nanno'; there are: kernels attention" in refused.stderr
 
 
-def test_torchrun_without_arguments_explains_itself():
-    done = subprocess.run(["bash", "launch/torchrun.sh"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "NPROC_PER_NODE" in done.stdout and "set -euo" not in done.stdout
-
-
 @pytest.mark.parametrize(
     ("command", "line"),
     [
+        ("launch/torchrun.sh", "NPROC_PER_NODE"),
         ("launch/torchrun.sh configs/nope.yaml", "config error: configs/nope.yaml: no such file"),
         ("launch/slurm_run.sh configs/nope.yaml", "SLURM_JOB_ID is not set: this runs in a job"),
         ("scripts/gpu_day.sh --help", "What to run first on a machine with a GPU"),
+        ("reward-server --function nope", "--function nope: unknown reward.function 'nope'"),
+        ("reward-server --function gsm8k --port 80000", "--port 80000: bind"),
+        ("reward-server --function gsm8k --token-env NOT_THERE", "--token-env NOT_THERE: this variable is not set"),
     ],
 )
-def test_a_mistake_with_a_script_is_a_line_and_status_2(command, line):
-    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    done = subprocess.run(["bash", *command.split()], cwd=ROOT, env=own, capture_output=True, text=True)
-    assert done.returncode == 2 and line in done.stderr and "Usage: mkdir" not in done.stderr
+def test_a_mistake_is_a_line_and_status_2(command: str, line: str) -> None:
+    variables = {name: value for name, value in environment().items() if not name.startswith("SLURM")}
+    if command.startswith("reward-server"):
+        done = run_command("rlhf_spmd.__main__", command.split(), variables)
+    else:
+        done = subprocess.run(["bash", *command.split()], cwd=ROOT, env=variables, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2 and line in output
+    assert not any(text in output for text in ("set -euo", "Usage: mkdir", "Traceback"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("--function nope", "--function nope: unknown reward.function 'nope'"),
-        ("--function gsm8k --port 80000", "--port 80000: bind"),
-        ("--function gsm8k --token-env NOT_THERE", "--token-env NOT_THERE: this variable is not set"),
-    ],
-)
-def test_a_mistake_with_the_reward_server_is_a_line_and_status_2(arguments, line):
-    done = run_command("rlhf_spmd.__main__", ["reward-server", *arguments.split()], environment())
-    assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr
-
-
-def test_torchrun_may_open_as_many_files_as_the_system_allows(tmp_path):
+def test_torchrun_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
     """It holds the store of all ranks."""
     (tmp_path / "python").write_text("#!/bin/bash\nulimit -Sn\n")
     (tmp_path / "python").chmod(0o755)
     command = "ulimit -Sn 200; exec bash launch/torchrun.sh run.steps=1"
-    own = environment(PYTHON=str(tmp_path / "python"))
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
+    variables = environment(PYTHON=str(tmp_path / "python"))
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
     hard = subprocess.run(["bash", "-c", "ulimit -Hn"], capture_output=True, text=True, check=True).stdout
     assert done.stdout == hard != "200\n"
 
 
-def test_a_port_that_belongs_to_another_program_is_named_in_time(tmp_path):
+@pytest.mark.long
+def test_a_port_that_belongs_to_another_program_is_named_in_time(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
         port = str(silent.getsockname()[1])
         shared = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_PORT": port, "START_SECONDS": "1"}
         nodes = [torchrun(tmp_path, 1, NODE_RANK=str(node), **shared) for node in range(2)]
-        said = [node.communicate(timeout=LIMIT_S)[1] for node in nodes]
+        errors = [node.communicate(timeout=LIMIT_S)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 5]
-    assert said[0] == (
-        f"config error: MASTER_PORT={port}: another program listens on 127.0.0.1:{port}; give a port that is free on node 0\n"
-    )
-    assert said[1].startswith(f"node 1: no store at 127.0.0.1:{port} within 1 s; ") and said[1].count("\n") == 1
+    listener = f"another program listens on 127.0.0.1:{port}; give a port that is free on node 0"
+    assert errors[0] == f"config error: MASTER_PORT={port}: {listener}\n"
+    assert errors[1].startswith(f"node 1: no store at 127.0.0.1:{port} within 1 s; ") and errors[1].count("\n") == 1
 
 
-def test_two_nodes_save_on_a_signal_to_one_of_them_and_one_node_resumes(tmp_path):
+@pytest.mark.long
+def test_two_nodes_save_on_a_signal_to_one_of_them_and_one_node_resumes(tmp_path: Path) -> None:
     """Two agents on loopback; SIGTERM to the second stops both nodes after a save; then one node with two ranks goes on."""
     shared = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_PORT": str(free_port())}
     agents = [torchrun(tmp_path, 500, NODE_RANK=str(node), **shared) for node in range(2)]
-    deadline = time.monotonic() + LIMIT_S
-    while not (tmp_path / "last_step").exists():
-        assert time.monotonic() < deadline and agents[0].poll() is None, "the job did not reach its first step"
-        time.sleep(0.1)
+    await_file(tmp_path / "last_step")
     agents[1].send_signal(signal.SIGTERM)
     for agent in agents:
         agent.communicate(timeout=LIMIT_S)
@@ -165,15 +154,8 @@ def test_two_nodes_save_on_a_signal_to_one_of_them_and_one_node_resumes(tmp_path
     again = torchrun(tmp_path, step + 2, NPROC_PER_NODE="2", MASTER_PORT=str(free_port()))
     again.communicate(timeout=LIMIT_S)
     assert again.returncode == 0
-    assert status_of(tmp_path) | {"message": ""} == {
-        "class": "done",
-        "code": 0,
-        "rank": None,
-        "call": None,
-        "step": step + 2,
-        "last_checkpoint": f"step_{step + 2}",
-        "message": "",
-    }
+    ending = {"class": "done", "code": 0, "rank": None, "call": None, "last_checkpoint": f"step_{step + 2}", "step": step + 2}
+    assert status_of(tmp_path).items() >= ending.items()
     assert starts(tmp_path)[1] == f"ranks 2 step {step + 1} nodes [0, 0]"
 
 
@@ -202,44 +184,35 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     subprocess.run([str(SLURM / "stop-slurm.sh"), "--purge"], env=variables, capture_output=True)
 
 
-def submit(slurm: dict[str, str], template: str, run_dir: Path, steps: int, *options: str, ranks: int) -> str:
-    """The job's number. The templates' settings for a cluster are overridden on the command line, as users may."""
+def submit(slurm: dict[str, str], template: str, run_dir: Path, steps: int, ranks: int, **variables: str) -> str:
+    """Returns the job's number. The templates' settings for a cluster are overridden on the command line, as users may."""
     run_dir.mkdir()
-    command = ["sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={run_dir}/out", *options]
+    command = ["sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={run_dir}/out"]
     command += [f"launch/{template}", "pyproject.toml", f"run.dir={run_dir}", f"run.steps={steps}"]
-    variables = slurm | {"NPROC_PER_NODE": str(ranks)}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+    shared = slurm | {"NPROC_PER_NODE": str(ranks)} | variables
+    return subprocess.run(command, cwd=ROOT, env=shared, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def job_state(slurm: dict[str, str], job: str) -> str:
     shown = subprocess.run(["scontrol", "show", "job", job], env=slurm, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"JobState=(\w+)", shown)
-    assert found is not None, shown
-    return found[1]
+    return re.findall(r"JobState=(\w+)", shown)[0]
 
 
-def await_end(slurm: dict[str, str], job: str, run_dir: Path, seconds: float = LIMIT_S) -> str:
-    deadline = time.monotonic() + seconds
+def await_end(slurm: dict[str, str], job: str, run_dir: Path) -> str:
+    deadline = time.monotonic() + LIMIT_S
     while (state := job_state(slurm, job)) in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED"):
         assert time.monotonic() < deadline, f"{state}\n{(run_dir / 'out').read_text()}"
         time.sleep(0.3)
     return state
 
 
-def await_step(run_dir: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not (run_dir / "last_step").exists():
-        assert time.monotonic() < deadline, (run_dir / "out").read_text() if (run_dir / "out").exists() else "no output"
-        time.sleep(0.2)
-
-
 @pytest.mark.long
-def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm, tmp_path):
+def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm: dict[str, str], tmp_path: Path) -> None:
     """A job on one node gets the signal that warns of its time limit; another runs on two nodes."""
     one, two = tmp_path / "one", tmp_path / "two"
-    first = submit(slurm, "slurm_one_node.sbatch", one, 100, ranks=2)
-    second = submit(slurm, "slurm_multi_node.sbatch", two, 15, ranks=1)
-    await_step(one)
+    first = submit(slurm, "slurm_one_node.sbatch", one, 100, 2)
+    second = submit(slurm, "slurm_multi_node.sbatch", two, 15, 1)
+    await_file(one / "last_step")
     subprocess.run(["scancel", "--batch", "--signal=USR1", first], env=slurm, check=True)  # what --signal=B:USR1@300 sends
     assert await_end(slurm, first, one) == "COMPLETED", (one / "out").read_text()
     assert status_of(one)["class"] == "done"
@@ -254,31 +227,14 @@ def test_slurm_one_and_two_nodes_save_requeue_and_resume(slurm, tmp_path):
 
 
 @pytest.mark.long
-def test_slurm_bad_input_and_cancelled_jobs_are_not_requeued(slurm, tmp_path):
+def test_slurm_bad_input_and_cancelled_jobs_are_not_requeued(slurm: dict[str, str], tmp_path: Path) -> None:
     cancelled, refused = tmp_path / "cancelled", tmp_path / "refused"
-    job = submit(slurm, "slurm_one_node.sbatch", cancelled, 500, ranks=1)
-    refusing = submit(slurm, "slurm_one_node.sbatch", refused, -1, "--export=ALL,PROGRAM=json.tool", ranks=1)
-    await_step(cancelled)
+    job = submit(slurm, "slurm_one_node.sbatch", cancelled, 500, 1)
+    refusing = submit(slurm, "slurm_one_node.sbatch", refused, -1, 1, PROGRAM="json.tool")
+    await_file(cancelled / "last_step")
     subprocess.run(["scancel", job], env=slurm, check=True)
     assert await_end(slurm, job, cancelled) == "CANCELLED"
     assert await_end(slurm, refusing, refused) == "FAILED"
     time.sleep(1.0)
     assert job_state(slurm, job) == "CANCELLED"
     assert status_of(cancelled)["class"] == "preempted"
-
-
-@pytest.mark.long
-def test_training_through_slurm_on_two_nodes_is_training_on_one(slurm, tmp_path):
-    """The two-node template with the real program: the bits of two ranks on one node."""
-    run_dir = tmp_path / "two"
-    run_dir.mkdir()
-    overrides = tasks.settings(run_dir, 2, *ACROSS_NODES)
-    command = ["sbatch", "--parsable", "--gpus-per-node=2", "--cpus-per-task=2", f"--output={run_dir}/out"]
-    command += ["launch/slurm_multi_node.sbatch", str(tasks.task() / "ppo.json"), *overrides]
-    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests", ROOT / "tests" / "helpers")))
-    variables = slurm | {"NPROC_PER_NODE": "1", "PROGRAM": "rlhf_spmd.train", "PYTHONPATH": paths}
-    job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout.strip()
-    together = tmp_path / "one"
-    run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(together, 2, *ACROSS_NODES))
-    assert await_end(slurm, job, run_dir) == "COMPLETED", (run_dir / "out").read_text()
-    tasks.assert_bit_equal(tasks.read_run(together), tasks.read_run(run_dir))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -39,26 +37,24 @@ def test_the_page_has_ten_tasks_that_each_do_and_promise_something() -> None:
             if block.language == "python":
                 compile(block.text, block.file, "exec")
             if block.language == "yaml":
-                assert yaml.safe_load(block.text)["run"]["dir"].startswith("runs/tasks/") and block.file.startswith(
-                    "runs/tasks/"
-                )
+                assert yaml.safe_load(block.text)["run"]["dir"].startswith("runs/tasks/")
+                assert block.file.startswith("runs/tasks/")
 
 
 @pytest.mark.parametrize(
-    ("promised", "said", "kept"),
+    ("promise", "output", "is_kept"),
     [
         ("reward <0.2 to 0.4> -> ... (done)", "  reward   0.3 -> 0.7 (done)", True),
         ("reward <0.2 to 0.4> -> ... (done)", "reward 0.5 -> 0.7 (done)", False),
         ("reward <0.2 to 0.4>", "reward 0.3 more", False),
         ("a <-1 to 1> b <2 to 3>", "a -2 b 2.5\na 1e-3 b 2.5", True),
         ("a <-1 to 1> b <2 to 3>", "a -2 b 2.5\na 0 b 3.5", False),
-        ("[x].y", "zz", False),
         ("one\ntwo", "two\none", True),
         ("one\ntwo", "one", False),
     ],
 )
-def test_a_promise_is_a_whole_line_with_numbers_in_their_bounds(promised: str, said: str, kept: bool) -> None:
-    assert (script.missing(promised, said) == []) is kept
+def test_a_promise_is_a_whole_line_with_numbers_in_their_bounds(promise: str, output: str, is_kept: bool) -> None:
+    assert (script.missing(promise, output) == []) is is_kept
 
 
 SERVER = script.OWN_TERMINAL + "exec python runs/tasks/x/it.py\n"
@@ -69,10 +65,7 @@ WAITS += "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    pass\n"
 @pytest.mark.parametrize(
     ("blocks", "wrong"),
     [
-        (
-            [("python", "# runs/tasks/x/it.py\nprint(1 + 1)\n"), ("sh", "python runs/tasks/x/it.py\n"), ("text", "<2 to 2>\n")],
-            "",
-        ),
+        ([("python", "# runs/tasks/x/it.py\nprint(2)\n"), ("sh", "python runs/tasks/x/it.py\n"), ("text", "<2 to 2>\n")], ""),
         ([("sh", "echo 1\n"), ("text", "<2 to 3>\n")], "promised: <2 to 3>\n  there is: 1"),
         ([("sh", "false\necho 1\n"), ("text", "1\n")], "exit status 1"),
         ([("python", WAITS), ("sh", SERVER), ("text", "ready\n"), ("sh", "echo asked\n"), ("text", "asked\n")], ""),
@@ -80,8 +73,8 @@ WAITS += "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    pass\n"
     ],
 )
 def test_blocks_are_done_in_order(blocks: list[tuple[str, str]], wrong: str, tmp_path: Path) -> None:
-    found = script.Terminal(tmp_path, tmp_path / "log").follow([script.Block(*block) for block in blocks])
-    assert "".join(found).startswith(wrong) and bool(found) is bool(wrong)
+    complaints = script.Terminal(tmp_path, tmp_path / "log").follow([script.Block(*block) for block in blocks])
+    assert "".join(complaints).startswith(wrong) and bool(complaints) is bool(wrong)
 
 
 @pytest.mark.parametrize(("name", "file"), [("own-data-and-reward", "mine.yaml"), ("verls-gsm8k", "sft.yaml")])
@@ -95,20 +88,3 @@ def test_what_the_page_writes_can_be_trained_on(name: str, file: str, tmp_path: 
     exec(compile(rows.text, rows.file, "exec"), {})
     (config,) = (block.file for block in files if block.file.endswith(file))
     assert prepare(config, ["algorithm.name=sft"] if file == "sft.yaml" else [], 2)
-
-
-def test_a_model_that_is_worse_than_promised_is_found_out(tmp_path: Path) -> None:
-    """The real command of a task, on a model that has learnt nothing: all is there but the numbers."""
-    tasks.quickstart(tmp_path)
-    for file in (run := tmp_path / "runs" / "quickstart" / "ppo").glob("export/*"):  # as a model's directory, not a run's
-        (run / file.name).symlink_to(file)
-    command = tmp_path / "bin" / "rlhf-spmd"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m rlhf_spmd "$@"\n')
-    command.chmod(0o755)
-    env = tasks.environment() | {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
-    arguments = [sys.executable, str(ROOT / "scripts" / "tasks.py"), "--dir", str(tmp_path), "--only", "evaluate"]
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
-    assert "promised: val 256 <0.4 to 0.9>" in done.stdout, done.stdout
-    assert "exit status" not in done.stdout and "promised: set" not in done.stdout, done.stdout

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -14,15 +12,15 @@ import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator, Sequence
-from html import unescape
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from places import ROOT
+import tasks
+from ranks import run_command
 from rlhf_spmd import report as report_program
 from rlhf_spmd.telemetry import report, timeline_chart
 from rlhf_spmd.telemetry.report import MAX_ROWS, RunRecord, read_run, render, write_report
@@ -46,8 +44,16 @@ CONFIG = (
 )
 
 
+METRICS = {
+    **dict.fromkeys(("reward/max", "timing_s/step", "custom/<metric>"), 1.0),
+    **dict.fromkeys(("critic/explained_variance", "timing_s/generate_sequences"), 0.5),
+    **dict.fromkeys(("reward/min", "rollout/log_prob_diff_max"), 0.0),
+    **{"reward/std": 0.1, "timing_s/update_actor": 0.25, "response_length/mean": 20.0, "response_length/max": 30},
+}
+
+
 class Page(HTMLParser):
-    """Collects tags, what lies in the page's JSON, and checks that every element is closed."""
+    """Collects tags, attributes and texts, and what lies in the page's JSON; checks that every element is closed."""
 
     VOID = frozenset({"meta", "br", "img", "link", "input"})
 
@@ -56,8 +62,8 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
         self.open: list[str] = []
-        self.text = self.data = ""
-        self.in_data = False
+        self.text = ""
+        (self.data,) = re.findall(r'<script[^>]* id="data"[^>]*>(.*?)</script>', text, flags=re.DOTALL) or [""]
         self.feed(text)
         assert not self.open, f"left open: {self.open}"
 
@@ -68,21 +74,13 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-        self.in_data = dict(attrs).get("id") == "data"
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
+        self.open += [] if tag in self.VOID else [tag]
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"unexpected </{tag}>"
+        assert tag in self.VOID or self.open.pop() == tag, f"unexpected </{tag}>"
 
     def handle_data(self, data: str) -> None:
         self.text += data
-        self.data += data if self.in_data and self.open[-1:] == ["script"] else ""
 
 
 def fill(run_dir: Path, steps: int = 50) -> None:
@@ -91,20 +89,9 @@ def fill(run_dir: Path, steps: int = 50) -> None:
     logger, rollouts, validations = (JsonlLog(run_dir / file, None) for file in files)
     timelines = [Timeline(rank, ("main",)) for rank in range(3)]
     for step in range(1, steps + 1):
-        metrics = {
+        metrics = METRICS | {
             "reward/mean": step / 100,
-            "reward/std": 0.1,
-            "reward/min": 0.0,
-            "reward/max": 1.0,
             "actor/kl": math.nan if step == 3 else 0.01,
-            "critic/explained_variance": 0.5,
-            "response_length/mean": 20.0,
-            "response_length/max": 30,
-            "rollout/log_prob_diff_max": 0.0,
-            "custom/<metric>": 1.0,
-            "timing_s/generate_sequences": 0.5,
-            "timing_s/update_actor": 0.25,
-            "timing_s/step": 1.0,
             "unix_s": 1.8e9 + 36 * step,
         }
         logger.append([{"step": step, **metrics} | ({"val/sort/accuracy": step / 60} if step % 10 == 0 else {})])
@@ -114,14 +101,12 @@ def fill(run_dir: Path, steps: int = 50) -> None:
             timeline.add("actor.generate_sequences", "compute", step, start, start + 500 * MS, {"rows": 8})
             timeline.add(HOSTILE, "communication", step, start + 500 * MS, start + 600 * MS, {"note": HOSTILE})
         if step % 10 == 0:
-            validations.append(
-                [{"step": step, "set": "sort", "row_id": 8, "prompt": "53>", "response": f"{step}", "answer": "35"}]
-            )
+            row = {"step": step, "set": "sort", "row_id": 8, "prompt": "53>", "response": f"{step}", "answer": "35"}
+            validations.append([row])
     for log in (logger, rollouts, validations):
         log.close()
-    atomic_write_text(
-        run_dir / STARTS_FILE, '{"step": 0, "host": "node7", "started": "A"}\n{"step": 9, "host": "node8", "started": "B"}\n'
-    )
+    starts = {"step": 0, "host": "node7", "started": "A"}, {"step": 9, "host": "node8", "started": "B"}
+    atomic_write_text(run_dir / STARTS_FILE, "".join(json.dumps(start) + "\n" for start in starts))
     write_trace(run_dir / "trace.json", [timeline.to_bytes() for timeline in timelines])
     write_exit_status(run_dir, ExitStatus("numerics", HOSTILE, rank=2, call="actor.update_actor", step=steps))
     (run_dir / "checkpoints" / "step_40").mkdir(parents=True)
@@ -130,7 +115,8 @@ def fill(run_dir: Path, steps: int = 50) -> None:
 
 def test_report_has_curves_phases_timeline_samples_and_status(tmp_path: Path) -> None:
     fill(tmp_path)
-    page = Page(write_report(tmp_path).read_text())
+    text = write_report(tmp_path).read_text()
+    page = Page(text)
     (run,) = page.runs
     assert run["steps"] == list(range(1, 51)) and run["hours"][-1] == pytest.approx(0.49)
     assert run["metrics"]["reward/mean"] == [step / 100 for step in range(1, 51)]
@@ -139,10 +125,8 @@ def test_report_has_curves_phases_timeline_samples_and_status(tmp_path: Path) ->
     assert "custom/<metric>" in run["metrics"] and not {"step", "unix_s"} & run["metrics"].keys()
     assert run["status"]["text"] == "failed: numerics" and run["name"] == "sorting"
     assert run["status"]["message"].startswith("rank 2 in actor.update_actor after step 50: ")
-    assert (
-        run["facts"] | {"Steps": "50 of 50", "Host": "node8", "Started": "B", "Starts": "A after step 0, B after step 9"}
-        == run["facts"]
-    )
+    facts = {"Steps": "50 of 50", "Host": "node8", "Started": "B", "Starts": "A after step 0, B after step 9"}
+    assert run["facts"].items() >= facts.items()
     assert "step_40" in run["facts"]["Resume"] and run["artifacts"] == [["checkpoints/step_40", "whole", "0 B"]]
     assert [[sample["step"] for sample in column] for column in run["samples"]] == [[1], [50]]
     assert [sample["response"] for sample in run["validations"]["samples"]] == ["10", "20", "30", "40", "50"]
@@ -150,40 +134,29 @@ def test_report_has_curves_phases_timeline_samples_and_status(tmp_path: Path) ->
     assert page.text.count("rank 0 (pools main)") == 1 and run["timeline"]["note"] == "Steps 48 to 50 of 50 traced."
     colors = json.loads(page.data)["colors"]
     assert colors["generate_sequences"] == "var(--c0)" and set(run["timeline"]["keys"]) <= colors.keys()
-
-
-def test_report_fetches_nothing_and_runs_no_text_of_the_run(tmp_path: Path) -> None:
-    fill(tmp_path)
-    text = write_report(tmp_path).read_text()
-    page = Page(text)
+    # it fetches nothing and runs no text of the run, whose samples can be read
+    assert run["samples"][0][0]["response"] == HOSTILE
     assert page.tags.count("script") == 3 and not {"img", "link", "iframe", "object", "base"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
-    assert not re.search(r"https?://|url\(|@import", text)
-    assert "default-src 'none'" in text
-    assert page.runs[0]["samples"][0][0]["response"] == HOSTILE  # the sample itself can be read
+    assert not re.search(r"https?://|url\(|@import", text) and "default-src 'none'" in text
     assert "Permission is hereby granted" in text, "the licence of the library"
-
-
-@pytest.mark.parametrize(
-    "missing", ["metrics.jsonl", "rollouts.jsonl", "trace.json", "config.yaml", "exit_status.json", "starts.jsonl"]
-)
-def test_report_does_without_any_of_the_files(tmp_path: Path, missing: str) -> None:
-    fill(tmp_path, steps=3)
-    (tmp_path / missing).unlink()
-    assert "sorting" in Page(write_report(tmp_path).read_text()).text or missing == "config.yaml"
 
 
 def test_report_of_an_empty_directory_and_of_damaged_files(tmp_path: Path) -> None:
     Page(write_report(tmp_path).read_text())
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b'{"step": 1, "reward/mean": null}\n\xff\n[1]\n{"step": "x"}\n{"step": 2, "a": 1}\n{"ste'
-    )
+    lines = b'{"step": 1, "reward/mean": null}\n\xff\n[1]\n{"step": "x"}\n{"step": 2, "a": 1}\n{"ste'
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
     (tmp_path / "rollouts.jsonl").write_text('{"step": 1, "prompt": [{"role": "user"}], "score": null}\n{}\n')
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}, 3]}')
     (tmp_path / "config.yaml").write_text("a: [\n")
     (tmp_path / "exit_status.json").write_text("{")
     (run,) = Page(write_report(tmp_path).read_text()).runs
     assert list(run["metrics"]) == ["a"] and run["status"]["text"] == "not finished"
+    (tmp_path / "run").mkdir()
+    fill(tmp_path / "run", steps=3)
+    for file in (METRICS_FILE, "trace.json", STARTS_FILE):
+        (tmp_path / "run" / file).unlink()
+        assert "sorting" in Page(write_report(tmp_path / "run").read_text()).text
 
 
 def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,12 +171,9 @@ def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.Ca
     assert [run["name"] for run in page.runs] == ["a/run", "b/run"] and page.tags.count("template") == 2
     for arguments, line in (
         ([first, second], "2 runs and no out=FILE; give out=FILE for a page of several runs"),
-        ([first, str(tmp_path / "none")], "2 runs and no out=FILE; give out=FILE for a page of several runs"),
         ([str(tmp_path / "none")], f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run"),
         ([str(tmp_path)], f"{tmp_path} is no run's directory: it has none of .*; runs below it: {first}, {second}"),
-        ([str(ROOT / "docs")], ".*/docs is no run's directory: .*; give the run.dir of a run"),
         ([first, f"out={tmp_path}/none/x.html"], f"out={tmp_path}/none/x.html: No such file or directory; give a file in .*"),
-        ([first, f"out={tmp_path}"], f"out={tmp_path}: Is a directory; give a file in a directory that is there"),
         ([first, "ot=x.html"], "ot=x.html: there is no such key, and no such run directory; allowed are .* out=FILE"),
     ):
         assert re.fullmatch(f"config error: {line}\n", refusal(arguments, capsys)), line
@@ -226,25 +196,12 @@ def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
     assert run["steps"][-1] == 9999 and run["hours"][-1] == pytest.approx(9.999, rel=1e-3)  # without times the seconds of steps
 
 
-@contextlib.contextmanager
-def served(*arguments: str) -> Iterator[str]:
-    """The address of ``report --serve``, which ends as by Ctrl-C."""
-    command = [sys.executable, "-m", "rlhf_spmd.report", "--serve", "--port", "0", *arguments]
-    with subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().split()[0]
-        finally:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
-
-
 def test_served_data_change_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path, steps=2)
-    with served(str(tmp_path)) as address:
-        url = urllib.parse.urlsplit(address)
+    command = [sys.executable, "-m", "rlhf_spmd.report", "--serve", "--port", "0", str(tmp_path)]
+    with subprocess.Popen(command, env=tasks.environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = urllib.parse.urlsplit(process.stdout.readline().split()[0])
         assert url.hostname == "127.0.0.1"
 
         def ask(path: str, **headers: str) -> tuple[int, str]:
@@ -263,6 +220,8 @@ def test_served_data_change_with_the_run(tmp_path: Path, capsys: pytest.CaptureF
         assert ask("/config.yaml")[0] == 404
         assert ask("/data", Host=f"evil.example:{url.port}")[0] == 403, "a name of elsewhere that leads here"
         assert f"--port {url.port}: " in refusal(["--serve", "--port", str(url.port), str(tmp_path)], capsys)
+        process.send_signal(signal.SIGINT)  # as Ctrl-C
+        assert process.wait(timeout=60) == 0
 
 
 def browse(address: str, budget_ms: int = 4000) -> str:
@@ -277,43 +236,35 @@ def browse(address: str, budget_ms: int = 4000) -> str:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     fill(tmp_path)
-    made = browse(write_report(tmp_path).resolve().as_uri())
-    titles = re.findall(r'<span class="title">(.*?)</span>', made)
+    drawn = browse(write_report(tmp_path).resolve().as_uri())
+    titles = re.findall(r'<span class="title">(.*?)</span>', drawn)
     assert titles[:4] == ["Reward", "Validation sort/accuracy", "KL to the reference", "Response length"]
-    assert "custom/&lt;metric&gt;" in titles and made.count("<canvas") >= 7
+    assert "custom/&lt;metric&gt;" in titles and drawn.count("<canvas") >= 7
     sections = "Curves, Time per step, Timeline, Validation samples, Samples, Checkpoints, How it was made, Configuration"
-    assert re.findall("<h2>(.*?)</h2>", made) == sections.split(", ")
-    for expected in (
-        "0.03 \u2192 0.48",
-        "failed: numerics",
-        "rank 2 in actor.update_actor",
-        "other 25%",
-        "&lt;b&gt;tiny&lt;/b&gt;",
-    ):
-        assert expected in made
-    assert "<img" not in made and "<script" not in made
+    assert re.findall("<h2>(.*?)</h2>", drawn) == sections.split(", ")
+    texts = "0.03 \u2192 0.48", "failed: numerics", "rank 2 in actor.update_actor", "other 25%", "&lt;b&gt;tiny&lt;/b&gt;"
+    assert [text for text in texts if text not in drawn] == []
+    assert "<img" not in drawn and "<script" not in drawn
 
     (tmp_path / "other").mkdir()
     atomic_write_text(tmp_path / "other" / "metrics.jsonl", '{"step": 1, "mine": 2.5}\n')
-    made = browse(write_report(tmp_path / "other").resolve().as_uri())
-    assert "not finished" in made and '<details open="">' in made and ">2.5<" in made, (
-        "metrics that nothing is known of are open"
-    )
+    drawn = browse(write_report(tmp_path / "other").resolve().as_uri())
+    assert all(text in drawn for text in ("not finished", '<details open="">', ">2.5<")), "unknown metrics are open"
     fill(tmp_path / "other", steps=3)
     atomic_write_text(tmp_path / "other" / "config.yaml", CONFIG.replace("tp: 2", "tp: 4").replace("seed: 1", "more: 1"))
     atomic_write_text(tmp_path / "both.html", render([read_run(tmp_path), read_run(tmp_path / "other")]))
-    made = browse((tmp_path / "both.html").resolve().as_uri())
-    marks = re.findall(r'class="key" style="--k: ?[^"]+">(.*?)</span>', made)
+    drawn = browse((tmp_path / "both.html").resolve().as_uri())
+    marks = re.findall(r'class="key" style="--k: ?[^"]+">(.*?)</span>', drawn)
     # in the summary, over sections (the shorter run has no validation) and over the tables of settings
     assert (marks.count(tmp_path.name), marks.count(f"{tmp_path.name}/other")) == (1 + 5 + 4, 1 + 4 + 4)
-    assert "models.actor.layout.tp</td><td>2</td><td>4" in made and "in some of the runs, 2 values" in made
+    assert "models.actor.layout.tp</td><td>2</td><td>4" in drawn and "in some of the runs, 2 values" in drawn
 
 
 def test_samples_are_of_several_prompts_and_the_best_step_is_known(tmp_path: Path) -> None:
     atomic_write_text(tmp_path / "config.yaml", "run: {keep_best: null}")
     files = (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE)
     metrics, rollouts, validations = (JsonlLog(tmp_path / file, None) for file in files)
-    scores = dict(zip(range(0, 24, 2), [9.0, 0.1, 0.2, 0.1, 0.7, 0.7, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3], strict=True))
+    scores = dict.fromkeys(range(0, 24, 2), 0.1) | {0: 9.0, 4: 0.2, 8: 0.7, 10: 0.7, 22: 0.3}
     for step, score in scores.items():
         metrics.append([{"step": step, "val/reward_mean": score, "val/loss": step}])
         rollouts.append({"step": step, "row_id": row, "prompt": f"p{row // 4}", "response": f"{row}"} for row in range(32))
@@ -329,45 +280,6 @@ def test_samples_are_of_several_prompts_and_the_best_step_is_known(tmp_path: Pat
     assert run["best"] == {"name": "val/loss", "step": 2, "value": 2}
 
 
-LOOK = """<script>{
-const its = (selector) => document.querySelector(selector), panels = () => [...document.querySelectorAll(".panels figure")];
-const scroll = its(".scroll:has(.validation)"), seen = {wide: scroll.scrollWidth > scroll.clientWidth};
-seen.atEnd = scroll.scrollLeft + scroll.clientWidth >= scroll.scrollWidth - 2;
-const axis = panels().find((figure) => figure.dataset.found.includes("log_prob_diff")).plot.scales.y;
-seen.axis = [axis.min, axis.max];
-const open = (figure) => !figure.hidden && figure.closest("details")?.open !== false;
-const visible = () => panels().filter(open).map((figure) => figure.plot && figure.dataset.found);
-const find = its("input[type=search]");
-for (const words of ["CUSTOM metric", ""]) { find.value = words; find.oninput(); seen[words] = visible(); }
-its("main").append(JSON.stringify(seen));
-}</script></body>"""
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
-def test_a_browser_shows_the_newest_validation_finds_metrics_and_says_who_speaks(tmp_path: Path) -> None:
-    fill(tmp_path)
-    chat = {
-        "messages": [{"role": "user", "content": "2+2?"}],
-        "turns": [["model", "calc"], ["environment", "4"], ["model", "4!"]],
-    }
-    metrics, rollouts, validations = (JsonlLog(tmp_path / f, 50) for f in (METRICS_FILE, ROLLOUTS_FILE, VALIDATION_FILE))
-    rollouts.append([{"step": 51, "row_id": 0, "prompt": "<u>2+2?", "response": "calc44!", "score": 1.0, **chat}])
-    validations.append({"step": step, "set": "sort", "row_id": 8, "prompt": "5", "response": "5"} for step in range(51, 60))
-    metrics.append([{"step": 51, "val/reward_mean": 0.5}, {"step": 52, "val/reward_mean": 0.25}])
-    for log in (metrics, rollouts, validations):
-        log.close()
-    page = write_report(tmp_path).read_text().replace("</body>", LOOK)
-    atomic_write_text(tmp_path / "looked.html", page)
-    made = browse((tmp_path / "looked.html").resolve().as_uri())
-    seen = json.loads(unescape(made[made.rindex('{"wide"') :]))
-    assert seen["wide"] and seen["atEnd"] and seen["axis"] == [-1, 1]
-    assert seen["CUSTOM metric"] == ["custom/<metric> custom/<metric>"]
-    assert len(seen[""]) >= 7 and "custom/<metric> custom/<metric>" not in seen[""], "what was folded is folded again"
-    assert "best 0.5 at step 51" in made and "<th>Step 51, the best</th>" in made
-    spoken = re.sub("<.*?>", "", made[made.index("user: ") :])
-    assert spoken.startswith("user: 2+2?\nmodel: calc\nenvironment: 4\nmodel: 4!\n")
-
-
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_takes_over_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path, steps=2)
@@ -375,31 +287,21 @@ def test_a_browser_takes_over_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
 
     def render_then_go_on(runs: Sequence[RunRecord], is_live: bool) -> str:
         page = render(runs, is_live)
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 3, "reward/mean": 0.5, "late/metric": 7.25}\n')
+        JsonlLog(tmp_path / METRICS_FILE, 2).append([{"step": 3, "reward/mean": 0.5, "late/metric": 7.25}])
         return page
 
     monkeypatch.setattr(report, "render", render_then_go_on)
     with report.open_server([str(tmp_path)], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        made = browse(f"http://127.0.0.1:{server.server_port}/", budget_ms=15_000)
+        drawn = browse(f"http://127.0.0.1:{server.server_port}/", budget_ms=15_000)
         server.shutdown()
-    assert "3 of 50" in made and "late (1)" in made and made.count("<h1>") == 1
-    assert "<svg" in made, "the timeline is still there"
-
-
-def test_a_planned_schedule_is_drawn_in_the_same_form() -> None:
-    rows = [timeline_chart.ChartRow("rank 0", [[timeline_chart.ChartBox("generate", 0.0, 1.5, "generate\n1.5 s")]])]
-    svg = timeline_chart.draw(timeline_chart.TimelineChart(rows, [(0.0, "step 1")]), {"generate": "red"})
-    assert Page(svg).tags.count("rect") == 2 and "generate" in svg
-    assert timeline_chart.draw(timeline_chart.TimelineChart(()), {}) == ""
+    assert "3 of 50" in drawn and "late (1)" in drawn and drawn.count("<h1>") == 1
+    assert "<svg" in drawn, "the timeline is still there"
 
 
 def test_the_timeline_is_bounded() -> None:
-    events = [
-        {"ph": "X", "name": "call", "cat": "compute", "ts": float(i), "dur": 0.5, "pid": i % 64, "tid": 1, "args": {"step": 1}}
-        for i in range(9000)
-    ]
+    span = {"ph": "X", "name": "call", "cat": "compute", "dur": 0.5, "tid": 1, "args": {"step": 1}}
+    events = [{**span, "ts": float(i), "pid": i % 64} for i in range(9000)]
     chart, totals = timeline_chart.from_trace({"traceEvents": events})
     svg = timeline_chart.draw(chart, {})
     assert svg.count("<rect") <= timeline_chart.MAX_BOXES + timeline_chart.MAX_ROWS
@@ -408,19 +310,9 @@ def test_the_timeline_is_bounded() -> None:
 
 
 def test_the_summary_of_no_run_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlhf_spmd", "summary", str(tmp_path / "none")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"config error: run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
-
-
-def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
-    atomic_write_text(tmp_path / "config.yaml", "run: {steps: 2}")
-    log = JsonlLog(tmp_path / METRICS_FILE, None)
-    log.append([{"step": 0, "val/reward_mean": 0.5}, {"step": 1}, {"step": 2}])
-    log.close()
-    assert "  steps               2 of 2\n" in summarize(tmp_path)
+    ended = run_command("rlhf_spmd.__main__", ["summary", str(tmp_path / "none")], tasks.environment())
+    line = f"config error: run directory {tmp_path / 'none'} does not exist; give the run.dir of a run\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 
 def test_summary_compares_start_and_end(tmp_path: Path) -> None:
@@ -432,3 +324,7 @@ def test_summary_compares_start_and_end(tmp_path: Path) -> None:
     assert "samples of step 1\n" in text and "samples of step 50\n" in text and "[0.5]" in text
     assert str(tmp_path / "report.html") in text and "step_40" in text and "export" not in text
     assert summarize(tmp_path / "checkpoints").startswith("run ")
+    atomic_write_text(tmp_path / "config.yaml", "run: {steps: 2}")
+    lines = {"step": 0, "val/reward_mean": 0.5}, {"step": 1}, {"step": 2}  # the validation before the first step is no step
+    atomic_write_text(tmp_path / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+    assert "  steps               2 of 2\n" in summarize(tmp_path)

@@ -20,7 +20,9 @@ def spans_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_spans_measure_and_carry_their_arguments() -> None:
-    timeline = Timeline(rank=0)
+    """Only spans of computing wait for the device, and one that raises is kept with the error."""
+    waits: list[int] = []
+    timeline = Timeline(rank=0, synchronize=lambda: waits.append(1))
     timeline.begin_step(3)
     before = time.monotonic()
     with timeline.span("actor.update_actor", rows=64) as args:
@@ -28,25 +30,13 @@ def test_spans_measure_and_carry_their_arguments() -> None:
         args["bytes"] = 128
     longest = time.monotonic() - before + 0.01
     timeline.instant("checkpoint")
-    event, mark = timeline.events()
-    assert event.step == 3 and event.args == {"rows": 64, "bytes": 128} and mark.end_ns is None
+    with pytest.raises(KeyError), timeline.span("call", category="wait"):
+        raise KeyError("x")
+    event, mark, failure = timeline.events()
+    assert event.step == 3 and event.args == {"rows": 64, "bytes": 128} and mark.end_ns is None and len(waits) == 1
     assert event.end_ns is not None and 0.02 <= (event.end_ns - event.start_ns) / 1e9 < longest
     assert abs(event.start_ns - time.time_ns()) < 5e9, "the clock is the time of day"
-
-
-def test_a_span_that_raises_is_kept_with_the_error() -> None:
-    timeline = Timeline()
-    with pytest.raises(KeyError), timeline.span("call"):
-        raise KeyError("x")
-    assert timeline.events()[0].args == {"error": "KeyError"}
-
-
-def test_synchronize_ends_compute_spans_only() -> None:
-    calls: list[int] = []
-    timeline = Timeline(synchronize=lambda: calls.append(1))
-    with timeline.span("a"), timeline.span("b", category="wait"):
-        pass
-    assert len(calls) == 1
+    assert failure.args == {"error": "KeyError"}
 
 
 def test_phase_totals_add_up_by_name_and_forget_earlier_steps() -> None:
@@ -112,23 +102,10 @@ def test_spans_of_one_row_are_nested_or_apart() -> None:
     assert titles == {rows["send 1"]: "transfer", rows["send 2"]: "transfer 2"}
 
 
-def test_recording_costs_microseconds() -> None:
-    timeline = Timeline(limit=20_000)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(1000):
-            with timeline.span("actor.update_actor", rows=64):
-                pass
-        best = min(best, (time.perf_counter() - start) / 1000)
-    assert best < 20e-6, f"{best * 1e6:.1f} us per span"  # about 1.5 us on an idle core; the bound allows for a busy machine
-
-
 @pytest.mark.parametrize(
     ("groups", "most", "picked"),
     [
         ("aaaabbbbcccc", 2, [0, 4]),
-        ("aaaabbbbcccc", 3, [0, 4, 8]),
         ("aaaabbbbcccc", 4, [0, 1, 4, 8]),
         ("abab", 9, [0, 1, 2, 3]),
         ("aaa", 2, [0, 1]),
@@ -140,13 +117,6 @@ def test_every_group_comes_before_a_second_row_of_one(groups: str, most: int, pi
     assert pick_samples(groups, most) == picked
 
 
-@pytest.mark.parametrize(
-    ("mask", "found"),
-    [
-        ([True, True, False, True], [(True, 0, 2), (False, 2, 3), (True, 3, 4)]),
-        ([False], [(False, 0, 1)]),
-        ([], []),
-    ],
-)
-def test_stretches_of_a_mask(mask: list[bool], found: list[tuple[bool, int, int]]) -> None:
-    assert equal_runs(mask) == found
+def test_stretches_of_a_mask() -> None:
+    assert equal_runs([True, True, False, True]) == [(True, 0, 2), (False, 2, 3), (True, 3, 4)]
+    assert equal_runs([False]) == [(False, 0, 1)] and equal_runs([]) == []

@@ -1,4 +1,4 @@
-"""PPO whose policy loss fails in step 2: ``raise`` on rank 1 only, or ``nan`` on all."""
+"""PPO whose policy loss fails in step 2. ``fault``: "raise": it raises on rank 1; "nan": it is not a number on any rank."""
 
 import os
 from dataclasses import dataclass, replace
@@ -20,9 +20,8 @@ def step(models: Any, data: Any, config: Config, number: int) -> Any:
     if number < 2:
         return ppo.step(models, data, config, number)
     batch, _ = sample(models, data, number)
-    for call in (models.reward.compute_reward, models.actor.compute_log_prob, models.critic.compute_values):
-        batch = batch.union(call(batch))
-    batch = batch.union(models.reference.compute_ref_log_prob(batch))
+    batch = batch.union(models.reward.compute_reward(batch), models.critic.compute_values(batch))
+    batch = batch.union(models.actor.compute_log_prob(batch), models.reference.compute_ref_log_prob(batch))
     reads = ("scores", "values", "old_log_probs", "ref_log_prob")
     batch = batch.union(models.compute.apply(batch, gae_advantages(config), reads, outputs=("advantages", "returns")))
     sound = clipped_policy(config, data.sampling)
