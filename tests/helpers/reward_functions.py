@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 
+HANGS = r"(a+)+$"
+
 
 def even_length(prompt, response, row):
     return float(len(response) % 2 == 0)
@@ -37,7 +39,7 @@ def by_row(prompt, response, row):
     if action == "kill":
         os.kill(os.getpid(), 9)
     if action == "hang":
-        re.match(r"(a+)+$", "a" * 60 + "b")  # inside C code, deaf to signals' Python handlers
+        re.match(HANGS, "a" * 60 + "b")  # inside C code, deaf to signals' Python handlers
     if action == "sleep":
         time.sleep(3600)
     if action == "print":
@@ -118,10 +120,17 @@ def positional(prompt, response, row, /):
     return 1.0
 
 
+BEGUN = []
+
+
 async def later(response, row):
     """Waits without a thread; some rows raise, never end, or block the loop that all share."""
     action = row.get("do")
     await asyncio.sleep(row.get("sleep", 0.05))
+    if "together" in row:  # ends when so many rows have begun
+        BEGUN.append(response)
+        while len(BEGUN) < row["together"]:
+            await asyncio.sleep(0.01)
     if action == "raise":
         raise RuntimeError("broken on purpose")
     if action == "exit":
@@ -208,6 +217,8 @@ def attack(response, row):
         for fd in range(3, 5000):  # the pipe has the number that it had in the process that started this one
             with contextlib.suppress(OSError):
                 os.write(fd, b"[0, 0.0, 1]\nnoise\n")
+    if action == "hang":
+        re.match(HANGS, "a" * 60 + "b")
     if action == "block signals":
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
         while True:

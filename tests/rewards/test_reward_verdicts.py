@@ -115,7 +115,7 @@ WRITINGS = [  # an answer, the same in other writings, and other answers
 ]
 
 
-@pytest.mark.parametrize(("answer", "same", "other"), WRITINGS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("answer", "same", "other"), WRITINGS, ids=[row[0][:40] for row in WRITINGS])
 def test_math_takes_an_answer_in_other_writings_and_no_other_answer(answer, same, other):
     assert [text for text in same if not (math.equal(answer, text) and math.equal(text, answer))] == []
     assert [text for text in same if math.score(f"so \\boxed{{{text}}}", answer) != 1.0] == []
@@ -288,7 +288,7 @@ LETTERS = [
 ]
 
 
-@pytest.mark.parametrize(("letter", "responses"), LETTERS, ids=str)
+@pytest.mark.parametrize(("letter", "responses"), LETTERS)
 def test_multiple_choice(letter, responses):
     assert [text for text in responses if multiple_choice.letter(text) != letter] == []
     assert {multiple_choice.score(text, f"({letter or 'B'})") for text in responses} == {float(letter is not None)}
