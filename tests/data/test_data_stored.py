@@ -105,18 +105,6 @@ def test_bad_rows_are_left_out_named_and_counted(tmp_path: Path, tokenizer: Any,
             build_dataset(config_of(kind, alone), tokenizer)
 
 
-def test_data_of_one_chunk_are_not_read_again_after_each_bad_row(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, bad = GOOD[UnpairedConfig], {"prompt": "1", "completion": 3, "label": True}
-    path = write(tmp_path / "a.jsonl", *whole, *[bad] * 20, *whole)
-    read: list[str] = []
-    single = UnpairedConfig.single
-    monkeypatch.setattr(UnpairedConfig, "single", lambda config, row: [read.append(row.where), *single(config, row)][1:])
-    data = build_dataset(UnpairedConfig(path=path, max_bad_rows=20), tokenizer)
-    assert data.tally.num_bad == 20 and len(read) == 26 + 6, "each row once, and those that can be used for their tokens"
-
-
 def test_what_is_no_row_s_mistake_ends_the_run_whatever_the_limit(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": SAID[:1]}, {"prompt": "123456"}, {"prompt": "1", "id": 7}, {"prompt": "2", "id": 7}]
     path, keep = write(tmp_path / "a.jsonl", *rows), {"duplicates": "keep"}

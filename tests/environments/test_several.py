@@ -184,21 +184,16 @@ def test_a_turn_that_did_not_end_its_message_is_ended_in_the_observation() -> No
     assert text.partition(WORDS[61])[2].startswith(f"{END}{closed}")
 
 
-@pytest.mark.parametrize(
-    ("role", "template", "message"),
-    [
-        (
-            "critic",
-            "{% for message in messages if message.role != 'critic' %}{{ message.content }}<|im_end|>{% endfor %}",
-            "environment 'environment': row [0-9]+: the chat template leaves out messages of the role 'critic'",
-        ),
-        ("tool", "{{ raise_exception('no tools here') }}", "the chat template refuses these messages: no tools here"),
-    ],
-)
-def test_a_template_that_has_no_place_for_a_message_ends_the_call(role: str, template: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message) as caught:
-        talk("test_several:Answering", model=talker(template), args={"role": role})
-    assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:
+    silent = "{% for message in messages if message.role != 'critic' %}{{ message.content }}<|im_end|>{% endfor %}"
+    refusing = "{{ raise_exception('no tools here') }}"
+    for role, template, message in (
+        ("critic", silent, "'environment': row [0-9]+: the chat template leaves out messages of the role 'critic'"),
+        ("tool", refusing, "the chat template refuses these messages: no tools here"),
+    ):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            talk("test_several:Answering", model=talker(template), args={"role": role})
+        assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
 
 
 def test_the_name_that_a_model_calls_is_text_for_the_template() -> None:
@@ -310,15 +305,14 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "environment": ("river", "game", None)[n % 3]} for n in range(9)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (
-        f"model.path={talker()}",
-        f"data.path={source}",
-        f"out={out}",
-        "environments.river.cls=tools",
-        "environments.river.args.tools=[test_several:find]",
+        *(f"model.path={talker()}", f"data.path={source}", f"out={out}"),
+        *("environments.river.cls=tools", "environments.river.args.tools=[test_several:find]"),
         'data.tools.game=[{"type": "function", "function": {"name": "own"}}]',
-        "environments.game.cls=test_several:Paying",
-        "sampling.allowed_token_ids=[0,3,60]",
-        "sampling.max_response_length=120",
+        *(
+            "environments.game.cls=test_several:Paying",
+            "sampling.allowed_token_ids=[0,3,60]",
+            "sampling.max_response_length=120",
+        ),
     )
     program.generate(program.prepare(None, list(settings), Launch()), alone()[0])
     made = [json.loads(line) for line in out.read_text().splitlines()]
@@ -373,6 +367,11 @@ def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> 
         (NAMES, ["environments.short.max_turns=0"], r"environments.short.max_turns=0: must be at least 1"),
         (("zeds", "shrot"), [], r"data.path, row 1: environment='shrot' is not an .*did you mean 'short'\?.* there are zeds"),
         (("zeds", "parrot"), [], r"environments.short: no row has this name in its column 'environment'"),
+        (NAMES, ["environments.parrot.args.patients=3"], r"environments.parrot.args=.*unexpected keyword argument 'patients'"),
+        (NAMES, ["environment.cls=calculatr"], r"unknown environment.cls 'calculatr'; did you mean 'calculator'\?"),
+        (NAMES, ["environment.cls=test_environments:random"], r"environment.cls.*random is a module, not a function"),
+        (NAMES, ["models.actor.generation.rebalance_steps=4"], r"rebalance_steps=4: an environment's rows stay"),
+        (NAMES, ["data.gen_batch_size=16"], r"data.gen_batch_size above data.train_batch_size together with environment"),
         (NAMES, ["environment.cls=tools"], r"environment.args={}: tools does not .*missing a required argument: 'tools'"),
         (NAMES, tools("[test_several:fnd]"), r"tool 'test_several:fnd': module test_several has no function .* 'find'\?"),
         (NAMES, tools("[test_several:undescribed]"), r"tool 'undescribed' needs type hints and a docstring"),
@@ -397,20 +396,17 @@ def test_a_prompt_that_does_not_tell_of_tools_is_refused(tmp_path: Path) -> None
     silent = talker(TEMPLATE.partition("{% endif %}")[2].removeprefix("\n"))
     source.write_text(json.dumps({"prompt": [{"role": "user", "content": "?"}]}) + "\n")
     with pytest.raises(
-        ValueError, match=r"in.jsonl:1: the chat template does not tell the model of tools; give data.chat_template"
+        ValueError, match=r"in.jsonl:1: the chat template does not tell the model of tools; give data.chat_temp"
     ):
         program.prepare(None, [*settings, f"model.path={silent}"], Launch())
     source.write_text(json.dumps({"prompt": "How long?"}) + "\n")
     settings.append(f"model.path={talker()}")
-    with pytest.raises(
-        ValueError, match=r"in.jsonl:1: the prompt is text, and the model has tools: set data.apply_chat_template=true"
-    ):
+    with pytest.raises(ValueError, match=r"in.jsonl:1: the prompt is text, and the model has tools: set data.apply_chat_templ"):
         program.prepare(None, settings, Launch())
     ready = program.prepare(None, [*settings, "data.apply_chat_template=true"], Launch())
     assert json.dumps([tool_schema(find)]) in "".join(WORDS[token] for token in ready.sets[0].prompts[0])
-    assert (
-        program.prepare(None, [*settings, "data.apply_chat_template=false"], Launch()).sets[0].rows[0]["prompt"] == "How long?"
-    )
+    plain = program.prepare(None, [*settings, "data.apply_chat_template=false"], Launch())
+    assert plain.sets[0].rows[0]["prompt"] == "How long?"
 
 
 # -- docs/environments.md
@@ -434,13 +430,9 @@ def test_the_tools_of_the_document_run(tmp_path: Path, monkeypatch: pytest.Monke
         assert isinstance(said, list) and not done
         return str(said[0]["content"])
 
-    assert (
-        ask("search", query="long river Nile", most=1)
-        == "Nile: The Nile flows through eleven countries and is about 6650 km long."
-    )
+    length = "Nile: The Nile flows through eleven countries and is about 6650 km long."
+    assert ask("search", query="long river Nile", most=1) == length
     assert ask("search", query="zebra") == "nothing found"
     assert ask("search", topic="Nile").startswith("error: TypeError:")
     assert ask("python", code="print(6650 - 1230)") == "5420\n"
     assert "ZeroDivisionError" in ask("python", code="1 / 0")
-    endless = ask("python", code="while True: pass")
-    assert "more than 5.0 s of CPU" in endless or "had not ended after" in endless, "the latter on a busy machine"

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import os
 import re
 import resource
@@ -185,7 +184,6 @@ class NoCall:
 
 
 scaled = Scaled(2.0)
-partial = functools.partial(by_row, "prompt", "response")
 
 
 def with_settings(response, answer, bonus, malus=0.5):

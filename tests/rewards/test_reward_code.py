@@ -20,11 +20,12 @@ from rlhf_spmd.rewards import code, sandbox
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.rewards.sandbox import SandboxLimits, remove_unused, run
+from tiers import tiers
 
 DATA = SHARED / "data"
 ISOLATED = run("pass").isolated
 SMALL = SandboxLimits(time_s=1.0, memory_mb=256, processes=8, file_mb=4)
-LONG = pytest.mark.long
+FEW = [("humaneval/test", 40), ("mbpp/all", 160)]
 namespaces = pytest.mark.skipif(not ISOLATED, reason="needs user namespaces")
 
 
@@ -282,16 +283,22 @@ STDIN = json.dumps({"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8"]})
 CALLS = {"inputs": [[1], [4]], "outputs": [2, 8], "fn_name": "double"}
 
 
+STATIC = "class Two:\n    n = 2\ndef double(x): return x * Two.n"
+FUTURE = "from __future__ import annotations\ndef double(x: No) -> No:\n    return x + x\n"
+ADD = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']}
+KEYED = {"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[5, {"2": 3}]]}
+
+
 @pytest.mark.parametrize(
     ("response", "row", "truth", "expected"),
     [
         ("    return 2 * x\n", HUMANEVAL, None, 1.0),
         ("    return 3 * x\n", HUMANEVAL, None, 0.0),
         ("Here:\n```python\ndef double(x):\n    return x + x\n```\nDone.", HUMANEVAL, None, 1.0),
-        ("from __future__ import annotations\ndef double(x: No) -> No:\n    return x + x\n", HUMANEVAL, None, 1.0),
+        (FUTURE, HUMANEVAL, None, 1.0),
         ("```python\ndef double(x):\n    return N * x\n```", MBPP, None, 1.0),
         ("def double(x): return 2", MBPP, None, 0.0),
-        ("class Two:\n    n = 2\ndef double(x): return x * Two.n", {**MBPP, "test_setup_code": "N = Two.n"}, None, 1.0),
+        (STATIC, {**MBPP, "test_setup_code": "N = Two.n"}, None, 1.0),
         ("not a program at all", MBPP, None, 0.0),
         ("print(2 * int(input()))", {}, STDIN, 1.0),
         ("print(2)", {}, STDIN, 0.0),
@@ -300,10 +307,10 @@ CALLS = {"inputs": [[1], [4]], "outputs": [2, 8], "fn_name": "double"}
         ("def double(x): return 2 * x", {}, {**CALLS, "outputs": [[2], [8]]}, 1.0),  # APPS
         ("def double(x): return [2 * x]", {}, {**CALLS, "outputs": [[2], [8]]}, 1.0),
         ("def double(x): return 2 * x", {}, {**CALLS, "outputs": [[2, 1], [8, 1]]}, 0.0),
-        ("def add(a, b): return a + b", {}, {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']}, 1.0),
+        ("def add(a, b): return a + b", {}, ADD, 1.0),
         ("class Solution:\n    def double(self, x: int) -> List[int]: return 2 * x", {}, CALLS, 1.0),
         ("class Solution:\n    def triple(self, x): return 2 * x", {}, CALLS, 0.0),
-        ("def f(x): return (x[1], {2: 3})", {}, {"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[5, {"2": 3}]]}, 1.0),
+        ("def f(x): return (x[1], {2: 3})", {}, KEYED, 1.0),
         ("print(int(input()) + int(input()))", {}, {"inputs": [["1", "2"]], "outputs": [["3"]]}, 1.0),
     ],
 )
@@ -328,21 +335,13 @@ def test_a_share_of_the_tests_and_rows_without_any():
         code.score("x", {"test_list": ["assert ("]})
 
 
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("```python\na\n```\nRun:\n```bash\nb\n```", "a\n"),
-        ("```py\na\n```\nOutput:\n```\n2\n```\n", "a\n"),
-        ("```\na\n```\n```\nb\n```", "b\n"),
-        ("```Python3\na\n```\n```python\nb\n```", "b\n"),
-        ("```python\na", "a"),
-        ("````python\nx\n```\ny\n````", "x\n```\ny\n"),
-        ("```cpp\na\n```", ""),
-        ("a", "a"),
-    ],
-)
-def test_the_block_that_is_the_program(response, program):
-    assert code.extract(response) == program
+def test_the_block_that_is_the_program():
+    programs = {
+        **{"```python\na\n```\nRun:\n```bash\nb\n```": "a\n", "```py\na\n```\nOutput:\n```\n2\n```\n": "a\n"},
+        **{"```\na\n```\n```\nb\n```": "b\n", "```Python3\na\n```\n```python\nb\n```": "b\n", "```python\na": "a"},
+        **{"````python\nx\n```\ny\n````": "x\n```\ny\n", "```cpp\na\n```": "", "a": "a"},
+    }
+    assert {response: code.extract(response) for response in programs} == programs
 
 
 def test_programs_are_scored_in_the_workers_and_what_they_started_is_gone():
@@ -367,16 +366,9 @@ def test_runs_side_by_side():
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="needs the data sets that lie beside the repository")
-@pytest.mark.parametrize(
-    ("name", "every"),
-    [
-        ("humaneval/test", 40),
-        ("mbpp/all", 160),
-        pytest.param("humaneval/test", 8, marks=LONG),
-        pytest.param("mbpp/all", 40, marks=LONG),
-    ],
-)
-def test_reference_solutions_pass_and_broken_ones_do_not(name, every):
+@pytest.mark.parametrize("share", tiers([("humaneval/test", 8), ("mbpp/all", 40), *FEW], FEW), ids=str)
+def test_reference_solutions_pass_and_broken_ones_do_not(share):
+    name, every = share
     with gzip.open(DATA / f"{name}.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file][::every]
     assert len(rows) > 4
