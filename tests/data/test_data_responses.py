@@ -249,6 +249,15 @@ def test_rows_with_a_prompt_and_messages_want_a_key(llama: Any) -> None:
         learnt(SftConfig(path="x"), llama, {"prompt": "one", "messages": TALK})
 
 
+def test_dialogues_are_cut_at_their_last_turn_and_counted(llama: Any) -> None:
+    dialogue = "\n\nHuman: hi\n\nAssistant:"
+    rows = [{"chosen": dialogue + " a", "rejected": dialogue + " b"}, {"prompt": "Hi", "chosen": "Hi! a", "rejected": "Hi."}]
+    data = PreferencesConfig(path="x").tokenize([Row(row, "x") for row in rows], llama)
+    assert data.summary().startswith("2 pairs") and ", 1 cut from whole dialogues at their last turn" in data.summary()
+    (chosen, rejected) = learnt(PreferencesConfig(path="x"), llama, rows[0])
+    assert chosen[0] == rejected[0] and (chosen[1], rejected[1]) == ("▁a </s>", "▁ b </s>")
+
+
 def test_a_reward_model_reads_the_token_that_closes_a_turn(llama: Any) -> None:
     config = RewardConfig(chat_template=PHI, retokenize=True)
     reads = Retokenizer(llama, llama, config, 99, len(llama), "reward")

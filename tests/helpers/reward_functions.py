@@ -81,6 +81,10 @@ def by_columns(row, **columns):
     return float(columns["response"] == row["answer"] == columns["answer"])
 
 
+def any_columns(**columns):
+    return columns["bonus"]
+
+
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source in ("sums", None)
     return {"score": float(solution_str == ground_truth), "index": extra_info.get("index", -1)}

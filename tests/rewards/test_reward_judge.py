@@ -95,7 +95,10 @@ def test_scores_are_the_verdicts_numbers_in_any_layout(tmp_path: Path) -> None:
     layouts = {
         "colocated": (
             2,
-            [f"models.reward.{key}" for key in ("layout={pp: 2, zero: 3}", "offload=true", "generation.rebalance_steps=1")],
+            [
+                *("models.reward.layout={pp: 2, zero: 3}", "models.reward.offload=true"),
+                "models.quality.generation.rebalance_steps=1",
+            ],
         ),
         "split, on loan": (
             3,

@@ -152,7 +152,9 @@ def test_arguments_of_a_class_and_of_a_function_from_the_configuration() -> None
     first, second = (bound.call([("p", response, {})], 20.0)[0] for response in "12")
     assert (first["score"], second["score"]) == (4.0, 7.0) and first["made"] == second["made"], "one object for all calls"
     rows = [("p", "a", {"answer": "a", "bonus": 5.0}), ("p", "b", {"answer": "a"})]
-    assert scores(f"{FUNCTIONS}with_settings", rows, kwargs={"bonus": 2.0}) == [2.0, -0.5], "before a column of that name"
+    for function, expected in (("with_settings", [2.0, -0.5]), ("any_columns", [2.0, 2.0])):
+        settings = {"kwargs": {"bonus": 2.0}}
+        assert scores(f"{FUNCTIONS}{function}", rows, **settings) == expected, "before a column of that name"
     with pytest.raises(ValueError, match="no row has bonus"):
         RewardConfig(function=f"{FUNCTIONS}with_settings").check_rows("reward", [{"answer": "a"}])
     RewardConfig(function=f"{FUNCTIONS}with_settings", kwargs={"bonus": 1}).check_rows("reward", [{"answer": "a"}])
