@@ -74,31 +74,24 @@ def test_a_run_that_trains_says_what_the_template_never_reads(tmp_path: Path) ->
     assert job.training["prompts"].row(0)["prompt"].endswith("A:high")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["generate", "evaluate", "score"])
+@pytest.mark.parametrize("program", [generate, evaluate, score])
 def test_programs_say_it_once_and_render_with_them(
-    kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    program: Any, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program: Any = {"generate": generate, "evaluate": evaluate, "score": score}[kind]
     path = write_rows(tmp_path / "in.jsonl", [ROW])
-    more = {"generate": [], "evaluate": ["reward.function=exact_match"], "score": []}[kind]
-    said = f"data.chat_template={json.dumps(THINKS)}"
+    more = [f"data.chat_template={json.dumps(THINKS)}", *(["reward.function=exact_match"] if program is evaluate else [])]
 
     def prepared(variables: str, rank: int = 0) -> Any:
-        out = tmp_path / f"out{len(variables)}{rank}"
-        argv = arguments(model, path, out, said, f"{KEYS}={variables}", *more)
+        argv = arguments(model, path, tmp_path / f"out{len(variables)}{rank}", f"{KEYS}={variables}", *more)
         return program.prepare(None, argv, Launch(rank=rank, size=2, local_rank=rank, local_size=2))
 
-    plain, closed = prepared("{}"), prepared("{enable_thinking: false}")
-    assert "warning" not in capsys.readouterr().err
-    prompts = [one.batch["prompt_ids"].rows()[0] if kind == "score" else one.sets[0].prompts[0] for one in (plain, closed)]
-    assert len(prompts[1]) == len(prompts[0]) + len("<think></think>")
-    if kind != "score":
-        unread = prepared("{thinking: 1}")
-        assert unread.sets[0].prompts == plain.sets[0].prompts
-        assert len({one.journal.job for one in (plain, closed, unread)}) == 3, "rows between turns may read it"
+    plain, closed, unread = prepared("{}"), prepared("{enable_thinking: false}"), prepared("{thinking: 1}")
     prepared("{thinking: 1}", rank=1)
-    prepared("{thinking: 1}")
-    assert capsys.readouterr().err.count(f"warning: {KEYS}.thinking does nothing") == (1 if kind == "score" else 2)
+    assert capsys.readouterr().err.count(f"warning: {KEYS}.thinking does nothing") == 1
+    runs = (plain, closed, unread)
+    prompts = [run.batch["prompt_ids"].rows()[0].tolist() if program is score else run.sets[0].prompts[0] for run in runs]
+    assert len(prompts[1]) == len(prompts[0]) + len("<think></think>") and prompts[2] == prompts[0]
+    assert program is score or len({run.journal.job for run in runs}) == 3, "rows between turns may read it"
 
 
 def test_a_stored_file_and_a_position_are_of_one_choice_of_variables(model: Path, tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, local_files, read_rows
-from rlhf_spmd.data.loader import Loader, build_dataset, build_loader, validation_batches
+from rlhf_spmd.data.loader import Loader, build_dataset, build_loader, load_dataset, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import NO_TURN, decode, load_tokenizer, turn_frame
+from rlhf_spmd.rewards.config import RewardConfig
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
@@ -57,9 +58,8 @@ def test_file_formats_agree(tmp_path: Path) -> None:
         stream.write(text)
     for name in ("b.json", "c.json", "a.jsonl"):  # a mark of the encoding, as some programs put there
         (tmp_path / f"marked_{name}").write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes().lstrip())
-        assert [row.values for row in read_rows(str(tmp_path / f"marked_{name}"))] == rows
-    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz"):
-        assert [row.values for row in read_rows(str(tmp_path / name))] == rows
+    for path in tmp_path.iterdir():
+        assert [row.values for row in read_rows(str(path))] == rows, path.name
     assert len(read_rows(str(tmp_path / "[ac].json*"))) == 4
     assert len(read_rows(str(tmp_path / "a.jsonl"), limit=1)) == 1
     assert read_rows(str(tmp_path / "a.jsonl"))[0].where.endswith("a.jsonl:2")
@@ -74,15 +74,16 @@ def test_a_file_is_read_whatever_its_name_and_a_directory_not_taken_for_another(
     assert local_files(str(tmp_path / "d[1]")) == [tmp_path / "d[1]" / "a.jsonl"]
     with pytest.raises(DataError, match="its name would be taken for a pattern; rename it, or give its files"):
         read_rows(str(tmp_path / "d[1]"))
+    (tmp_path / "d1" / "b.jsonl").write_text('{"prompt": "12", "m": {"x": "z"}}\n')  # other columns
+    with pytest.raises(DataError, match=r"; to read its files one after the other give \S*/\*\.jsonl, or one of them$"):
+        read_rows(str(tmp_path / "d1"))
+    assert len(read_rows(f"{tmp_path}/d1/*.jsonl")) == 2
 
 
 def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [
-        {"prompt": [{"role": "user", "content": "1"}], "answer": "1"},
-        {"prompt": [{"role": "user", "content": "2"}], "answer": None},
-    ]
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in (("1", "1"), ("2", None))]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
     assert [row.values for row in read_rows(str(tmp_path / "x.parquet"))] == rows
     (tmp_path / "y.parquet").write_bytes(b"PAR1 not really")
@@ -104,11 +105,7 @@ def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
         ("a.json", "[{},\n 3", r"a\.json:2: not valid JSON"),
         ("a.json", "[" * 100_000, r"a\.json: nested more than 100 levels deep"),
         ("a.jsonl", '{"prompt": ' + "[" * 500 + "]" * 500 + "}", r"a\.jsonl:1: nested more than 100 levels deep"),
-        (
-            "a.json",
-            '[{"prompt": "1\\ud800"}]',
-            r"a\.json, entry 1: not valid Unicode: the escape \\ud800 is half of a character",
-        ),
+        ("a.json", '[{"prompt": "1\\ud800"}]', r"a\.json, entry 1: not valid Unicode: the escape \\ud800 is half of a"),
         ("a.json", f'[{{"prompt": "1", "answer": {"9" * 5000}}}]', r"a\.json: Exceeds the limit \(4300 digits\)"),
         ("a.jsonl", f'{{"prompt": "1", "answer": {"9" * 5000}}}', r"a\.jsonl:1: Exceeds the limit \(4300 digits\)"),
         ("a.csv", "x", "suffix that is not known; allowed: .jsonl"),
@@ -128,8 +125,7 @@ def test_bad_data_is_one_line(tmp_path: Path, tokenizer: Any, name: str, text: s
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("drops", [True, False])
-def test_a_prompt_of_megabytes_is_not_tokenised_to_be_dropped(tmp_path: Path, drops: bool) -> None:
+def test_a_prompt_of_megabytes_is_not_tokenised_to_be_dropped(tmp_path: Path) -> None:
     """One of as many characters whose tokens are few is read in full, and stays."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -139,20 +135,20 @@ def test_a_prompt_of_megabytes_is_not_tokenised_to_be_dropped(tmp_path: Path, dr
     read: list[int] = []
 
     class Counting(PreTrainedTokenizerFast):
-        def __call__(self, texts: Any, *given: Any, **options: Any) -> Any:
+        def __call__(self, texts: Any, *arguments: Any, **options: Any) -> Any:
             read.append(sum(map(len, texts)))
-            return super().__call__(texts, *given, **options)
+            return super().__call__(texts, *arguments, **options)
 
     huge, wide = "one " * 100_000, "one" + " " * 100_000 + "two"
-    path = write(tmp_path / "a.jsonl", {"prompt": "one two"}, {"prompt": huge}, {"prompt": wide})
-    options = {"max_prompt_length": 4, "filter_overlong_prompts": drops}
-    if not drops:
-        with pytest.raises(DataError, match=r"a\.jsonl:2: 100000 tokens are more than data\.max_prompt_length=4"):
-            prompts(Counting(tokenizer_object=words), path, **options)
-        return
-    data = prompts(Counting(tokenizer_object=words), path, **options)
+    path, counting = (
+        write(tmp_path / "a.jsonl", *({"prompt": text} for text in ("one two", huge, wide))),
+        Counting(tokenizer_object=words),
+    )
+    data = prompts(counting, path, max_prompt_length=4, filter_overlong_prompts=True)
     assert [ids.tolist() for ids in ids_of(data)] == [[1, 2], [1, 2]] and data.tally.num_overlong == 1
     assert sum(read) < 2 * len(wide) < len(huge)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: 100000 tokens are more than data\.max_prompt_length=4"):
+        prompts(counting, path, max_prompt_length=4, filter_overlong_prompts=False)
 
 
 @pytest.mark.parametrize("path", ["none.jsonl", "./none", "/no/such/directory", "data/none*.jsonl"])
@@ -186,12 +182,8 @@ def test_an_answer_key_that_a_row_lacks_is_refused(tmp_path: Path, tokenizer: An
 
 
 def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(
-        tmp_path / "a.jsonl",
-        {"prompt": "21>", "answer": "12", "level": 3},
-        {"prompt": "123456789>"},
-        {"prompt": "7>", "id": "x"},
-    )
+    rows = [{"prompt": "21>", "answer": "12", "level": 3}, {"prompt": "123456789>"}, {"prompt": "7>", "id": "x"}]
+    path = write(tmp_path / "a.jsonl", *rows)
     data = prompts(tokenizer, path, max_prompt_length=5)
     assert (len(data), data.tally.num_overlong) == (2, 1)
     batch = data.batch([1, 0], [10, 11])
@@ -297,9 +289,8 @@ def test_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Any) -> None:
     assert all(sorted(own[i : i + 10]) != own[i : i + 10] for i in range(0, 120, 10))
     assert {name: own[:30].count(name) for name in own} == {f"b{i}": 3 for i in range(10)}
     slow = [name for name in names if name[0] == "a"]
-    assert (
-        len(slow) == 40 and len(set(slow)) == 30 and max(map(slow.count, slow)) == 2
-    )  # no row a third time before all came twice
+    assert len(slow) == 40 and len(set(slow)) == 30
+    assert max(map(slow.count, slow)) == 2, "no row a third time before all came twice"
     assert names == drawn(build(), 32) and names != drawn(sources(tmp_path, tokenizer, {"a": 30, "b": 10})(), 32)
     for stop in (3, 8, 13):
         first, second = build(), build()
@@ -351,7 +342,7 @@ def test_a_bad_row_is_no_first_of_its_id(tmp_path: Path, tokenizer: Any, between
 
 
 def test_verl_s_parquet_has_its_answer(tmp_path: Path, tokenizer: Any) -> None:
-    """The columns of verl's preprocessed GSM8K; nothing is told of them."""
+    """The columns that verl's preprocessing of GSM8K writes, nested as it writes them; the built-in reward reads them."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     row = {
         "data_source": "openai/gsm8k",
@@ -361,9 +352,14 @@ def test_verl_s_parquet_has_its_answer(tmp_path: Path, tokenizer: Any) -> None:
         "extra_info": {"answer": "It is #### 7", "index": 0, "question": "3 + 4?", "split": "train"},
     }
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
-    (found,) = prompts(tokenizer, str(tmp_path / "train.parquet"), chat_template=TEMPLATE).examples()
-    assert found["answer"] == "7" and found["data_source"] == "openai/gsm8k" and found["messages"] == row["prompt"]
-    assert found["extra_info"] == row["extra_info"]
+    options = {"chat_template": TEMPLATE, "cache_dir": str(tmp_path)}
+    mapped = load_dataset(DataConfig(path=str(tmp_path / "train.parquet"), **options), tokenizer)
+    (seen,) = mapped.examples()  # type: ignore[attr-defined]
+    assert seen["answer"] == "7" and seen["messages"] == row["prompt"]
+    assert {key: seen[key] for key in ("data_source", "ability", "extra_info")} == {
+        key: row[key] for key in ("data_source", "ability", "extra_info")
+    }
+    RewardConfig(function="auto").check_rows("reward", [seen])
 
 
 def test_loader_warns_of_changed_data(tmp_path: Path, tokenizer: Any) -> None:
@@ -376,19 +372,13 @@ def test_loader_warns_of_changed_data(tmp_path: Path, tokenizer: Any) -> None:
     assert new.epoch == 1
 
 
-def test_validation_batches(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(5)))
-    config = DataConfig(path="-", val_path=path, val_max_samples=5)
+def test_validation_rows(tmp_path: Path, tokenizer: Any) -> None:
+    """In batches, and so many of each set."""
+    paths = {name: write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{i}"} for i in range(5))) for name in "12"}
+    config = DataConfig(path="-", val_path=paths["1"], val_max_samples=5)
     data = config.tokenize(config.read(validation=True), tokenizer)
     assert [batch.row_ids.tolist() for batch in validation_batches(data, 2)] == [[0, 1], [2, 3], [4]]
     assert [len(batch) for batch in validation_batches(data)] == [5]
-
-
-def test_so_many_rows_of_each_validation_set(tmp_path: Path, tokenizer: Any) -> None:
-    paths = {
-        name: write(tmp_path / f"{name}.jsonl", *({"prompt": f"{digit}{i}"} for i in range(3)))
-        for name, digit in (("a", 1), ("b", 2))
-    }
     rows = DataConfig(path="-", val_path=paths, val_max_samples=2).read(validation=True)
     assert [row.values["prompt"] for row in rows] == ["10", "11", "20", "21"]
     assert [(row.number, row.source) for row in rows] == [(0, 0), (1, 0), (2, 1), (3, 1)]
@@ -402,9 +392,8 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
         prompt, response = ([row.tolist() for row in batch[key].rows()] for key in keys)
         return list(zip(prompt, response, strict=True))
 
-    path = write(
-        tmp_path / "a.jsonl", {"prompt": "21>", "response": "12", "t": "0"}, {"prompt": "3>", "response": "", "t": "123456"}
-    )
+    rows = [{"prompt": "21>", "response": "12", "t": "0"}, {"prompt": "3>", "response": "", "t": "123456"}]
+    path = write(tmp_path / "a.jsonl", *rows)
     assert pairs(path) == [([1, 6, 5, 14], [5, 6, 2]), ([1, 7, 14], [2])]
     assert pairs(path, text_key="t", max_length=4) == [([1], [4, 2])]
     with pytest.raises(DataError, match=r"a\.jsonl:2: the response has no tokens"):
@@ -413,9 +402,8 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
         pairs(path, text_key="t", max_length=4, filter_overlong=False)
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     path = write(tmp_path / "b.jsonl", {"messages": chat})
-    template = (
-        "{% for m in messages %}{{ '>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
-    )
+    template = "{% for m in messages %}{{ '>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+    template += "{{ '>' if add_generation_prompt }}"
     assert pairs(path, prompt_key="messages", chat_template=template) == [([5, 14], [6, 2])]
     with pytest.raises(DataError, match="no message is the assistant's"):
         pairs(write(tmp_path / "c.jsonl", {"prompt": chat[:1]}), chat_template=TEMPLATE)
@@ -441,24 +429,18 @@ def test_config_checks(config: Any, message: str) -> None:
         check_section(config, "data")
 
 
-def test_a_directory_of_files_with_other_columns_each_says_how_to_read_them(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "12", "n": 1}\n')
-    (tmp_path / "b.jsonl").write_text('{"prompt": "12", "m": {"x": "z"}}\n')
-    with pytest.raises(DataError, match=r"; to read its files one after the other give \S*/\*\.jsonl, or one of them$"):
-        read_rows(str(tmp_path))
-    assert len(read_rows(f"{tmp_path}/*.jsonl")) == 2
-
-
-def test_tokenizer_errors(tmp_path: Path) -> None:
+def test_tokenizer_errors(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(DataError, match=r"holds no tokenizer; looked for tokenizer\.json"):
         load_tokenizer(tmp_path)
     assert load_tokenizer(tmp_path, required=False) is None
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="cannot be loaded") as caught:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
+    deep = '{"a": ' * 900 + "1" + "}" * 900
+    for file, text in (("tokenizer.json", "{}"), ("config.json", deep), ("tokenizer_config.json", deep)):
+        tokenizer.save_pretrained(tmp_path / file)
+        (tmp_path / file / file).write_text(text)
+        with pytest.raises(DataError, match=r"^the tokenizer in '[^\n]*' cannot be loaded: [^\n]*$"):
+            load_tokenizer(tmp_path / file)
 
 
 def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,14 +461,6 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         sort_digits.main(["--out", str(tmp_path / "c"), "--min-digits", "1", "--max-digits", "2"])
     assert "only 110 exist" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_a_tokenizer_s_file_that_is_nested_too_deeply_is_one_line(tmp_path: Path, tokenizer: Any, file: str) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / file).write_text('{"a": ' * 900 + "1" + "}" * 900)
-    with pytest.raises(DataError, match=r"^the tokenizer in '[^\n]*' cannot be loaded: [^\n]*$"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

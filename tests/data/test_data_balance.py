@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,7 +27,7 @@ def sums_of(lengths: Sequence[int] | np.ndarray, parts: np.ndarray, num_parts: i
     return np.bincount(parts, lengths, num_parts).astype(int).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 9))
 def test_partition_covers_with_equal_counts(lengths: list[int], num_parts: int) -> None:
     parts = partition_by_tokens(lengths, num_parts)
@@ -46,41 +45,23 @@ def test_ties_go_to_the_lower_row_and_the_lower_part() -> None:
     assert partition_by_tokens([7, 7, 2, 2], 2, np.array([8, 8, 1, 1])).tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("num_rows", "num_parts"), [(256, 8), (2048, 64), (512, 2)])
-@pytest.mark.parametrize("shape", ["exponential", "uniform", "pareto"])
-def test_partition_is_close_to_even(num_rows: int, num_parts: int, shape: str) -> None:
+def test_partition_is_close_to_even() -> None:
     """Beside the mean stands the longest row with the shortest ones, which no cut of equal counts can undercut."""
     rng = np.random.default_rng(0)
-    drawn = {
-        "exponential": rng.exponential(200, num_rows),
-        "uniform": rng.uniform(0, 1000, num_rows),
-        "pareto": np.minimum(rng.pareto(1.2, num_rows) * 100, 4096),
-    }
-    lengths = drawn[shape].astype(np.int64) + 16
-    ordered = np.sort(lengths)
-    least = max(lengths.sum() / num_parts, ordered[-1] + ordered[: num_rows // num_parts - 1].sum())
-    assert max(sums_of(lengths, partition_by_tokens(lengths, num_parts), num_parts)) <= 1.03 * least
-
-
-def test_thousands_of_rows_are_placed_in_milliseconds() -> None:
-    """CPU time of the best of some attempts, with room for a slower machine: 2 ms here, 30 to 80 with a differencing method."""
-    rng = np.random.default_rng(0)
-    lengths, groups = rng.exponential(400, 8192).astype(np.int64) + 16, np.arange(8192) // 8
-
-    def milliseconds(chunks: int, groups: np.ndarray | None) -> float:
-        started = time.process_time()
-        for rows in np.split(np.arange(len(lengths)), chunks):
-            partition_by_tokens(lengths[rows], 256, None if groups is None else groups[rows])
-        return (time.process_time() - started) * 1000
-
-    for chunks, kept in ((1, None), (16, None), (1, groups), (16, groups)):
-        assert min(milliseconds(chunks, kept) for _ in range(5)) < 12
+    for num_parts, drawn in (
+        (8, rng.exponential(200, 256)),
+        (64, rng.uniform(0, 1000, 2048)),
+        (2, np.minimum(rng.pareto(1.2, 512) * 100, 4096)),
+    ):
+        lengths = np.sort(drawn.astype(np.int64) + 16)
+        least = max(lengths.sum() / num_parts, lengths[-1] + lengths[: len(lengths) // num_parts - 1].sum())
+        assert max(sums_of(lengths, partition_by_tokens(lengths, num_parts), num_parts)) <= 1.03 * least
 
 
 SPEEDS = st.lists(st.floats(0.01, 4.0), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, SPEEDS, st.integers(1, 5))
 def test_with_speeds_every_part_has_its_share_within_one_item(lengths: list[int], speeds: list[float], group_size: int) -> None:
     groups = np.arange(len(lengths)) // group_size
@@ -99,24 +80,10 @@ def test_with_speeds_the_slowest_part_is_done_when_the_others_are() -> None:
     seconds = np.array(sums_of(lengths, partition_by_tokens(lengths, 64, None, speeds), 64)) / speeds
     alike = np.array(sums_of(lengths, partition_by_tokens(lengths, 64), 64)) / speeds
     assert seconds.max() < 1.01 * lengths.sum() / speeds.sum() and alike.max() > 1.8 * seconds.max()
-    assert (np.bincount(partition_by_tokens([0, 0, 0], 3, speeds=(1, 1, 0.9))) == 1).all(), (
-        "rows without tokens are spread, too"
-    )
+    assert (np.bincount(partition_by_tokens([0, 0, 0], 3, speeds=(1, 1, 0.9))) == 1).all(), "rows without tokens, too"
 
 
-def test_with_speeds_hundreds_of_parts_take_milliseconds() -> None:
-    lengths, speeds = np.arange(8192) % 997 + 16, np.random.default_rng(0).uniform(0.3, 1.0, 1024)
-
-    def milliseconds(groups: np.ndarray | None) -> float:
-        started = time.process_time()
-        partition_by_tokens(lengths, 1024, groups, speeds)
-        return (time.process_time() - started) * 1000
-
-    for groups in (None, np.arange(8192) // 8):
-        assert min(milliseconds(groups) for _ in range(5)) < 10  # 3.4 ms and 0.6 ms here
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 200), st.integers(0, 200), SPEEDS)
 def test_items_are_shared_out_by_speed_and_nobody_loses_what_it_holds(first: int, more: int, speeds: list[float]) -> None:
     held = fill_by_speed(first, speeds, np.zeros(len(speeds), dtype=np.int64))
@@ -140,7 +107,7 @@ def test_groups_stay_together() -> None:
     assert max(sums) <= 1.05 * sum(sums) / 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(300, 900), st.integers(0, 7))
 def test_micro_batches_keep_the_budget(lengths: list[int], budget: int, extra: int) -> None:
     bins = micro_batches_by_tokens(lengths, budget)
@@ -156,20 +123,16 @@ def test_micro_batches_keep_the_budget(lengths: list[int], budget: int, extra: i
     assert len(bins) <= 2 * -(-sum(lengths) // budget) + 1
 
 
-def test_micro_batches_refuse() -> None:
+def test_micro_batches_by_count_and_what_is_refused() -> None:
+    assert micro_batches_by_count([9] * 5, 2) == [[0, 1], [2, 3], [4]]
+    assert micro_batches_by_count([9] * 3, 2, 4) == [[0, 1], [2], [], []]
+    assert micro_batches_by_count([], 2) == [] and micro_batches_by_tokens([], 2, 2) == [[], []]
     with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu=10 is less than the 11 tokens of row 1"):
         micro_batches_by_tokens([3, 11], 10)
     with pytest.raises(ValueError, match=r"num_micro_batches=1 is too small: ppo_max_token_len_per_gpu=10 needs 2"):
         micro_batches_by_tokens([10, 10], 10, 1)
     with pytest.raises(ValueError, match="num_micro_batches=1 is too small: 5 rows by 2 need 3"):
         micro_batches_by_count([1] * 5, 2, 1)
-
-
-def test_micro_batches_by_count() -> None:
-    assert micro_batches_by_count([9] * 5, 2) == [[0, 1], [2, 3], [4]]
-    assert micro_batches_by_count([9] * 3, 2, 4) == [[0, 1], [2], [], []]
-    assert micro_batches_by_count([], 2) == []
-    assert micro_batches_by_tokens([], 2, 2) == [[], []]
 
 
 def computed(parts: np.ndarray, lengths: np.ndarray, common: np.ndarray, groups: np.ndarray, num_parts: int) -> list[int]:
@@ -188,6 +151,7 @@ def parts_of(bins: list[list[int]], number: int) -> np.ndarray:
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30)), max_size=40)
 
 
+@settings(max_examples=60)
 @given(ROWS, st.integers(60, 120), st.booleans(), st.integers(0, 2), st.integers(0, 30))
 def test_rows_are_cut_so_that_little_is_computed(
     rows: list[tuple[int, int]], budget: int, keep: bool, extra: int, prompt: int
@@ -234,6 +198,7 @@ def test_a_micro_batch_more_is_taken_where_it_saves_prompts() -> None:
     assert len(cut_micro_batches(lengths, common, groups, 16384, number=28)) == 28
 
 
+@settings(max_examples=60)
 @given(ROWS.filter(len), st.integers(1, 5), st.integers(0, 50))
 def test_dealing_by_what_is_computed_is_never_worse(rows: list[tuple[int, int]], num_parts: int, prompt: int) -> None:
     groups, lengths = np.array([group for group, _ in rows]), np.array([prompt + response for _, response in rows])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from places import ROOT
 from rlhf_spmd.data.encoding import ConversationEncoder, EncodingConfig, PromptEncoder
@@ -250,34 +249,19 @@ def test_rows_with_a_prompt_and_messages_want_a_key(llama: Any) -> None:
         learnt(SftConfig(path="x"), llama, {"prompt": "one", "messages": TALK})
 
 
-def test_dialogues_are_counted(llama: Any) -> None:
+def test_dialogues_are_cut_at_their_last_turn_and_counted(llama: Any) -> None:
     dialogue = "\n\nHuman: hi\n\nAssistant:"
     rows = [{"chosen": dialogue + " a", "rejected": dialogue + " b"}, {"prompt": "Hi", "chosen": "Hi! a", "rejected": "Hi."}]
     data = PreferencesConfig(path="x").tokenize([Row(row, "x") for row in rows], llama)
     assert data.summary().startswith("2 pairs") and ", 1 cut from whole dialogues at their last turn" in data.summary()
+    (chosen, rejected) = learnt(PreferencesConfig(path="x"), llama, rows[0])
+    assert chosen[0] == rejected[0] and (chosen[1], rejected[1]) == ("▁a </s>", "▁ b </s>")
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_reward_model_reads_the_token_that_closes_a_turn(llama: Any, ended: bool) -> None:
+def test_a_reward_model_reads_the_token_that_closes_a_turn(llama: Any) -> None:
     config = RewardConfig(chat_template=PHI, retokenize=True)
     reads = Retokenizer(llama, llama, config, 99, len(llama), "reward")
-    ids = reads.encode({"messages": TALK[:1], "prompt": "", "id": 1}, "Two", ended)
-    assert pieces(llama, ids[-1:]) == "<|end|>"
-    ((before, said),) = learnt(SftConfig(path="x", chat_template=PHI), llama, {"messages": TALK})
-    assert pieces(llama, ids) == f"{before} {said}"
-
-
-def test_score_s_log_probs_are_those_of_the_whole_text() -> None:
-    """What transformers gives for the whole text, where the response alone would begin with another token."""
-    if not (path := ROOT.parent / "shared/models/stories260k").is_dir():
-        pytest.skip("needs the model stories260k")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-    row = {"prompt": "Once upon a time, there was a", "response": " little girl named Lily."}
-    ((prompt, response),) = encode_pairs([Row(row, "x")], PromptResponseConfig(path="x"), tokenizer, len(tokenizer))
-    with torch.no_grad():
-        log_probs = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    given = log_probs.gather(1, torch.tensor(response)[:, None]).sum()
-    whole = tokenizer(row["prompt"] + row["response"])["input_ids"]
-    assert [*prompt, *response] == whole and given == pytest.approx(-1.11, abs=0.01)
+    ((before, response),) = learnt(SftConfig(path="x", chat_template=PHI), llama, {"messages": TALK})
+    for ended in (True, False):
+        ids = reads.encode({"messages": TALK[:1], "prompt": "", "id": 1}, "Two", ended)
+        assert pieces(llama, ids) == f"{before} {response}" and pieces(llama, ids[-1:]) == "<|end|>"

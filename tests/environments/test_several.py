@@ -118,7 +118,13 @@ def test_a_turn_has_its_special_tokens_but_the_end_of_text() -> None:
 
 
 TOOLS = {"tools": ["test_several:find"]}
-TOOL_SETTINGS = ("environment.cls=tools", "environment.args.tools=[test_several:find]")
+
+
+def tools(functions: str) -> tuple[str, str]:
+    return "environment.cls=tools", f"environment.args.tools={functions}"
+
+
+TOOL_SETTINGS = tools("[test_several:find]")
 
 
 def test_the_model_calls_tools_and_reads_them_as_its_template_writes_them() -> None:
@@ -178,21 +184,16 @@ def test_a_turn_that_did_not_end_its_message_is_ended_in_the_observation() -> No
     assert text.partition(WORDS[61])[2].startswith(f"{END}{closed}")
 
 
-@pytest.mark.parametrize(
-    ("role", "template", "message"),
-    [
-        (
-            "critic",
-            "{% for message in messages if message.role != 'critic' %}{{ message.content }}<|im_end|>{% endfor %}",
-            "environment 'environment': row [0-9]+: the chat template leaves out messages of the role 'critic'",
-        ),
-        ("tool", "{{ raise_exception('no tools here') }}", "the chat template refuses these messages: no tools here"),
-    ],
-)
-def test_a_template_that_has_no_place_for_a_message_ends_the_call(role: str, template: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message) as caught:
-        talk("test_several:Answering", model=talker(template), args={"role": role})
-    assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:
+    silent = "{% for message in messages if message.role != 'critic' %}{{ message.content }}<|im_end|>{% endfor %}"
+    refusing = "{{ raise_exception('no tools here') }}"
+    for role, template, message in (
+        ("critic", silent, "'environment': row [0-9]+: the chat template leaves out messages of the role 'critic'"),
+        ("tool", refusing, "the chat template refuses these messages: no tools here"),
+    ):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            talk("test_several:Answering", model=talker(template), args={"role": role})
+        assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
 
 
 def test_the_name_that_a_model_calls_is_text_for_the_template() -> None:
@@ -249,15 +250,12 @@ class Paying:
 
 
 SEVERAL = (
-    "environments.zeds.cls=test_several:Paying",
-    "environments.zeds.args.said=zz",
-    "environments.zeds.weight=3",
-    "environments.short.cls=test_several:Paying",
-    "environments.short.max_turns=2",
-    "data.max_response_length=24",
-    'sampling.stop=["7","a","b","c","d"]',
+    *("environments.zeds.cls=test_several:Paying", "environments.zeds.args.said=zz", "environments.zeds.weight=3"),
+    *("environments.short.cls=test_several:Paying", "environments.short.max_turns=2"),
+    *("environments.parrot.cls=test_environments:Parrot", "environments.parrot.args.sleep_s=0.01"),
+    *("data.max_response_length=24", 'sampling.stop=["7","a","b","c","d"]'),
 )
-NAMES = ("zeds", "short", None)
+NAMES = ("zeds", "short", "parrot", None)
 
 
 def mixed(path: Path, *names: str | None) -> Path:
@@ -269,34 +267,32 @@ def mixed(path: Path, *names: str | None) -> Path:
     return path
 
 
-def test_rows_of_one_run_have_different_environments(tmp_path: Path) -> None:
-    data = mixed(tmp_path / "mixed.jsonl")
-
-    def train(name: str, ranks: int, *more: str) -> tasks.Run:
-        fp64 = [f"models.{role}.dtype=float64" for role in ("actor", "critic", "reference", "reward")]
-        overrides = tasks.settings(tmp_path / name, 2, *SEVERAL, *fp64, f"data.path={data}", "data.shuffle=false", *more)
-        run_ranks(ranks, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
-        return tasks.read_run(tmp_path / name)
-
-    apart = ("placement.pools={a: [0], b: [1]}", "placement.rollout_chunks=2", "models.actor.generation.max_num_seqs=3")
-    apart += tuple(
-        f"models.{role}.pool={'a' if role == 'actor' else 'b'}" for role in ("actor", "critic", "reference", "reward")
-    )
-    one = train("one", 1)
-    for other in (train("two", 2), train("streamed", 2, *apart)):
-        assert one.responses == other.responses
-        difference, where = tasks.worst_metric(one, other, floor=1e-2)
+def test_rows_of_one_run_have_different_environments_in_any_layout(tmp_path: Path) -> None:
+    """On one rank, in pipeline stages with few pages, and with the actor's responses streamed to other ranks."""
+    roles = ("actor", "critic", "reference", "reward")
+    common = [*SEVERAL, f"data.path={mixed(tmp_path / 'mixed.jsonl')}", "data.shuffle=false"]
+    common += [f"models.{role}.dtype=float64" for role in roles]
+    stages = ["models.actor.layout.pp=2", "models.critic.layout.pp=2"]
+    stages += [f"models.actor.generation.{key}" for key in ("pp=2", "num_pages=40", "page_size=2")]
+    apart = ["placement.pools={a: [0], b: [1]}", "placement.rollout_chunks=2", "models.actor.generation.max_num_seqs=3"]
+    apart += [f"models.{role}.pool={'a' if role == 'actor' else 'b'}" for role in roles]
+    single = tasks.train(1, tmp_path / "single", 2, *common)
+    for name, more in (("stages", stages), ("apart", apart)):
+        other = tasks.train(2, tmp_path / name, 2, *common, *more)
+        assert single.responses == other.responses
+        difference, where = tasks.worst_metric(single, other, floor=1e-2)
         assert difference < 1e-8, where
+    assert single.log_prob_difference() < 1e-9
     ended, several_turns = set[tuple[str | None, bool]](), 0
-    for line in (tmp_path / "one" / "rollouts.jsonl").read_text().splitlines():
+    for line in (tmp_path / "single" / "rollouts.jsonl").read_text().splitlines():
         row = json.loads(line)
+        name = NAMES[row["row_id"] // tasks.SAMPLES % len(NAMES)]
         if "turns" in row:  # who wrote which part of it
             speakers = [who for who, _ in row["turns"]]
-            assert "".join(text for _, text in row["turns"]) == row["response"] and speakers[0] == "model"
-            assert all({one, other} == {"model", "environment"} for one, other in itertools.pairwise(speakers))
+            assert "".join(text for _, text in row["turns"]) == row["response"]
+            assert all({a, b} == {"model", "environment"} for a, b in itertools.pairwise(speakers))
             several_turns += len(speakers) > 1
-        if row["step"] == 1:  # prompts 0 to 7, two responses each
-            name = NAMES[row["row_id"] // tasks.SAMPLES % len(NAMES)]
+        if row["step"] == 1 and name != "parrot":  # prompts 0 to 7, two responses each
             paid = row["score"] - tasks.even_share("", row["response"], {})
             assert min(abs(paid - possible) for possible in ((0, 3) if name == "zeds" else (0,))) < 1e-5, row
             ended.add((name, paid > 1))
@@ -309,15 +305,14 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "environment": ("river", "game", None)[n % 3]} for n in range(9)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (
-        f"model.path={talker()}",
-        f"data.path={source}",
-        f"out={out}",
-        "environments.river.cls=tools",
-        "environments.river.args.tools=[test_several:find]",
+        *(f"model.path={talker()}", f"data.path={source}", f"out={out}"),
+        *("environments.river.cls=tools", "environments.river.args.tools=[test_several:find]"),
         'data.tools.game=[{"type": "function", "function": {"name": "own"}}]',
-        "environments.game.cls=test_several:Paying",
-        "sampling.allowed_token_ids=[0,3,60]",
-        "sampling.max_response_length=120",
+        *(
+            "environments.game.cls=test_several:Paying",
+            "sampling.allowed_token_ids=[0,3,60]",
+            "sampling.max_response_length=120",
+        ),
     )
     program.generate(program.prepare(None, list(settings), Launch()), alone()[0])
     made = [json.loads(line) for line in out.read_text().splitlines()]
@@ -325,7 +320,8 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
     told = json.dumps([tool_schema(find)])
     for number, row in enumerate(made):
         assert (told in row["prompt"]) == (number % 3 == 0) and ('"own"' in row["prompt"]) == (number % 3 == 1)
-        assert len(row["response_mask"]) == len(row["response_ids"])
+        assert len(row["response_mask"]) == len(row["response_ids"]) == len(row["log_probs"])
+        assert not any(log_prob for log_prob, drawn in zip(row["log_probs"], row["response_mask"], strict=True) if not drawn)
         if number % 3 == 1:
             assert row["environment_reward"] == float(row["num_turns"] == 3)
         elif number % 3 == 2:
@@ -342,78 +338,53 @@ def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> 
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def train(ranks: int) -> tuple[list[dict[str, Any]], dict[tuple[int, int], Any]]:
-        overrides = (
-            *("algorithm.name=grpo", "algorithm.ppo_mini_batch_size=4", "data.train_batch_size=4", "sampling.n=2"),
-            *(f"models.actor.path={talker()}", "models.actor.dtype=float64", "models.actor.optim.lr=1e-3"),
-            *(f"data.path={data}", "data.max_prompt_length=400", "data.max_response_length=100"),
-            *(*TOOL_SETTINGS, "sampling.allowed_token_ids=[0,3,60]", "reward.function=test_several:long_river"),
-        )
-        directory = tmp_path / str(ranks)
-        run_ranks(ranks, tasks.train_here, None, tasks.settings(directory, 2, *overrides))
-        metrics, samples = (
-            [json.loads(line) for line in (directory / name).read_text().splitlines()]
-            for name in ("metrics.jsonl", "rollouts.jsonl")
-        )
-        assert all(json.dumps([tool_schema(find)]) in row["prompt"] for row in samples)
-        return metrics, {(row["step"], row["row_id"]): (row["response"], row["score"]) for row in samples}
-
-    metrics, one = train(1)
-    others, two = train(2)
-    assert one == two and {score for _, score in one.values()} == {0.0, 1.0}
-    for row, other in zip(metrics, others, strict=True):
+    overrides = (
+        *("algorithm.name=grpo", "algorithm.ppo_mini_batch_size=4", "data.train_batch_size=4", "sampling.n=2"),
+        *(f"models.actor.path={talker()}", "models.actor.dtype=float64", "models.actor.optim.lr=1e-3"),
+        *(f"data.path={data}", "data.max_prompt_length=400", "data.max_response_length=100"),
+        *(*TOOL_SETTINGS, "sampling.allowed_token_ids=[0,3,60]", "reward.function=test_several:long_river"),
+    )
+    run_ranks(2, tasks.train_here, None, tasks.settings(tmp_path / "run", 2, *overrides))
+    metrics, samples = (
+        [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "rollouts.jsonl")
+    )
+    assert all(json.dumps([tool_schema(find)]) in row["prompt"] for row in samples)
+    assert {row["score"] for row in samples} == {0.0, 1.0}
+    assert all(row["score"] == ("6650 km" in row["response"]) for row in samples)
+    for row in metrics:
         assert row["rollout/log_prob_diff_max"] < 1e-9 and row["rollout/num_turns_mean"] > 1
-        for name in ("actor/pg_loss", "actor/grad_norm", "rollout/environment_tokens_mean"):
-            assert row[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9), name
+        assert row["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
     ("names", "overrides", "message"),
     [
-        (("zeds", "short"), ("environments.short.cls=null",), r"environments.short.cls must be given"),
+        (NAMES, ["environments.short.cls=null"], r"environments.short.cls must be given"),
+        (NAMES, ["environments.environment.cls=calculator"], r"environments.environment: rows that name none have that of"),
+        (NAMES, ["reward.function=null"], r"data.path, row 3: the row has no environment, and there is no other; give reward"),
+        (NAMES, ["environments.short.timeout_s=600"], r"environments.short.timeout_s=600.0: other ranks wait for it"),
+        (NAMES, ["environments.short.max_turns=0"], r"environments.short.max_turns=0: must be at least 1"),
+        (("zeds", "shrot"), [], r"data.path, row 1: environment='shrot' is not an .*did you mean 'short'\?.* there are zeds"),
+        (("zeds", "parrot"), [], r"environments.short: no row has this name in its column 'environment'"),
+        (NAMES, ["environments.parrot.args.patients=3"], r"environments.parrot.args=.*unexpected keyword argument 'patients'"),
+        (NAMES, ["environment.cls=calculatr"], r"unknown environment.cls 'calculatr'; did you mean 'calculator'\?"),
+        (NAMES, ["environment.cls=test_environments:random"], r"environment.cls.*random is a module, not a function"),
+        (NAMES, ["models.actor.generation.rebalance_steps=4"], r"rebalance_steps=4: an environment's rows stay"),
+        (NAMES, ["data.gen_batch_size=16"], r"data.gen_batch_size above data.train_batch_size together with environment"),
+        (NAMES, ["environment.cls=tools"], r"environment.args={}: tools does not .*missing a required argument: 'tools'"),
+        (NAMES, tools("[test_several:fnd]"), r"tool 'test_several:fnd': module test_several has no function .* 'find'\?"),
+        (NAMES, tools("[test_several:undescribed]"), r"tool 'undescribed' needs type hints and a docstring"),
+        (NAMES, tools("[test_several:find,test_several:find]"), r"two functions have one name, by which the model calls them"),
+        (NAMES, tools("test_several:find"), r"tools='test_several:find' must be a list"),
         (
-            ("zeds", "shrot"),
-            (),
-            r"data.path, row 1: environment='shrot' is not an environment; did you mean 'short'\?.* there are zeds, short",
-        ),
-        (("zeds",), (), r"environments.short: no row has this name in its column 'environment'"),
-        (NAMES, ("environments.environment.cls=calculator",), r"environments.environment: rows that name none have that of"),
-        (NAMES, ("reward.function=null",), r"data.path, row 2: the row has no environment, and there is no other; give reward"),
-        (NAMES, ("environments.short.timeout_s=600",), r"environments.short.timeout_s=600.0: other ranks wait for it"),
-        (NAMES, ("environments.short.max_turns=0",), r"environments.short.max_turns=0: must be at least 1"),
-        (
-            NAMES,
-            ("environment.cls=tools",),
-            r"environment.args={}: tools does not take them: missing a required argument: 'tools'",
-        ),
-        (
-            NAMES,
-            ("environment.cls=tools", "environment.args.tools=[test_several:fnd]"),
-            r"environment.args=.*: tool 'test_several:fnd': module test_several has no function 'fnd'; did you mean 'find'\?",
-        ),
-        (
-            NAMES,
-            ("environment.cls=tools", "environment.args.tools=[test_several:undescribed]"),
-            r"environment.args=.*: tool 'undescribed' needs type hints and a docstring with its arguments",
-        ),
-        (
-            NAMES,
-            (*TOOL_SETTINGS, "environment.args.tools=[test_several:find,test_several:find]"),
-            r"two functions have one name, by which the model calls them",
-        ),
-        (
-            NAMES,
-            ("environment.cls=tools", "environment.args.tools=test_several:find"),
-            r"tools='test_several:find' must be a list",
-        ),
-        (
-            (None, "zeds", "short"),
-            (*TOOL_SETTINGS, "data.apply_chat_template=false", "reward.function=null"),
+            (None, "zeds", "short", "parrot"),
+            [*tools("[test_several:find]"), "data.apply_chat_template=false", "reward.function=null"],
             r"data.path, row 0: environment gives no reward, and there is no other; give reward.function",
         ),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, names: tuple[str, ...], overrides: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, names: tuple[str, ...], overrides: list[str], message: str) -> None:
     data = f"data.path={mixed(tmp_path / 'mixed.jsonl', *names)}"
     with pytest.raises(ValueError, match=message):
         prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *SEVERAL, data, *overrides), 1)
@@ -425,20 +396,17 @@ def test_a_prompt_that_does_not_tell_of_tools_is_refused(tmp_path: Path) -> None
     silent = talker(TEMPLATE.partition("{% endif %}")[2].removeprefix("\n"))
     source.write_text(json.dumps({"prompt": [{"role": "user", "content": "?"}]}) + "\n")
     with pytest.raises(
-        ValueError, match=r"in.jsonl:1: the chat template does not tell the model of tools; give data.chat_template"
+        ValueError, match=r"in.jsonl:1: the chat template does not tell the model of tools; give data.chat_temp"
     ):
         program.prepare(None, [*settings, f"model.path={silent}"], Launch())
     source.write_text(json.dumps({"prompt": "How long?"}) + "\n")
     settings.append(f"model.path={talker()}")
-    with pytest.raises(
-        ValueError, match=r"in.jsonl:1: the prompt is text, and the model has tools: set data.apply_chat_template=true"
-    ):
+    with pytest.raises(ValueError, match=r"in.jsonl:1: the prompt is text, and the model has tools: set data.apply_chat_templ"):
         program.prepare(None, settings, Launch())
     ready = program.prepare(None, [*settings, "data.apply_chat_template=true"], Launch())
     assert json.dumps([tool_schema(find)]) in "".join(WORDS[token] for token in ready.sets[0].prompts[0])
-    assert (
-        program.prepare(None, [*settings, "data.apply_chat_template=false"], Launch()).sets[0].rows[0]["prompt"] == "How long?"
-    )
+    plain = program.prepare(None, [*settings, "data.apply_chat_template=false"], Launch())
+    assert plain.sets[0].rows[0]["prompt"] == "How long?"
 
 
 # -- docs/environments.md
@@ -462,13 +430,9 @@ def test_the_tools_of_the_document_run(tmp_path: Path, monkeypatch: pytest.Monke
         assert isinstance(said, list) and not done
         return str(said[0]["content"])
 
-    assert (
-        ask("search", query="long river Nile", most=1)
-        == "Nile: The Nile flows through eleven countries and is about 6650 km long."
-    )
+    length = "Nile: The Nile flows through eleven countries and is about 6650 km long."
+    assert ask("search", query="long river Nile", most=1) == length
     assert ask("search", query="zebra") == "nothing found"
     assert ask("search", topic="Nile").startswith("error: TypeError:")
     assert ask("python", code="print(6650 - 1230)") == "5420\n"
     assert "ZeroDivisionError" in ask("python", code="1 / 0")
-    endless = ask("python", code="while True: pass")
-    assert "more than 5.0 s of CPU" in endless or "had not ended after" in endless, "the latter on a busy machine"

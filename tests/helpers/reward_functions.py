@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import os
 import re
 import resource
@@ -10,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+
+HANGS = r"(a+)+$"
 
 
 def even_length(prompt, response, row):
@@ -37,7 +38,7 @@ def by_row(prompt, response, row):
     if action == "kill":
         os.kill(os.getpid(), 9)
     if action == "hang":
-        re.match(r"(a+)+$", "a" * 60 + "b")  # inside C code, deaf to signals' Python handlers
+        re.match(HANGS, "a" * 60 + "b")  # inside C code, deaf to signals' Python handlers
     if action == "sleep":
         time.sleep(3600)
     if action == "print":
@@ -80,6 +81,10 @@ def by_columns(row, **columns):
     return float(columns["response"] == row["answer"] == columns["answer"])
 
 
+def any_columns(**columns):
+    return columns["bonus"]
+
+
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source in ("sums", None)
     return {"score": float(solution_str == ground_truth), "index": extra_info.get("index", -1)}
@@ -118,10 +123,17 @@ def positional(prompt, response, row, /):
     return 1.0
 
 
+BEGUN = []
+
+
 async def later(response, row):
     """Waits without a thread; some rows raise, never end, or block the loop that all share."""
     action = row.get("do")
     await asyncio.sleep(row.get("sleep", 0.05))
+    if "together" in row:  # ends when so many rows have begun
+        BEGUN.append(response)
+        while len(BEGUN) < row["together"]:
+            await asyncio.sleep(0.01)
     if action == "raise":
         raise RuntimeError("broken on purpose")
     if action == "exit":
@@ -176,7 +188,6 @@ class NoCall:
 
 
 scaled = Scaled(2.0)
-partial = functools.partial(by_row, "prompt", "response")
 
 
 def with_settings(response, answer, bonus, malus=0.5):
@@ -208,6 +219,8 @@ def attack(response, row):
         for fd in range(3, 5000):  # the pipe has the number that it had in the process that started this one
             with contextlib.suppress(OSError):
                 os.write(fd, b"[0, 0.0, 1]\nnoise\n")
+    if action == "hang":
+        re.match(HANGS, "a" * 60 + "b")
     if action == "block signals":
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
         while True:

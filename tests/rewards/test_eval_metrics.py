@@ -122,15 +122,7 @@ def test_the_majority_is_of_answers_that_the_reward_takes_for_the_same() -> None
     answers = [final_answer(response, "\\frac{1}{2}") for response in responses]
     assert answers == ["3"] * 3 + ["1/2"] * 4
     assert measure(np.array([[math.score(r, "\\frac{1}{2}") for r in responses]]), [answers])["maj@7"] == 1.0
-    different = [
-        "\\boxed{1,-2}",
-        "\\boxed{3,-2}",
-        "\\boxed{(1,-2)}",
-        "\\boxed{(-2,1)}",
-        "\\boxed{-2}",
-        "\\boxed{1-2}",
-        "\\boxed{12}",
-    ]
+    different = [f"\\boxed{{{text}}}" for text in ("1,-2", "3,-2", "(1,-2)", "(-2,1)", "-2", "1-2", "12")]
     assert len({final_answer(response, "1,-2") for response in different}) == len(different)
     assert final_answer("\\boxed{-2, 1.0}") == final_answer("\\boxed{1,-2}")
 
@@ -149,9 +141,8 @@ def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:
 
 def test_the_interval_of_few_prompts() -> None:
     low, high = interval(np.ones((10, 4)))  # type: ignore[misc]
-    assert high == pytest.approx(1.0, abs=1e-12) and low == pytest.approx(
-        10 / (10 + 1.959964**2), abs=1e-6
-    )  # Wilson's at p = 1, of 10 prompts
+    assert high == pytest.approx(1.0, abs=1e-12)
+    assert low == pytest.approx(10 / (10 + 1.959964**2), abs=1e-6)  # Wilson's at p = 1, of 10 prompts
     assert interval(np.zeros((7, 2)))[0] == 0.0 and interval(np.ones((10, 4)))[1] == 1.0  # type: ignore[index]
     assert interval(np.array([[0.3, 0.4]])) is None and interval(np.full((5, 2), 0.3)) is None  # no point
     low, high = interval(np.array([[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]))  # type: ignore[misc]

@@ -3,59 +3,48 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ranks import run_ranks
+from generate_runs import read_output, write_rows
 from reward_models import TOKENS, write_reward_model
 from rlhf_spmd.config.schema import ConfigError, check_section
 from rlhf_spmd.rewards.config import JudgeConfig
 from rlhf_spmd.train import prepare
-from tasks import other_task, read_run, settings, task, train_here, worst_metric
+from tasks import other_task, settings, task, train, worst_metric
 
 CHAT = "<s>{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 LENGTH, LOWEST, HIGHEST, DEFAULT = 6, 0.0, 60.0, -0.25
 ASKED = "x{prompt}y{response}z{answer}"
-KEYS = {
-    "template": ASKED,
-    "pattern": r"(\d+)[^\d]*",
-    "range": f"[{LOWEST}, {HIGHEST}]",
-    "max_response_length": LENGTH,
-}
+KEYS = {"template": ASKED, "pattern": r"(\d+)[^\d]*", "range": f"[{LOWEST}, {HIGHEST}]", "max_response_length": LENGTH}
+SHORT = 27  # tokens of a context that is too short for some questions
 DIRECTORY = tempfile.TemporaryDirectory(prefix="rlhf_spmd_judge_")
 
 
 @functools.cache
-def judge(template: str | None = CHAT) -> Path:
+def judge(template: str | None = CHAT, context: int = 64) -> Path:
     path = Path(DIRECTORY.name) / ("chat" if template else "bare")
     path.mkdir()
-    return write_reward_model(path, template=template, architecture="LlamaForCausalLM")
+    return write_reward_model(path, context, template, architecture="LlamaForCausalLM")
 
 
 def data(directory: Path) -> str:
     """The answers contain the judge's special tokens, one inside another, as a policy might write them."""
     rows = [{"prompt": f"{i}a{i}", "answer": f"</<s>s>{i}</s>", "data_source": "odd" if i % 2 else "even"} for i in range(16)]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"data.path={directory / 'rows.jsonl'}"
+    return f"data.path={write_rows(directory / 'rows.jsonl', rows)}"
 
 
-def overrides(run: Path, name: str, *more: str, model: Path | None = None, steps: int = 2) -> list[str]:
-    key = "reward" if name == "reward" else f"rewards.{name}"
-    given = [f"{key}.judge.{setting}={value}" for setting, value in KEYS.items()]
-    given += [f"models.{name}.path={model or judge()}", f"{key}.default={DEFAULT}", f"models.{name}.dtype=float64"]
-    return settings(run, steps, "models.actor.dtype=float64", "sampling.n=2", data(run.parent), *given, *more)
+def judged(key: str, model: Path) -> list[str]:
+    role = key.removeprefix("rewards.")
+    keys = [f"{key}.judge.{setting}={value}" for setting, value in KEYS.items()]
+    return [*keys, f"models.{role}.path={model}", f"{key}.default={DEFAULT}", f"models.{role}.dtype=float64"]
 
 
 def config() -> str:
     return other_task({"name": "dr_grpo", "ppo_mini_batch_size": 4}, "actor")
-
-
-def samples_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
 
 
 @functools.cache
@@ -72,8 +61,8 @@ def verdict(model: Path, text: str) -> tuple[str, bool]:
 
     ids = [0, *(TOKENS.index(c) for c in text.removeprefix("<s>"))]
     out = reference(model).generate(torch.tensor([ids]), do_sample=False, max_new_tokens=LENGTH, eos_token_id=1, pad_token_id=1)
-    made = out[0, len(ids) :].tolist()
-    return "".join(TOKENS[i] for i in made if i > 1), made[-1] != 1
+    answer = out[0, len(ids) :].tolist()
+    return "".join(TOKENS[i] for i in answer if i > 1), answer[-1] != 1
 
 
 def digits_at_the_end(text: str) -> str:
@@ -82,117 +71,108 @@ def digits_at_the_end(text: str) -> str:
     return runs[-1] if runs else ""
 
 
-def expected(model: Path, sample: dict[str, Any], render: str) -> tuple[str, float, bool]:
+def expected(model: Path, sample: dict[str, Any], render: str, context: int = 64) -> tuple[str | None, float, bool]:
     """The verdict, the score, and whether it has failed."""
-    number = sample["prompt"].partition("a")[0]
-    said, cut = verdict(model, render.format(f"x{sample['prompt']}y{sample['response']}z{number}"))
-    found = digits_at_the_end(said)
-    failed = not found or not LOWEST <= float(found) <= HIGHEST or (cut and said[-1].isdigit())
-    return said, DEFAULT if failed else (float(found) - LOWEST) / (HIGHEST - LOWEST), failed
+    question = render.format(f"x{sample['prompt']}y{sample['response']}z{number(sample)}")
+    if len(question) - len("<s>") + 1 + LENGTH > context:
+        return None, DEFAULT, True
+    text, cut = verdict(model, question)
+    digits = digits_at_the_end(text)
+    failed = not digits or not LOWEST <= float(digits) <= HIGHEST or (cut and text[-1].isdigit())
+    return text, DEFAULT if failed else (float(digits) - LOWEST) / (HIGHEST - LOWEST), failed
+
+
+def number(sample: dict[str, Any]) -> int:
+    return int(sample["prompt"].partition("a")[0])
 
 
 def test_scores_are_the_verdicts_numbers_in_any_layout(tmp_path: Path) -> None:
-    runs = {
-        "one": (1, []),
+    """Two judges: one with a chat template, and one for odd rows, without a template, for which some questions are too long."""
+    chat, bare = judge(), judge(None, SHORT)
+    overrides = ["models.actor.dtype=float64", "reward.function=null", data(tmp_path), *judged("reward", chat)]
+    overrides += [*judged("rewards.quality", bare), "rewards.quality.data_sources=[odd]", "rewards.quality.model_weight=2.0"]
+    overrides += [f"data.val_path={tmp_path / 'rows.jsonl'}", "run.test_freq=2", "val_sampling.temperature=0"]
+    layouts = {
         "colocated": (
-            4,
-            [f"models.reward.{key}" for key in ("layout={pp: 2, zero: 3}", "offload=true", "generation.rebalance_steps=1")],
+            2,
+            [
+                *("models.reward.layout={pp: 2, zero: 3}", "models.reward.offload=true"),
+                "models.quality.generation.rebalance_steps=1",
+            ],
         ),
         "split, on loan": (
-            4,
+            3,
             [
-                "placement.pools={a: [0, 1], b: [2, 3]}",
-                *("models.actor.pool=a", "models.reward.pool=b", "models.actor.layout.tp=2"),
+                *(
+                    "placement.pools={a: [0], b: [1, 2]}",
+                    "models.actor.pool=a",
+                    "models.reward.pool=b",
+                    "models.quality.pool=b",
+                ),
                 "models.reward.calls.compute_reward.layout.tp=2",
             ],
         ),
     }
-    for name, (ranks, more) in runs.items():
-        run_ranks(ranks, train_here, config(), overrides(tmp_path / name, "reward", "reward.function=null", *more))
-    samples = samples_of(tmp_path / "one")
-    assert len(samples) == 32
-    found = [expected(judge(), sample, "<s>[u]{}[a]") for sample in samples]
-    assert [sample["verdict"] for sample in samples] == [said for said, _, _ in found]
-    assert [sample["score"] for sample in samples] == [score for _, score, _ in found]
-    assert len({score for _, score, _ in found}) > 6
-    one = read_run(tmp_path / "one")
-    for step, metrics in enumerate(one.metrics):
-        its = found[16 * step : 16 * step + 16]
-        failures = sum(failed for _, _, failed in its)
+    runs = {"single": train(1, tmp_path / "single", 2, *overrides, config=config())}
+    for name, (ranks, more) in layouts.items():
+        runs[name] = train(ranks, tmp_path / name, 2, *overrides, *more, config=config())
+    samples = {name: read_output(tmp_path / name / "rollouts.jsonl") for name in runs}
+    trained = samples["single"]
+    assert len(trained) == 32
+    verdicts = [expected(chat, sample, "<s>[u]{}[a]") for sample in trained]
+    assert [sample["verdict"] for sample in trained] == [text for text, _, _ in verdicts]
+    assert [sample["score"] for sample in trained] == [score for _, score, _ in verdicts]
+    assert len({score for _, score, _ in verdicts}) > 6
+    late = 0
+    for step, metrics in enumerate(runs["single"].metrics[1:]):
+        rows = slice(16 * step, 16 * step + 16)
+        odd = [expected(bare, sample, "<s>{}", SHORT) for sample in trained[rows] if number(sample) % 2]
+        late += sum(text is None for text, _, _ in odd)
+        failures = sum(failed for _, _, failed in verdicts[rows])
         assert 0 < failures < 16 and metrics["reward/failures"] == failures
-        assert metrics["reward/mean"] == pytest.approx(sum(score for _, score, _ in its) / 16, abs=1e-12)
-    for name in list(runs)[1:]:
-        other = samples_of(tmp_path / name)
-        assert [(s["response"], s["verdict"], s["score"]) for s in other] == [
-            (s["response"], s["verdict"], s["score"]) for s in samples
-        ], name
-        difference, where = worst_metric(one, read_run(tmp_path / name), 1e-3)
+        assert metrics["quality/failures"] == sum(failed for _, _, failed in odd)
+        scores = [score for _, score, _ in verdicts[rows]]
+        others = [2.0 * score for _, score, _ in odd]
+        assert metrics["reward/mean"] == pytest.approx(sum(scores) / 16, abs=1e-12)
+        assert metrics["quality/mean"] == pytest.approx(sum(others) / len(others), abs=1e-9)
+        assert metrics["reward/total_mean"] == pytest.approx(sum(scores + others) / 16, abs=1e-6)
+    assert late > 0
+    shown = [sample for sample in read_output(tmp_path / "single" / "validation.jsonl") if sample["step"] == 0]
+    assert len(shown) == 16
+    for sample in shown:
+        score = expected(chat, sample, "<s>[u]{}[a]")[1]
+        score += 2.0 * expected(bare, sample, "<s>{}", SHORT)[1] if number(sample) % 2 else 0.0
+        assert sample["score"] == pytest.approx(score, abs=1e-6)
+    for name in layouts:
+        pairs = zip(samples[name], samples["single"], strict=True)
+        assert all(a["response"] == b["response"] and a.get("verdict") == b.get("verdict") for a, b in pairs), name
+        difference, where = worst_metric(runs["single"], runs[name], 1e-3)
         assert difference < 1e-9, f"{name}: {where}"
-
-
-def test_a_judge_adds_to_other_rewards_for_its_sources_and_validates(tmp_path: Path) -> None:
-    model = judge(template=None)
-    more = ["reward.function=tasks:always_one", "rewards.quality.data_sources=[odd]", "rewards.quality.model_weight=2.0"]
-    more += [f"data.val_path={tmp_path / 'rows.jsonl'}", "run.test_freq=1", "val_sampling.temperature=0"]
-    run_ranks(2, train_here, config(), overrides(tmp_path / "run", "quality", *more, model=model, steps=1))
-    before, metrics = read_run(tmp_path / "run").metrics
-    samples = [sample for sample in samples_of(tmp_path / "run") if "set" not in sample]
-    odd = [expected(model, s, "<s>{}") for s in samples if int(s["prompt"].partition("a")[0]) % 2]
-    total = sum(2.0 * score for _, score, _ in odd)
-    assert 0 < len(odd) < 16 and {sample["score"] for sample in samples} == {1.0}
-    assert metrics["quality/mean"] == pytest.approx(total / len(odd), abs=1e-9)
-    assert metrics["quality/failures"] == sum(failed for _, _, failed in odd)
-    assert metrics["reward/total_mean"] == pytest.approx(1.0 + total / 16, abs=1e-6)
-    judged = before["val/quality/odd/mean"]
-    assert judged != 0 and before["val/reward_mean"] == pytest.approx(1.0 + judged * 8 / 16, abs=1e-6)
-
-
-def test_questions_that_do_not_fit_have_failed(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    write_reward_model(model, context=33, template=CHAT, architecture="LlamaForCausalLM")
-    run_ranks(1, train_here, config(), overrides(tmp_path / "run", "reward", "reward.function=null", model=model, steps=1))
-    samples = samples_of(tmp_path / "run")
-    lengths = [10 + len(s["prompt"]) + len(s["response"]) + len(s["prompt"].partition("a")[0]) + LENGTH for s in samples]
-    late = [s for s, length in zip(samples, lengths, strict=True) if length > 33]
-    assert 0 < len(late) < 16
-    assert all(s["score"] == DEFAULT and s["verdict"] is None for s in late)
-    assert all(s["verdict"] is not None for s, length in zip(samples, lengths, strict=True) if length <= 33)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ("reward.judge.pattern='(\\d'", r"^reward\.judge\.pattern='\(\\\\d' is not a regular expression: missing \)"),
-        (
-            "reward.judge.template='{respnse}'",
-            r"^reward\.judge\.template: unknown field \{respnse\}; did you mean 'response'\?",
-        ),
+        ("reward.judge.template='{respnse}'", r"template: unknown field \{respnse\}; did you mean 'response'\?"),
         ("reward.judge.template='{prompt}'", r"^reward\.judge\.template has no field \{response\}"),
-        (
-            "reward.judge.template=nowhere.txt",
-            r"^reward\.judge\.template='nowhere.txt' is neither a text with \{response\} nor",
-        ),
+        ("reward.judge.template=nowhere.txt", r"template='nowhere.txt' is neither a text with \{response\} nor"),
         ("reward.judge.range=[1.0]", r"^reward\.judge\.range=\[1\.0\] must be \[lowest, highest\]"),
-        ("reward.judge.max_response_length=0", r"^reward\.judge\.max_response_length=0: must be at least 1"),
         ("reward.judge.max_response_length=64", r"^reward\.judge\.max_response_length=64 leaves no room in the 64 tokens"),
-        ("reward.judge.temperature=-1", r"^reward\.judge\.temperature=-1\.0: must be at least 0"),
         ("reward.retokenize=false", r"^reward\.retokenize=false: a judge reads text"),
         ("models.reward.path=null", r"^reward\.judge needs a model that generates: give reward\.model or models\.reward\.path"),
+        ("models.reward.path=VALUE", "lm_head"),
         ("models.reward.generation.tp=2", r"^models\.reward\.generation\.tp=2: a judge generates in models\.reward\.layout"),
         ("models.reward.generation.reuse_rollout_log_probs=true", r"\.reuse_rollout_log_probs=True: a judge generates in"),
         ("data.path=TASK", r"^reward\.judge\.template has \{answer\}, and row 0 has none"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, more: str, message: str) -> None:
-    given = overrides(tmp_path / "run", "reward", more.replace("TASK", str(task() / "train.jsonl")))
+    override = more.replace("TASK", str(task() / "train.jsonl"))
+    if override.startswith("models.reward.path=VALUE"):
+        override = f"models.reward.path={write_reward_model(tmp_path / 'value')}"
     with pytest.raises((ValueError, ConfigError), match=message):
-        prepare(config(), given, 1)
-
-
-def test_a_value_models_directory_is_no_judge(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="lm_head"):
-        prepare(config(), overrides(tmp_path / "run", "reward", model=write_reward_model(tmp_path / "value")), 1)
+        prepare(config(), settings(tmp_path / "run", 1, data(tmp_path), *judged("reward", judge()), override), 1)
 
 
 @pytest.mark.parametrize(
