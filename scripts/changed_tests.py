@@ -25,7 +25,6 @@ UNKNOWN_S = 60.0  # of a file without a figure
 # What test files depend on that they do not import: file under tests/ -> patterns of paths.
 SUBJECTS = {
     "project/test_bench.py": ("scripts/bench/*",),
-    "project/test_reshard_bench.py": ("scripts/bench/*", "src/rlhf_spmd/reshard/*"),
     "project/test_launch.py": ("launch/*", "src/rlhf_spmd/process/*", "src/rlhf_spmd/parallel/launch.py"),
     "project/test_packaging.py": ("pyproject.toml", "scripts/environment.sh", "docs/quickstart.ipynb"),
     "training/test_checkpoint_writer.py": ("src/rlhf_spmd/checkpoint/*", "src/rlhf_spmd/training/*"),

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from known_models import KEYS
 from places import ROOT
-from planner_cases import KEYS
 from rlhf_spmd import plan
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.planner import memory

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from known_models import KEYS, MODELS
 from live_memory import LiveMemory
-from planner_cases import KEYS, MODELS
 from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tasks
+from known_models import KEYS, MODELS
 from ranks import Program, run_ranks
 from rlhf_spmd import train
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
@@ -33,15 +34,6 @@ from role_workers import build
 SMALL = str(tasks.task() / "ppo.json")
 GIB = 1 << 30
 H100, H200 = 79.2 * GIB, 139.8 * GIB  # as their drivers report them
-# family, vocabulary, hidden, intermediate, layers, heads, KV heads, tied embeddings: the models' own config.json
-MODELS = {
-    "qwen2.5_0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, True),
-    "qwen2.5_7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, False),
-    "qwen2.5_32b": ("qwen2", 152064, 5120, 27648, 64, 40, 8, False),
-    "llama3.1_8b": ("llama", 128256, 4096, 14336, 32, 32, 8, False),
-    "llama3.1_70b": ("llama", 128256, 8192, 28672, 80, 64, 8, False),
-}
-KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 ROLES = {"sft": ("actor",), "ppo": ("actor", "critic", "reference"), **dict.fromkeys(("dpo", "grpo"), ("actor", "reference"))}
 NUM_ROWS, LONG = 256, 2048  # rows; tokens of those that are trained on as they are
 
