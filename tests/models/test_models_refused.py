@@ -37,7 +37,7 @@ FP8 = {"quant_method": "fp8"}
         ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ("gemma3", {"model_type": "gemma3"}, "'text_config' is None"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "'rope_type' is 'linear'"),
-        ("qwen3-5", {"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .* 4 layers 'linear_attention'"),
+        ("qwen3-5", {"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .*=4 layers 'linear_attention'"),
         ("qwen3-5", {"linear_num_value_heads": 6}, "linear_num_value_heads=6 is not divisible by linear_num_key_heads=4"),
         ("qwen3-5", {"linear_conv_kernel_dim": 0}, "'linear_conv_kernel_dim' is 0"),
         ("qwen3-5", {"model_type": "qwen3_5"}, "'text_config' is None"),
