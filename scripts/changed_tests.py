@@ -107,10 +107,8 @@ def main() -> None:
     parser.add_argument("--since", required=True, help="the last commit of which all tests are known to pass")
     parser.add_argument("--minutes", type=float, default=20.0, help="wall time of the files together")
     arguments = parser.parse_args()
-    figures = json.loads(FIGURES.read_text())["files"] if FIGURES.is_file() else {}
-    seconds = {
-        name: figure["long"]["wall_s"] / 2 for name, figure in figures.items() if "long" in figure
-    }  # two files at a time
+    rows = json.loads(FIGURES.read_text())["rows"] if FIGURES.is_file() else []
+    seconds = {file: wall_s / 2 for file, tier, wall_s, *_ in rows if tier == "long"}  # two files at a time
     chosen, left_out = choose(changed_paths(arguments.since), long_files(), seconds, 60 * arguments.minutes)
     print(*(path.relative_to(ROOT) for path in chosen), sep="\n")
     for path in left_out:

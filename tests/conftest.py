@@ -52,12 +52,13 @@ def no_process_group_for_the_next_file() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that take longest begin first: else a worker has one of them left when the others have nothing more to do."""
-    figures = json.loads(FIGURES.read_text())["files"] if FIGURES.is_file() else {}
-
-    def seconds(item: pytest.Item) -> float:
-        return sum(tier["wall_s"] for tier in figures.get(str(item.path.relative_to(config.rootpath)), {}).values())
-
-    items.sort(key=seconds, reverse=True)
+    rows = json.loads(FIGURES.read_text())["rows"] if FIGURES.is_file() else []
+    wall_s = {
+        file: seconds
+        for file, tier, seconds, *_ in rows
+        if tier == ("short" if config.option.markexpr == "not long" else "long")
+    }
+    items.sort(key=lambda item: wall_s.get(str(item.path.relative_to(config.rootpath)), 0), reverse=True)
 
 
 def pytest_collection_finish() -> None:

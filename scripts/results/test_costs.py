@@ -1,15 +1,14 @@
 """What the tests take: wall and CPU seconds by file, and what each file starts.
 
 python scripts/results/test_costs.py --tier short      # and long, then the table is complete
-python scripts/results/test_costs.py --table
+python scripts/results/test_costs.py --table           # prints the dearest files of docs/figures/tests.json, runs nothing
 
-Writes docs/figures/tests.json: ``tiers`` has the sums, ``files`` the figures by file and tier.
-
-- ``train_runs``: runs of training; ``rank_calls``: functions on ranks that exist; ``ranks``: how many ranks these have together
+- ``training runs``: of the training program's two halves, or the whole program; ``rank calls``: functions on ranks that exist;
+  ``ranks``: how many ranks both have together
 - ``programs``: processes with an interpreter of their own
 
 ``--reach DIR`` also records which blocks of the source each file comes to (see test_plugins/sitecustomize.py), in a copy of the
-repository; the seconds are then a little longer. ``--repo``, ``--label``: another checkout, kept under another name than ``files``.
+repository; the seconds are then a little longer. ``--repo`` and ``--label``: another checkout, whose rows have the label as their tier.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = ROOT / "docs" / "figures" / "tests.json"
 PLUGINS = Path(__file__).resolve().parent / "test_plugins"
 TIERS = {"short": ["-m", "not long"], "long": ["-m", "long"], "all": []}
+# columns after the file and the tier, and their names in what the plugin writes
+COLUMNS = {
+    "wall s": "wall_s",
+    "CPU s": "cpu_s",
+    "cases": "cases",
+    "training runs": "train_runs",
+    "rank calls": "rank_calls",
+    "ranks": "ranks",
+    "programs": "programs",
+    "interpreted kernels": "interpreted_kernels",
+    "GPU compilations": "gpu_compilations",
+}
+Row = list[Any]
 
 
 def run(repo: Path, tier: str, reach: Path | None, more: list[str]) -> tuple[float, list[dict[str, Any]], str]:
@@ -56,49 +68,59 @@ def run(repo: Path, tier: str, reach: Path | None, more: list[str]) -> tuple[flo
             "-p",
             "cost_plugin",
         ]
+        command += [*TIERS[tier], *more]
         start = time.monotonic()
-        done = subprocess.run(
-            [*command, *TIERS[tier], *more], cwd=where, env=environment, stdout=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=where, env=environment, stdout=subprocess.PIPE, text=True, check=False)
         wall = time.monotonic() - start
         print(done.stdout[-3000:])
         return wall, [json.loads(line) for line in costs.read_text().splitlines()], done.stdout.strip().splitlines()[-1]
 
 
-def print_table(report: dict[str, Any], files: str) -> None:
-    print("| file | short, CPU s | long, CPU s | cases | training runs | ranks | programs |\n|---|--:|--:|--:|--:|--:|--:|")
-    by_cpu = sorted(report[files].items(), key=lambda entry: -sum(tier["cpu_s"] for tier in entry[1].values()))
-    for name, tiers in by_cpu[:40]:
-        sums = sum(
-            (Counter({key: value for key, value in tier.items() if key != "file"}) for tier in tiers.values()), Counter()
-        )
-        cpu = [f"{tiers[tier]['cpu_s']:.0f}" if tier in tiers else "" for tier in ("short", "long")]
-        print(
-            f"| {name} | {' | '.join(cpu)} | {' | '.join(str(sums[key]) for key in ('cases', 'train_runs', 'ranks', 'programs'))} |"
-        )
+def rows_of(costs: list[dict[str, Any]], tier: str, wall_s: float) -> list[Row]:
+    """Return a row of each file, and before them that of all files, whose wall time is the run's."""
+    sums: Counter[str] = Counter()
+    for cost in costs:
+        sums.update({key: value for key, value in cost.items() if key != "file"})
+    sums["wall_s"] = wall_s  # type: ignore[assignment]
+    everything = {"file": "all files", **sums}
+    ordered = sorted(costs, key=lambda cost: -cost["cpu_s"])
+    return [[cost["file"], tier, *(round(cost.get(name, 0)) for name in COLUMNS.values())] for cost in (everything, *ordered)]
+
+
+def write(rows: list[Row], notes: list[str]) -> None:
+    """Write the figures, one row a line."""
+    cores = os.cpu_count()
+    head = {
+        "name": "What the tests take, by file and tier",
+        "date": str(date.today()),
+        "machine": f"{cores}-core x86 virtual machine; torch for CPUs, gloo, one thread per rank",
+        "command": "python scripts/results/test_costs.py --tier short",
+        "columns": ["file", "tier", *COLUMNS],
+    }
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    text = json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{lines}\n  ],\n  "notes": {json.dumps(notes)}\n}}\n'
+    OUT.write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tier", choices=TIERS, default="short")
     parser.add_argument("--repo", type=Path, default=ROOT)
-    parser.add_argument("--label", default="")
+    parser.add_argument("--label", help="in place of the tier")
     parser.add_argument("--reach", type=Path)
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
     arguments, more = parser.parse_known_args()
-    report: dict[str, Any] = json.loads(OUT.read_text()) if OUT.is_file() else {}
-    files, tiers = (f"{arguments.label}_{name}" if arguments.label else name for name in ("files", "tiers"))
+    report: dict[str, Any] = json.loads(OUT.read_text()) if OUT.is_file() else {"rows": [], "notes": []}
+    rows: list[Row] = report["rows"]
     if not arguments.table:
-        wall, figures, last = run(arguments.repo, arguments.tier, arguments.reach, more)
-        tier = "short" if arguments.tier == "all" else arguments.tier
-        report["machine"] = {"processor": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
-        for figure in figures:
-            report.setdefault(files, {}).setdefault(figure["file"], {})[tier] = {k: v for k, v in figure.items() if k != "file"}
-        sums: Counter[str] = sum((Counter({k: v for k, v in figure.items() if k != "file"}) for figure in figures), Counter())
-        sums["wall_s"] = round(wall)
-        report.setdefault(tiers, {})[arguments.tier] = {**{key: round(value, 1) for key, value in sums.items()}, "pytest": last}
-        OUT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    print_table(report, files)
+        tier = arguments.label or arguments.tier
+        wall_s, costs, last_line = run(arguments.repo, arguments.tier, arguments.reach, more)
+        rows = [row for row in rows if row[1] != tier] + rows_of(costs, tier, wall_s)
+        notes = [note for note in report["notes"] if not note.startswith(f"{tier}: ")]
+        write(rows, [*notes, f"{tier}: {last_line}"])
+    print(f"| file | tier | {' | '.join(COLUMNS)} |\n|---|---|{'--:|' * len(COLUMNS)}")
+    for row in sorted(rows, key=lambda row: -row[3])[:40]:
+        print(f"| {' | '.join(map(str, row))} |")
 
 
 if __name__ == "__main__":

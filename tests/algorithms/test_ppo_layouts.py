@@ -63,11 +63,11 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 # Where a generated token's log-prob is not bit for bit that of the training forward in fp32: generation and training then sum
 # the row-parallel products (o_proj, down_proj) and the softmax over the vocabulary in slices of other sizes, tp / tp_g in one.
-REGROUPED_TP = {
+REGROUPED_TP = (
     "tp2 dp2 -> tp1, checkpointed activations",
     "tp4 -> tp2, KV heads replicated",
     "zero over pairs of ranks -> tp2",
-}
+)
 # In fp32 the bits of each way to cut a model, of which these are all; the others cut products as they do, on other ranks or in stages.
 IN_FP32 = ("tp2 throughout", "pp2 for all, 32 tokens at a time", "cp2 throughout", "zero3 over 4")
 IN_FP32_LONG = (*REGROUPED_TP, "pp2 tp2 -> pp1 tp2", "cp2 tp2 zero, stages with cp2, cp2 of ZeRO's copies")
