@@ -110,7 +110,8 @@ def main() -> None:
     rows = json.loads(FIGURES.read_text())["rows"] if FIGURES.is_file() else []
     seconds = {file: wall_s / 2 for file, tier, wall_s, *_ in rows if tier == "long"}  # two files at a time
     chosen, left_out = choose(changed_paths(arguments.since), long_files(), seconds, 60 * arguments.minutes)
-    print(*(path.relative_to(ROOT) for path in chosen), sep="\n")
+    for path in chosen:
+        print(path.relative_to(ROOT))
     for path in left_out:
         print(f"left out, no time: {path.relative_to(ROOT)}", file=sys.stderr)
 

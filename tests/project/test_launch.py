@@ -71,7 +71,7 @@ def test_everything_that_the_gpu_day_names_exists() -> None:
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
         assert wanted <= set(re.findall(r"--[\w-]+", done.stdout.partition("\noptions:\n")[2])), (name, part)
     paths = re.findall(r"(?:configs|tests)/[\w/]+\.\w+", script)
-    assert len(paths) == 9 and all((ROOT / path).is_file() for path in paths)
+    assert len(paths) == 8 and all((ROOT / path).is_file() for path in paths)
     modules = re.findall(r"rlhf_spmd(?:\.\w+)+", script)
     assert len(modules) == 4 and all(importlib.util.find_spec(module) for module in modules)
 

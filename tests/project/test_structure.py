@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from functools import cache
 from graphlib import TopologicalSorter
 
@@ -133,3 +134,19 @@ def test_no_pickle_and_no_remote_code() -> None:
             "all_gather_object",
         ):
             assert forbidden not in text, f"{path.name} has {forbidden}"
+
+
+def test_long_files_run_where_their_subjects_have_changed() -> None:
+    """The part of CI that is not the short tier: what a test file and its helpers import, and what the script's table adds."""
+    spec = importlib.util.spec_from_file_location("changed_tests", ROOT / "scripts" / "changed_tests.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    bench, versions = (ROOT / "tests" / name for name in ("project/test_bench.py", "training/test_ahead.py"))
+    assert {"tests/project/test_bench.py", "scripts/bench/*"} <= script.subjects_of(bench)
+    assert "src/rlhf_spmd/controller/versions.py" in script.subjects_of(versions)
+    seconds = {"tests/project/test_bench.py": 300.0, "tests/training/test_ahead.py": 30.0}
+    assert script.choose({"scripts/bench/data.py"}, [bench, versions], seconds, 600.0) == ([bench], [])
+    assert script.choose({"docs/faq.md"}, [bench, versions], seconds, 600.0) == ([], [])
+    assert script.choose(None, [bench, versions], seconds, 100.0) == ([versions], [bench]), "no time for one of them"
+    assert script.changed_paths("HEAD") == set() and script.changed_paths("no such commit") is None
