@@ -1,7 +1,8 @@
 """Two experiments on the tests. Every Python process runs this before anything else, if its folder is on PYTHONPATH.
 
 With ``OTHER_PRODUCTS=1`` in the environment, torch's matrix products on CPUs add in another order, which depends on the number of rows.
-Tests that fail then assume bits that processors do not promise.
+Tests that fail then assume bits that processors do not promise. Batches of products (attention) stay as they are, because
+``is_batch_invariant`` does not try them.
 
 With ``REACH`` in the environment, a directory, each block of a function of src/rlhf_spmd (its body, a branch, a loop, a handler) gets
 a probe when its module is imported. A probe that is passed for the first time adds ``module.py:line`` to a file of that directory,
@@ -100,10 +101,12 @@ if os.environ.get("OTHER_PRODUCTS") == "1":
     def product(a: Tensor, b: Tensor) -> Tensor:
         """[B, m, k] @ [B, k, n] by numpy, in two parts of k, the second one first."""
         wide = torch.promote_types(a.dtype, torch.float32) if a.is_floating_point() else a.dtype
-        left, right = (x.detach().to(wide).numpy() for x in (a, b))
+        # copies: torch cannot resize the storage of a tensor that numpy has seen
+        left, right = (x.detach().to(wide, copy=True).numpy() for x in (a, b))
         first = a.shape[1] % max(a.shape[2], 1)
         late = left[:, :, first:] @ right[:, first:]
-        return torch.from_numpy(late + left[:, :, :first] @ right[:, :first] if first else late).to(a.dtype)
+        summed = late + left[:, :, :first] @ right[:, :first] if first else late
+        return torch.from_numpy(summed).to(a.dtype, copy=True)  # whose storage torch can resize
 
     def mm(a: Tensor, b: Tensor) -> Tensor:
         return product(a[None], b[None])[0]
@@ -121,6 +124,6 @@ if os.environ.get("OTHER_PRODUCTS") == "1":
         return total.copy_(addmm(total, a, b, beta=beta, alpha=alpha))
 
     library = torch.library.Library("aten", "IMPL")
-    functions = {"mm": mm, "mm.out": mm_out, "addmm": addmm, "addmm.out": addmm_out, "addmm_": addmm_in_place, "bmm": product}
+    functions = {"mm": mm, "mm.out": mm_out, "addmm": addmm, "addmm.out": addmm_out, "addmm_": addmm_in_place}
     for name, function in functions.items():
         library.impl(name, function, "CPU")
