@@ -75,10 +75,14 @@ def subjects_of(test: Path) -> set[str]:
 
 
 def long_files() -> list[Path]:
-    """Return the test files that have cases of the long tier."""
+    """Return the test files that have cases of the long tier. Raises SystemExit if pytest cannot collect them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=", "-q", "-m", "long"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
-    return sorted({ROOT / line.partition("::")[0] for line in lines if "::" in line})
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(
+            f"pytest collects no long tests (exit status {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return sorted({ROOT / line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line})
 
 
 def choose(

@@ -34,7 +34,7 @@ def micro_batches(rows: int | None = None, tokens: int | None = None) -> tuple[s
     return "algorithm.use_dynamic_bsz=false", f"algorithm.ppo_micro_batch_size_per_gpu={rows}"
 
 
-# A process that scores is started for every rank of the role, and costs half of what the rank costs.
+# Each rank of the reward role starts a process that scores, which takes 0.2 CPU seconds.
 ONE_SCORER = ("placement.pools.scores=[0]", "models.reward.pool=scores")
 ACROSS_NODES = (*layout("actor", tp=2), *layout("critic", dp=2, zero=1))
 IN_FLIGHT = 16  # prompts; a step takes half of them
