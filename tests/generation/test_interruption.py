@@ -202,7 +202,8 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
         else:  # all of the pool but the pages of rows in flight, and what the torch attention gathers into
             assert size * (300 - used) // 300 - 8 * used <= freed and used < 150
 
-    assert_same(generate_in_pieces(generator, requests, PENALISED, GenerationLimits(steps=4), wait), expected)
+    tolerance = 0.0 if generator.decoder.ops.is_batch_invariant(torch.float32) else 1e-5
+    assert_same(generate_in_pieces(generator, requests, PENALISED, GenerationLimits(steps=4), wait), expected, tolerance)
     assert computed <= sum(len(each) for r, c in zip(requests, expected, strict=True) for each in (r.prompt_ids, c.token_ids))
     assert generator._micro_batches is None and live_bytes() < before + 100_000
 

@@ -129,7 +129,8 @@ def test_log_probs_of_a_decoder(monkeypatch: pytest.MonkeyPatch, case: dict[str,
         results.append([log_probs, x.grad, grad, *([] if entropies is None else [entropies])])
     for want, got in zip(*results, strict=True):
         small = got.dtype == torch.float32
-        assert (got.double() - want).norm() <= (1e-6 if small else 6e-3) * want.norm() + 1e-6, (
+        # in fp32 the order of a product's sums moves the norm by up to 1.4e-6
+        assert (got.double() - want).norm() <= (3e-6 if small else 6e-3) * want.norm() + 1e-6, (
             f"{(got.double() - want).norm() / want.norm()}"
         )
 

@@ -98,8 +98,9 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
         ValueError, match=r"reuse_rollout_log_probs=true, but with run.threads=2 torch's products are not exact"
     ):
         prepare(config, [*settings, "models.actor.generation.reuse_rollout_log_probs=true"], 1)
-    ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.reuse_rollout_log_probs=true"], 1)
-    assert exact_rollouts(ready.config, ready.plans)
+    if choose_ops(torch.float32, CPU, "torch").is_batch_invariant(torch.float32):
+        ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.reuse_rollout_log_probs=true"], 1)
+        assert exact_rollouts(ready.config, ready.plans)
     with kernels.suspended():  # as without a compiler, auto is torch
         assert not choose_ops(torch.float32, CPU).is_batch_invariant(torch.float32, 2)
     with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
