@@ -149,4 +149,6 @@ def test_long_files_run_where_their_subjects_have_changed() -> None:
     assert script.choose({"scripts/bench/data.py"}, [bench, versions], seconds, 600.0) == ([bench], [])
     assert script.choose({"docs/faq.md"}, [bench, versions], seconds, 600.0) == ([], [])
     assert script.choose(None, [bench, versions], seconds, 100.0) == ([versions], [bench]), "no time for one of them"
-    assert script.changed_paths("HEAD") == set() and script.changed_paths("no such commit") is None
+    assert script.changed_paths("no such commit") is None
+    if (ROOT / ".git").exists():  # not in a copy of the sources
+        assert script.changed_paths("HEAD") == set()
