@@ -4,7 +4,8 @@ python scripts/results/mutations.py --tier short --out docs/figures/mutations.js
 
 ``mutations.json`` beside this file has the breaks: half were chosen by hand, half drawn by cosmic-ray (``draw_mutations.py``). Each is
 a text of one file under src/rlhf_spmd that is replaced by another one. The tests run in a copy of the repository. Files of tests that
-lie in the mutated package's folder come first. A break is found by the first test that fails, or by a run that takes too long.
+import the mutated module come first, then those in its package's folder. A break is found by the first test that fails, or by a run
+that takes too long.
 
 ``--reach DIR`` leaves out test files that never came to the mutated code (``test_costs.py --reach`` records it). Without it a break
 that nothing finds takes as long as the whole tier. ``--repo DIR`` tests another checkout with the same breaks, such as an older commit.
@@ -75,14 +76,16 @@ def try_mutation(copy: Path, mutation: dict[str, str], tests: list[str], argumen
     candidates = set(tests)
     if arguments.reach is not None:
         candidates &= files_that_reach(mutation, source, arguments.reach)
+    module = mutation["file"].removesuffix(".py").replace("/", ".")
+    importers = {test for test in candidates if module in (copy / test).read_text()}
     folder = f"tests/{Path(mutation['file']).parts[0].removesuffix('.py')}/"
-    near = sorted(test for test in candidates if test.startswith(folder))
+    near = {test for test in candidates - importers if test.startswith(folder)}
     path.write_text(source.replace(mutation["old"], mutation["new"]))
     failed, seconds = None, 0.0
     try:
-        for files in (near, sorted(candidates - set(near))):
+        for files in (importers, near, candidates - importers - near):
             if files and failed is None:
-                failed, more = run_tests(copy, files, arguments.tier, arguments.deselect)
+                failed, more = run_tests(copy, sorted(files), arguments.tier, arguments.deselect)
                 seconds += more
     finally:
         path.write_text(source)

@@ -55,7 +55,9 @@ def run(repo: Path, tier: str, reach: Path | None, more: list[str]) -> tuple[flo
             reach.mkdir(parents=True, exist_ok=True)
             where = Path(directory) / "copy"
             shutil.copytree(repo, where, symlinks=True, ignore=shutil.ignore_patterns(".venv", "runs", "__pycache__"))
-            (Path(directory) / "shared").symlink_to(repo.resolve().parent / "shared")  # what tests look for beside the repository
+            (Path(directory) / "shared").symlink_to(
+                repo.resolve().parent / "shared"
+            )  # what tests look for beside the repository
             environment |= {"REACH": str(reach.resolve()), "PYTHONPATH": f"{where / 'src'}:{PLUGINS}"}
         command = [
             sys.executable,
