@@ -17,12 +17,15 @@ from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.data.tokenizer import decode, encode
+from rlhf_spmd.data.tokenizer import decode, encode_continued
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
+from rlhf_spmd.environments.tool_calls import TurnContext
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
+
+TAIL = 32  # tokens before a turn that may hold a mark which opens thoughts
 
 Encoded = tuple[int, list[int], float, bool]  # an answer: row id, tokens of the observation, reward, done
 
@@ -40,6 +43,18 @@ class Environments:
     rows: Mapping[int, Mapping[str, Any]]
     tokenizer: Any
     encoding: EncodingConfig | None = None
+
+
+def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
+    """Returns :class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``."""
+    marks = {}
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.content and text.count(added.content) > ids.count(token):
+            starts = [i for i, each in enumerate(ids) if each == token]
+            marks[added.content] = [
+                len(each) for each in decode(tokenizer, [ids[:i] for i in starts], skip_special_tokens=False)
+            ]
+    return marks
 
 
 class MultiTurnRollouts:
@@ -67,7 +82,7 @@ class MultiTurnRollouts:
         self._encoder = PromptEncoder(environments.tokenizer, environments.encoding or EncodingConfig())
         self._runner: EnvironmentRunner | None = None
         if self.replica.rank == 0:
-            self._runner = EnvironmentRunner(configs, self._names, environments.rows)
+            self._runner = EnvironmentRunner(configs, self._names, environments.rows, self._template())
         for row in rows:
             row.mask = []
             if (row_id := row.request.row_id) in self._names:
@@ -98,7 +113,8 @@ class MultiTurnRollouts:
         for row in (item.row for item in step.work if item.samples):
             if not (row.stopped or row.length >= row.limit):
                 continue
-            turn, row_id = row.tokens[row.turn_start :], row.request.row_id
+            start, row_id = row.turn_start, row.request.row_id
+            turn = row.tokens[start:]
             assert row.mask is not None
             row.mask += [True] * len(turn)
             row.num_turns += 1
@@ -111,8 +127,19 @@ class MultiTurnRollouts:
             if self._runner is not None:
                 said = [token for token in turn if token not in self.spec.eos_token_ids]
                 # models write tool calls between special tokens
-                self._runner.step(row_id, decode(self.environments.tokenizer, [said], skip_special_tokens=False)[0])
+                text = self._decode(said)
+                before = self._decode(row.tokens[max(start - TAIL, 0) : start])
+                self._runner.step(row_id, text, TurnContext(before, spelled_marks(self.environments.tokenizer, said, text)))
         return held
+
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids with their special tokens."""
+        return decode(self.environments.tokenizer, [ids], skip_special_tokens=False)[0]
+
+    def _template(self) -> str | None:
+        """The text of the chat template; of several, all."""
+        own = self._encoder.template or getattr(self.environments.tokenizer, "chat_template", None)
+        return "\n".join(own.values()) if isinstance(own, dict) else own
 
     def answers(self, wait: bool) -> list[tuple[SequenceState, list[int]]]:
         """Rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.
@@ -160,12 +187,12 @@ class MultiTurnRollouts:
         Raises EnvironmentFailure.
         """
         if isinstance(observation, str):
-            return encode(self.environments.tokenizer, observation)
+            return encode_continued(self.environments.tokenizer, observation)
         try:
             text = self._encoder.between_turns(observation, f"row {row.request.row_id}")
         except DataError as error:
             raise EnvironmentFailure(f"environment {self._names[row.request.row_id]!r}: {error}") from error
-        first, *rest = encode(self.environments.tokenizer, text)
+        first, *rest = encode_continued(self.environments.tokenizer, text)
         has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(self.spec.eos_token_ids)
         return rest if has_ended else [first, *rest]
 
