@@ -332,7 +332,7 @@ class JudgeWorker(RewardWorker):
         super().build_more()
         self.verdicts: dict[int, str] = {}  # of the last call, by row id
         if self.runs("compute_reward"):
-            self.generating = build_generating(self, None)
+            self.generating = build_generating(self, None if self.retokenizer is None else self.retokenizer.own)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
