@@ -25,7 +25,7 @@ from rlhf_spmd.environments.runner import EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
 from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
-from rlhf_spmd.generation.multi_turn import Environments, spelled_marks
+from rlhf_spmd.generation.multi_turn import Environments, spelled_marks, turn_messages
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare
@@ -339,6 +339,7 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
     settings = (
         *(f"model.path={talker()}", f"data.path={source}", f"out={out}"),
         *("environments.river.cls=tools", "environments.river.args.tools=[test_several:find]"),
+        "reward.function=test_several:long_river",
         'data.tools.game=[{"type": "function", "function": {"name": "own"}}]',
         *(
             "environments.game.cls=test_several:Paying",
@@ -359,10 +360,27 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
         elif number % 3 == 2:
             assert (row["environment_reward"], row["num_turns"]) == (0.0, 1) and all(row["response_mask"])
     assert any("6650 km" in row["text"] and row["num_turns"] > 1 for row in made[::3])
+    assert all(row["score"] == ("6650 km" in row["text"]) for row in made)
 
 
 def long_river(prompt: str, response: str, row: dict[str, Any]) -> float:
-    return float("6650 km" in response)
+    """Whether the model read it; the turns are all of the response, between what the template writes."""
+    turns, at = row["completion_messages"], 0
+    for turn in turns:
+        at = response.index(turn["content"], at) + len(turn["content"])
+    assert {turn["role"] for turn in turns} <= {"assistant", "tool"}
+    return float(any(turn["content"] == "6650 km" for turn in turns if turn["role"] == "tool"))
+
+
+def test_a_response_as_messages() -> None:
+    ids, mask = encoded("ab1cd<think>e</think>f"), [True, True, False, *[True] * 19]
+    observations = [[{"role": "tool", "name": "find", "content": "1"}]]
+    tokenizer, found = load_tokenizer(talker()), [{"role": "assistant", "content": "ab"}, *observations[0]]
+    last = {"role": "assistant", "content": "cd<think>e</think>f"}
+    assert turn_messages(tokenizer, [7], ids, mask, observations) == [*found, last]
+    stripped = turn_messages(tokenizer, [7], ids, mask, observations, ("<think>", "</think>"))
+    assert stripped == [*found, {"role": "assistant", "content": "f"}]
+    assert turn_messages(tokenizer, [7], ids[2:], mask[2:], observations)[0] == observations[0][0]
 
 
 def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> None:

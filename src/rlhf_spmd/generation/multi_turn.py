@@ -11,12 +11,13 @@ row waits it sends nothing. The time of an answer decides which rows are compute
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
+from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, encode_continued
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
@@ -24,10 +25,12 @@ from rlhf_spmd.environments.tool_calls import TurnContext
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.telemetry.progress import equal_runs
 
 TAIL = 32  # tokens before a turn that may hold a mark which opens thoughts
 
-Encoded = tuple[int, list[int], float, bool]  # an answer: row id, tokens of the observation, reward, done
+# an answer: row id, tokens of the observation, the observation as messages, reward, done
+Encoded = tuple[int, list[int], list[ChatMessage], float, bool]
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,30 @@ def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[i
                 len(each) for each in decode(tokenizer, [ids[:i] for i in starts], skip_special_tokens=False)
             ]
     return marks
+
+
+def turn_messages(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    mask: Sequence[bool],
+    observations: Sequence[list[ChatMessage]],
+    reasoning_tags: Sequence[str] | None = None,
+) -> list[ChatMessage]:
+    """Returns a response as messages: the model's turns by ``assistant``, as text without special tokens, and the observations.
+
+    ``mask``, ``observations``: see :class:`Completion`. ``reasoning_tags``: what these enclose is left out of each turn.
+    """
+    messages, rest = list[ChatMessage](), iter(observations)
+    for drawn, begin, end in equal_runs(mask):
+        if not drawn:
+            messages += next(rest)
+            continue
+        content: str | None = decode(tokenizer, [response[begin:end]])[0]
+        if reasoning_tags is not None:
+            content = strip_reasoning(tokenizer, [*prompt, *response[:begin]], response[begin:end], reasoning_tags)
+        messages.append({"role": "assistant", "content": content or ""})
+    return messages
 
 
 class MultiTurnRollouts:
@@ -154,7 +181,7 @@ class MultiTurnRollouts:
                 answers: list[Encoded | str] = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
             except EnvironmentFailure as failure:
                 answers = [str(failure)]
-            sent = json.dumps(answers).encode() if answers else b""
+            sent = json.dumps(answers, default=str).encode() if answers else b""
         sent = self.replica.broadcast_bytes(sent, "generation:environments")
         taken = []
         for answer in json.loads(sent) if sent else ():
@@ -167,7 +194,7 @@ class MultiTurnRollouts:
         """Raises EnvironmentFailure for an observation that the model cannot read."""
         row = self.rows[answer.row_id]
         if answer.done or not row.held:
-            return answer.row_id, [], answer.reward, answer.done
+            return answer.row_id, [], [], answer.reward, answer.done
         ids, vocabulary = self._observation_ids(row, answer.observation), self.spec.vocab_size
         if max(ids, default=0) >= vocabulary:
             raise EnvironmentFailure(
@@ -179,7 +206,9 @@ class MultiTurnRollouts:
                 f"environment {self._names[answer.row_id]!r}: reset() of row {answer.row_id} observes {len(ids)} tokens, but "
                 f"max_response_length={row.limit - row.prompt_length}, which they count towards, must leave one for the model"
             )
-        return answer.row_id, ids, answer.reward, answer.done
+        said = answer.observation
+        messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
+        return answer.row_id, ids, messages, answer.reward, answer.done
 
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
         """The tokens after the row's turn. A template's end-of-message token is left out if the turn has it already.
@@ -196,7 +225,9 @@ class MultiTurnRollouts:
         has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(self.spec.eos_token_ids)
         return rest if has_ended else [first, *rest]
 
-    def _take(self, row_id: int, ids: list[int], reward: float, done: bool) -> tuple[SequenceState, list[int]]:
+    def _take(
+        self, row_id: int, ids: list[int], messages: list[ChatMessage], reward: float, done: bool
+    ) -> tuple[SequenceState, list[int]]:
         self._awaited.remove(row_id)
         row = self.rows[row_id]
         row.reward += reward
@@ -206,4 +237,6 @@ class MultiTurnRollouts:
             return row, []
         assert row.mask is not None
         row.mask += [False] * len(ids)
+        if ids:
+            row.observations.append(messages)
         return row, ids
