@@ -503,7 +503,7 @@ def norm(model: torch.nn.Module) -> float:
 
 def test_without_an_environment_there_is_no_field_of_it_and_without_a_function_it_gives_the_reward() -> None:
     ((fields, metrics),) = run_ranks(1, one_step, ("data.max_response_length=24",))
-    assert not {"response_mask", "environment_reward"} & set(fields)
+    assert not {"response_mask", "environment_reward", "observations"} & set(fields)
     assert not [name for name in metrics if "num_turns" in name or "environment" in name]
     ((_, metrics),) = run_ranks(1, one_step, (*PARROT, "reward.function=null"))
     assert metrics["reward/mean"] == pytest.approx(0.5 * metrics["rollout/environment_reward_mean"], rel=1e-6)

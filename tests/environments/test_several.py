@@ -299,10 +299,18 @@ def mixed(path: Path, *names: str | None) -> Path:
     return path
 
 
+def share_of_turns(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """The task's reward, if the turns make the response."""
+    if "".join(turn["content"] for turn in row["completion_messages"]) != response:
+        raise ValueError(row["completion_messages"])
+    return tasks.even_share(prompt, response, row)
+
+
 def test_rows_of_one_run_have_different_environments_in_any_layout(tmp_path: Path) -> None:
     """On one rank, in pipeline stages with few pages, and with the actor's responses streamed to other ranks."""
     roles = ("actor", "critic", "reference", "reward")
     common = [*SEVERAL, f"data.path={mixed(tmp_path / 'mixed.jsonl')}", "data.shuffle=false"]
+    common += ["reward.function=test_several:share_of_turns", "reward.max_failure_rate=0"]
     common += [f"models.{role}.dtype=float64" for role in roles]
     stages = ["models.actor.layout.pp=2", "models.critic.layout.pp=2"]
     stages += [f"models.actor.generation.{key}" for key in ("pp=2", "num_pages=40", "page_size=2")]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
@@ -51,13 +52,17 @@ class Environments:
 def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
     """Returns :class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``."""
     marks = {}
-    for token, added in tokenizer.added_tokens_decoder.items():
-        if added.content and text.count(added.content) > ids.count(token):
+    for token, added in _added_texts(tokenizer).items():
+        if text.count(added) > ids.count(token):
             starts = [i for i, each in enumerate(ids) if each == token]
-            marks[added.content] = [
-                len(each) for each in decode(tokenizer, [ids[:i] for i in starts], skip_special_tokens=False)
-            ]
+            marks[added] = [len(each) for each in decode(tokenizer, [ids[:i] for i in starts], skip_special_tokens=False)]
     return marks
+
+
+@lru_cache(maxsize=8)
+def _added_texts(tokenizer: Any) -> dict[int, str]:
+    """Returns the tokens that were added to the vocabulary, but for the runs of blanks that some have among them."""
+    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
 
 
 def turn_messages(
