@@ -19,7 +19,7 @@ import torch
 import tasks
 from generators import Generator, alone, assert_recorded, load, read_eos_ids, training_log_probs
 from ranks import run_ranks
-from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.data.tokenizer import decoding, encode, encode_continued, load_tokenizer
 from rlhf_spmd.environments.calculator import Calculator, calculate
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
@@ -169,6 +169,22 @@ def test_rows_are_what_the_environment_and_the_model_said(plain: list[Any]) -> N
 
 def encode_by_hand(text: str | None) -> list[int]:
     return [tasks.VOCABULARY.index(c) for c in text or ""]
+
+
+@pytest.mark.parametrize("text", ["a", ".1", "11", " a", "\n", "a 1"])
+def test_an_observation_continues_the_text(text: str) -> None:
+    """No space is put before it, as before the beginning of a text, and what it says is all that is read."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "▁", "a", ".", "1", "11", "\n", "▁a", "aa", ".."]
+    merges = [("▁", "a"), ("1", "1"), ("a", "a"), (".", ".")]
+    model = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    ids = encode_continued(tokenizer, text)
+    assert "".join(pieces[i] for i in ids) == text.replace(" ", "▁")
+    assert encode(tokenizer, "1") != encode_continued(tokenizer, "1")
 
 
 def ends_turn(token_ids: list[int]) -> bool:
@@ -487,7 +503,7 @@ def norm(model: torch.nn.Module) -> float:
 
 def test_without_an_environment_there_is_no_field_of_it_and_without_a_function_it_gives_the_reward() -> None:
     ((fields, metrics),) = run_ranks(1, one_step, ("data.max_response_length=24",))
-    assert not {"response_mask", "environment_reward"} & set(fields)
+    assert not {"response_mask", "environment_reward", "observations"} & set(fields)
     assert not [name for name in metrics if "num_turns" in name or "environment" in name]
     ((_, metrics),) = run_ranks(1, one_step, (*PARROT, "reward.function=null"))
     assert metrics["reward/mean"] == pytest.approx(0.5 * metrics["rollout/environment_reward_mean"], rel=1e-6)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,9 +22,10 @@ from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import EnvironmentRunner
-from rlhf_spmd.environments.tools import Tools, find_calls, tool_schema
+from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
+from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
-from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.generation.multi_turn import Environments, spelled_marks, turn_messages
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare
@@ -50,7 +51,7 @@ READ = {  # what the model reads between its turns, by the special token of its 
     3: f"\n{START}tool\n6650 km{END}\n{START}assistant\n",
     4: f"\n{START}tool\nerror: KeyError: 'moon'{END}\n{START}assistant\n",
     5: f"\n{START}tool\nerror: there is no tool 'fnd'; there are find{END}\n{START}assistant\n",
-    6: f'\n{START}tool\nerror: a call is JSON: {{"name": ..., "arguments": {{...}}}}{END}\n{START}assistant\n',
+    6: f"\n{START}tool\nerror: the call cannot be read; a call is {FORMATS['hermes'].form}{END}\n{START}assistant\n",
 }
 
 
@@ -97,15 +98,20 @@ def talk(cls: str, most: int = 400, model: Path | None = None, **settings: Any) 
 
 
 class Listening:
-    """Remembers what it hears."""
+    """Remembers what it hears, and what was before it."""
 
     heard: ClassVar[list[str]] = []
+    contexts: ClassVar[set[str]] = set()
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.template = chat_template
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        pass
+        assert self.template == TEMPLATE
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(self, text: str, context: TurnContext) -> tuple[str, float, bool]:
         self.heard.append(text)
+        self.contexts.add(context.before)
         return "", 0.0, True
 
 
@@ -115,6 +121,13 @@ def test_a_turn_has_its_special_tokens_but_the_end_of_text() -> None:
     assert sorted(Listening.heard) == sorted(text.removesuffix(END) for text in said)
     assert any(text.endswith(END) for text in said) and any(ANGRY in text for text in Listening.heard)
     assert any("<tool_call>" in text for text in Listening.heard) and not any(END in text for text in Listening.heard)
+    assert Listening.contexts == {WORDS[50 + i] + WORDS[60] for i in range(24)}
+
+
+def test_marks_that_other_tokens_spell_are_told_apart() -> None:
+    ids = [*map(WORDS.index, ANGRY), 2, WORDS.index("a"), 2]
+    assert spelled_marks(load_tokenizer(talker()), ids, ANGRY * 2 + "a" + ANGRY) == {ANGRY: [len(ANGRY), 2 * len(ANGRY) + 1]}
+    assert spelled_marks(load_tokenizer(talker()), [2], ANGRY) == {}
 
 
 TOOLS = {"tools": ["test_several:find"]}
@@ -209,19 +222,38 @@ def test_the_name_that_a_model_calls_is_text_for_the_template() -> None:
     assert message["name"] == "?" and "there is no tool" in message["content"]
 
 
-def test_calls_are_found_as_models_write_them() -> None:
-    assert find_calls('So <tool_call>\n{"name": "a"}\n</tool_call><tool_call>{"name": "b"}') == [{"name": "a"}, {"name": "b"}]
-    assert find_calls('[TOOL_CALLS][{"name": "a"}, {"name": "b"}]', "[TOOL_CALLS]") == [{"name": "a"}, {"name": "b"}]
-    assert find_calls('{"name": "a", "parameters": {}}', "") == [{"name": "a", "parameters": {}}]
-    assert find_calls("42", "") == find_calls("so be it", "") == find_calls("no call") == []
-    assert find_calls("<tool_call>{a") == find_calls("<tool_call>" + "[" * 100_000) == [None]
-    said, reward, done = Tools(["test_several:find"], begin="", role="user").step(
-        '{"name": "find", "parameters": {"query": "nile"}}'
-    )
-    assert (said, reward, done) == ([{"role": "user", "name": "find", "content": "6650 km"}], 0.0, False)
-    assert Tools(["test_several:find"]).step("It is 6650 km.") == ("", 0.0, True)
-    ended, _, done = Tools(["sys:exit"], begin="").step('{"name": "exit", "parameters": {}}')
-    assert isinstance(ended, list) and (ended[0]["content"], done) == ("error: SystemExit: ", False)
+async def later(query: str) -> str:
+    return RIVERS[query]
+
+
+def endless(query: str) -> Iterator[str]:
+    """Says it again and again.
+
+    Args:
+        query: what to say
+    """
+    yield query
+
+
+def leave(query: str) -> None:
+    raise BaseException(query)
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "content"),
+    [
+        ("test_several:find", '{"name": "find", "parameters": {"query": "nile"}}', "6650 km"),
+        ("test_several:later", '{"name": "later", "parameters": {"query": "nile"}}', "6650 km"),
+        ("test_several:later", '{"name": "later", "parameters": {"query": "po"}}', "error: KeyError: 'po'"),
+        ("test_several:leave", '{"name": "leave", "parameters": {"query": "now"}}', "error: BaseException: now"),
+        ("sys:exit", '{"name": "exit", "parameters": {}}', "error: SystemExit: "),
+    ],
+)
+def test_the_model_reads_what_a_tool_returns_or_raises(function: str, call: str, content: str) -> None:
+    tools = Tools([function], format="llama3_json", role="user")
+    name = function.partition(":")[2]
+    assert tools.step(call) == ([{"role": "user", "name": name, "content": content}], 0.0, False)
+    assert tools.step("It is 6650 km.") == ("", 0.0, True)
 
 
 def test_a_function_describes_itself() -> None:
@@ -267,10 +299,18 @@ def mixed(path: Path, *names: str | None) -> Path:
     return path
 
 
+def share_of_turns(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """The task's reward, if the turns make the response."""
+    if "".join(turn["content"] for turn in row["completion_messages"]) != response:
+        raise ValueError(row["completion_messages"])
+    return tasks.even_share(prompt, response, row)
+
+
 def test_rows_of_one_run_have_different_environments_in_any_layout(tmp_path: Path) -> None:
     """On one rank, in pipeline stages with few pages, and with the actor's responses streamed to other ranks."""
     roles = ("actor", "critic", "reference", "reward")
     common = [*SEVERAL, f"data.path={mixed(tmp_path / 'mixed.jsonl')}", "data.shuffle=false"]
+    common += ["reward.function=test_several:share_of_turns", "reward.max_failure_rate=0"]
     common += [f"models.{role}.dtype=float64" for role in roles]
     stages = ["models.actor.layout.pp=2", "models.critic.layout.pp=2"]
     stages += [f"models.actor.generation.{key}" for key in ("pp=2", "num_pages=40", "page_size=2")]
@@ -307,6 +347,7 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
     settings = (
         *(f"model.path={talker()}", f"data.path={source}", f"out={out}"),
         *("environments.river.cls=tools", "environments.river.args.tools=[test_several:find]"),
+        "reward.function=test_several:long_river",
         'data.tools.game=[{"type": "function", "function": {"name": "own"}}]',
         *(
             "environments.game.cls=test_several:Paying",
@@ -327,10 +368,27 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
         elif number % 3 == 2:
             assert (row["environment_reward"], row["num_turns"]) == (0.0, 1) and all(row["response_mask"])
     assert any("6650 km" in row["text"] and row["num_turns"] > 1 for row in made[::3])
+    assert all(row["score"] == ("6650 km" in row["text"]) for row in made)
 
 
 def long_river(prompt: str, response: str, row: dict[str, Any]) -> float:
-    return float("6650 km" in response)
+    """Whether the model read it; the turns are all of the response, between what the template writes."""
+    turns, at = row["completion_messages"], 0
+    for turn in turns:
+        at = response.index(turn["content"], at) + len(turn["content"])
+    assert {turn["role"] for turn in turns} <= {"assistant", "tool"}
+    return float(any(turn["content"] == "6650 km" for turn in turns if turn["role"] == "tool"))
+
+
+def test_a_response_as_messages() -> None:
+    ids, mask = encoded("ab1cd<think>e</think>f"), [True, True, False, *[True] * 19]
+    observations = [[{"role": "tool", "name": "find", "content": "1"}]]
+    tokenizer, found = load_tokenizer(talker()), [{"role": "assistant", "content": "ab"}, *observations[0]]
+    last = {"role": "assistant", "content": "cd<think>e</think>f"}
+    assert turn_messages(tokenizer, [7], ids, mask, observations) == [*found, last]
+    stripped = turn_messages(tokenizer, [7], ids, mask, observations, ("<think>", "</think>"))
+    assert stripped == [*found, {"role": "assistant", "content": "f"}]
+    assert turn_messages(tokenizer, [7], ids[2:], mask[2:], observations)[0] == observations[0][0]
 
 
 def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> None:
@@ -377,6 +435,16 @@ def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> 
         (NAMES, tools("[test_several:undescribed]"), r"tool 'undescribed' needs type hints and a docstring"),
         (NAMES, tools("[test_several:find,test_several:find]"), r"two functions have one name, by which the model calls them"),
         (NAMES, tools("test_several:find"), r"tools='test_several:find' must be a list"),
+        (
+            NAMES,
+            tools("[test_several:endless]"),
+            r"tool 'endless' is a generator \(it has a yield\); it must return its result",
+        ),
+        (
+            NAMES,
+            [*TOOL_SETTINGS, "environment.args.format=herms"],
+            r"format='herms' is not a form of calls; did you mean 'hermes'\?.* there are openai, ",
+        ),
         (
             (None, "zeds", "short", "parrot"),
             [*tools("[test_several:find]"), "data.apply_chat_template=false", "reward.function=null"],

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from generators import (
     assert_same,
     build_generator,
     load,
+    num_unequal,
     ragged_requests,
     row_of,
     tokens_of,
@@ -36,11 +37,13 @@ from generators import (
 from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.logit_rules import LogitRules
 from rlhf_spmd.generation.sampler import (
     build_sampling_tensors,
     draw_rows,
+    drawable_ids,
     filter_weights,
     group_by_sampling,
     row_keys,
@@ -50,6 +53,9 @@ from rlhf_spmd.generation.sampler import (
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.heads import local_logits
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.world import World
 from sampler_statistics import chi_square_z, draws, kept_weights
 
 EOS = 2
@@ -161,6 +167,46 @@ def test_rows_whose_rules_leave_nothing_say_so(path: str) -> None:
     scores = logits.index_fill(0, torch.tensor([1]), -torch.inf)
     _, _, log_probs = draw_rows(decoder.ops, scores, logits, settings, torch.arange(3), torch.arange(3), decoder, groups)
     assert log_probs.isnan().tolist() == [False, True, False]
+
+
+PADDED = SamplingConfig(logprobs=3, max_response_length=12)
+SAMPLERS = [PADDED, replace(PADDED, temperature=0.0), replace(PADDED, temperature=0.7, top_p=0.9), replace(PADDED, top_k=7)]
+SAMPLERS += [replace(PADDED, logit_bias={250: 20.0}), replace(PADDED, repetition_penalty=1.3, min_p=0.01)]
+
+
+class Ids(NamedTuple):
+    """A tokenizer of as many ids."""
+
+    size: int
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(i): i for i in range(self.size)}
+
+
+def draw_padded(world: World, path: str, layout: Layout) -> list[list[Any]]:
+    """Ids, log-probs and the likeliest ids of rows whose tokenizer has 120 ids of the 301, of which the others are likelier."""
+    mesh = build_mesh(world, range(world.size), layout) if world.size > 1 else alone()[1]
+    decoder = load(path, mesh)
+    first = decoder.vocab_range[0]
+    decoder.head_weight.data[max(120 - first, 0) :] *= 3
+    generator = Generator(decoder, mesh, SMALL, [2], decoding(Ids(120)))
+    results, requests = [], [Request(i, i, [5 + i, 40], 12) for i in range(8)]
+    for sampling in SAMPLERS:
+        completions = generator.generate(requests, sampling, 3, 5)
+        temperature = sampling.log_prob_temperature
+        assert num_unequal(decoder, requests, completions, temperature) == 0
+        assert all(done.top_log_probs is not None and int(done.top_log_probs[0].max()) < 120 for done in completions)
+        results.append([done.token_ids for done in completions])
+    assert max(map(max, (ids for drawn in results for ids in drawn))) < 120
+    return results
+
+
+def test_ids_that_the_tokenizer_lacks_are_not_drawn_on_any_rank(path: str) -> None:
+    """Log-probs count them, as training does."""
+    alone_drawn = draw_padded(alone()[0], path, Layout())
+    assert run_ranks(2, draw_padded, path, Layout(tp=2)) == [alone_drawn] * 2
+    sizes = (301, [2], None), (301, [200], Ids(120)), (100, [], Ids(120))
+    assert [drawable_ids(size, ends, decoding(ids)) for size, ends, ids in sizes] == [301, 201, 100]
 
 
 def numbers(seed: int, steps: Any, row_ids: Any, positions: Any) -> torch.Tensor:
@@ -412,7 +458,13 @@ def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
         argv = arguments(model, rows, tmp_path / "out.jsonl", "sampling.max_response_length=2", f"sampling.{override}")
         with pytest.raises(ValueError, match=message):
             program.prepare(None, argv, alone()[0].launch)
-    with pytest.raises(ValueError, match=r"val_sampling\.logprobs=11: must be between 0 and 10, the model's vocabulary"):
-        SamplingConfig(logprobs=11).check_ids(10, [], False, "val_sampling")
+    with pytest.raises(ValueError, match=r"val_sampling\.logprobs=11: must be between 0 and 10, the ids that may be drawn"):
+        SamplingConfig(logprobs=11).check_ids(12, 10, [], False, "val_sampling")
+    with pytest.raises(
+        ValueError, match=r"sampling\.stop_token_ids: token id 11 is never drawn: the tokenizer has ids up to 9"
+    ):
+        SamplingConfig(stop_token_ids=[11]).check_ids(12, 10, [], False, "sampling")
     with pytest.raises(ValueError, match="leave no token to draw"):
-        SamplingConfig(allowed_token_ids=[EOS], min_response_length=1).check_ids(10, [EOS], False, "sampling")
+        SamplingConfig(allowed_token_ids=[11]).check_ids(12, 10, [], False, "sampling")
+    with pytest.raises(ValueError, match="leave no token to draw"):
+        SamplingConfig(allowed_token_ids=[EOS], min_response_length=1).check_ids(10, 10, [EOS], False, "sampling")

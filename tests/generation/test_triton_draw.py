@@ -210,7 +210,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def draw_on_rank(world: World, path: str, ruled: bool, samplings: Sequence[SamplingConfig]) -> list[Tensor]:
+@pytest.mark.parametrize("drawable", [3, 512, 700])
+def test_only_the_first_ids_are_drawn(drawable: int) -> None:
+    """What is drawn from the first columns alone; log-probs are of all."""
+    logits, samplings = normal(len(OPTIONS) * 2, 1793), mixed(len(OPTIONS) * 2)
+    logits[:, drawable:] += 5
+    for scores in (logits[:, :drawable], logits.clone()[:, :drawable]):
+        draws = drawn(logits, samplings, scores)
+        assert torch.equal(draws[0], drawn(logits[:, :drawable].contiguous(), samplings)[0])
+        check_log_probs(draws, logits, samplings)
+
+
+def draw_on_rank(world: World, path: str, ruled: bool, drawable: int, samplings: Sequence[SamplingConfig]) -> list[Tensor]:
     import triton_device  # noqa: F401
 
     triton_draw.TILE = triton_filter.TILE = 64
@@ -219,17 +230,19 @@ def draw_on_rank(world: World, path: str, ruled: bool, samplings: Sequence[Sampl
     logits = all_logits[:, first:last].contiguous()
     scores = logits if not ruled else all_logits.masked_fill(torch.arange(301) % 3 == 0, -torch.inf)
     settings = build_sampling_tensors(samplings, np.arange(len(samplings)), DEVICE)
-    return list(draw_rows(GpuOps(), scores, logits, settings, *numbers(len(samplings)), decoder, []))
+    return list(draw_rows(GpuOps(), scores, logits, settings, *numbers(len(samplings)), decoder, [], drawable))
 
 
 @pytest.mark.skipif(COMPILED, reason="gloo ranks, in the interpreter")
-@pytest.mark.parametrize(("ruled", "filtered"), [(True, False), (False, True)])
-def test_slices_of_the_vocabulary_draw_what_the_whole_draws(model: str, ruled: bool, filtered: bool) -> None:
+@pytest.mark.parametrize(
+    ("ruled", "filtered", "drawable"), [(True, False, 301), (False, True, 301), (False, False, 100), (False, True, 170)]
+)
+def test_slices_of_the_vocabulary_draw_what_the_whole_draws(model: str, ruled: bool, filtered: bool, drawable: int) -> None:
     settings = OPTIONS if filtered else OPTIONS[:3]
     samplings = [*settings, *settings]
-    first, second = run_ranks(2, draw_on_rank, model, ruled, samplings)
+    first, second = run_ranks(2, draw_on_rank, model, ruled, drawable, samplings)
     assert all(map(torch.equal, first, second))
     all_logits = normal(len(samplings), 301)
     scores = all_logits.masked_fill(torch.arange(301) % 3 == 0, -torch.inf) if ruled else all_logits
-    check_tokens(first[0], scores, samplings)
+    check_tokens(first[0], scores[:, :drawable], samplings)
     check_log_probs((first[0], first[1], first[2]), all_logits, samplings)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_spmd import kernels
-from rlhf_spmd.data.tokenizer import Decoding
+from rlhf_spmd.data.tokenizer import Decoding, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SamplingOverrides, SequenceState
 from rlhf_spmd.models.attention import PackedAttention
@@ -193,9 +193,15 @@ def generate_in_pieces(
 
 
 def transformers_greedy(path: str, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+    """``path``: if there is a tokenizer, ids that it lacks are kept out."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(),
+        load_tokenizer(path, required=False),
+    )
+    if tokenizer is not None:
+        options["suppress_tokens"] = [*range(len(tokenizer), model.config.vocab_size)] or None
     out = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -134,6 +134,22 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
+def encode_continued(tokenizer: Any, text: str) -> list[int]:
+    """Returns the token ids of a text that continues other text, like an observation; see :func:`decode`.
+
+    SentencePiece tokenizers put a space before what begins a text. There the text is tokenised behind a character that
+    does not merge with it.
+    """
+    before, word = _word_before(tokenizer)
+    if not text or decode(tokenizer, [before])[0] == word:
+        return encode(tokenizer, text)
+    for character in (".", "a", "1", ")", "\n"):
+        start, whole = encode(tokenizer, character), encode(tokenizer, character + text)
+        if start and whole[: len(start)] == start:
+            return whole[len(start) :]
+    return encode(tokenizer, text)
+
+
 @dataclass(frozen=True)
 class Decoding:
     """Decodes the token ids of one row, as :func:`decode` does."""

@@ -8,6 +8,6 @@ or tensors.
 Read in this order:
 
 - ``config``: the protocol (``Environment``), settings (``EnvironmentConfig``), and which environment a row has (``environment_of``)
-- ``calculator``: an example; ``tools``: calls of tools in a response
+- ``calculator``: an example; ``tools``: functions that the model calls; ``tool_calls``: the calls in a turn, by family
 - ``runner``: many rows at once (``EnvironmentRunner``, ``EnvironmentFailure``)
 """

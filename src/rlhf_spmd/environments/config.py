@@ -18,7 +18,8 @@ class Environment(Protocol):
     """One object per row: made, reset, then stepped once per turn of the model, by one thread at a time.
 
     The class may have ``schemas(**args)``, a static method that returns OpenAI's schemas of its tools for chat
-    templates, and ``gives_reward = False`` if its rows need a score from elsewhere.
+    templates, and ``gives_reward = False`` if its rows need a score from elsewhere. Its parameter ``chat_template``, if
+    it has one that ``args`` leave out, gets the text of the model's chat template.
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
@@ -28,9 +29,10 @@ class Environment(Protocol):
     def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
         """Answers a turn. Returns (observation, reward, done).
 
-        ``text``: the model's turn with its special tokens, except those that end a text. Unless done, the model reads
-        the observation (``?`` for a lone surrogate) and goes on. Messages are rendered as the chat template writes them
-        between two of the model's turns. Rewards of a row's turns are summed.
+        ``text``: the model's turn with its special tokens, except those that end a text. A parameter ``context``, if
+        there is one, gets the turn's :class:`tool_calls.TurnContext`. Unless done, the model reads the observation
+        (``?`` for a lone surrogate) and goes on. Messages are rendered as the chat template writes them between two of
+        the model's turns. Rewards of a row's turns are summed.
         """
 
 

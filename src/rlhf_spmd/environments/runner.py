@@ -5,6 +5,7 @@ A thread cannot be killed, so a call that overruns ends the run. The threads are
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections import Counter
@@ -14,7 +15,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from rlhf_spmd.environments.config import ChatMessage, Environment, Named, environment_key, resolve_class
+from rlhf_spmd.environments.config import ChatMessage, Environment, EnvironmentConfig, Named, environment_key, resolve_class
+from rlhf_spmd.environments.tool_calls import TurnContext
 
 BEAT_S = 0.1  # between looks at the clock while waiting
 
@@ -34,30 +36,35 @@ class Answer(NamedTuple):
     done: bool
 
 
+Call = tuple[int, str | None, TurnContext]  # row id, the turn (None: reset), its context
+
+
 class EnvironmentRunner:
     """One environment per row of ``rows`` (by row id), made by its first call. ``names``: which of ``configs`` each row
-    has.
+    has. ``template``: the text of the chat template, if there is one.
 
     Use it from one thread. ``close`` ends the threads that are not inside a call.
     """
 
-    def __init__(self, configs: Named, names: Mapping[int, str], rows: Mapping[int, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, configs: Named, names: Mapping[int, str], rows: Mapping[int, Mapping[str, Any]], template: str | None = None
+    ) -> None:
         self._configs, self._names, self._rows = configs, names, rows
         self._environments: dict[int, Environment] = {}
-        self._calls: dict[str, SimpleQueue[tuple[int, str | None] | None]] = {}
+        self._calls: dict[str, SimpleQueue[Call | None]] = {}
         self._answers: SimpleQueue[Answer | EnvironmentFailure] = SimpleQueue()
         self._started: dict[int, float] = {}  # row id -> when its running call began
         for name, num_rows in Counter(names.values()).items():
             self._calls[name] = SimpleQueue()
-            build: Callable[[], Environment] = partial(resolve_class(configs[name].cls or ""), **configs[name].args)
+            build = _builder(configs[name], template)
             for _ in range(min(configs[name].num_workers, num_rows)):
                 Thread(target=self._work, args=(build, self._calls[name]), name=environment_key(name), daemon=True).start()
 
     def reset(self, row_id: int) -> None:
-        self._calls[self._names[row_id]].put((row_id, None))
+        self._calls[self._names[row_id]].put((row_id, None, TurnContext()))
 
-    def step(self, row_id: int, text: str) -> None:
-        self._calls[self._names[row_id]].put((row_id, text))
+    def step(self, row_id: int, text: str, context: TurnContext | None = None) -> None:
+        self._calls[self._names[row_id]].put((row_id, text, context or TurnContext()))
 
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
         """Returns the answers that have arrived; with ``wait`` at least one, which must have been asked for.
@@ -98,13 +105,13 @@ class EnvironmentRunner:
     def _failure(self, row_id: int, what: str) -> EnvironmentFailure:
         return EnvironmentFailure(f"environment {self._configs[self._names[row_id]].cls!r} of row {row_id} {what}")
 
-    def _work(self, build: Callable[[], Environment], calls: SimpleQueue[tuple[int, str | None] | None]) -> None:
+    def _work(self, build: Callable[[], Environment], calls: SimpleQueue[Call | None]) -> None:
         while (call := calls.get()) is not None:
-            row_id, text = call
+            row_id, text, context = call
             began = self._started[row_id] = time.monotonic()
             answer: Answer | EnvironmentFailure
             try:
-                answer = self._answer(row_id, text, build)
+                answer = self._answer(row_id, text, context, build)
             # The boundary to the user's code: whatever it raises, sys.exit() included, ends the run, not only this thread.
             except BaseException as error:
                 method = "reset" if text is None else "step"
@@ -114,14 +121,15 @@ class EnvironmentRunner:
             self._answers.put(answer)
         calls.put(None)  # for the next thread
 
-    def _answer(self, row_id: int, text: str | None, build: Callable[[], Environment]) -> Answer:
+    def _answer(self, row_id: int, text: str | None, context: TurnContext, build: Callable[[], Environment]) -> Answer:
         observation: str | list[ChatMessage] | None
         if text is None:
             self._environments[row_id] = environment = build()
             observation = environment.reset(self._rows[row_id])
             reward, done = 0.0, False
         else:
-            result = self._environments[row_id].step(text)
+            step = self._environments[row_id].step
+            result = step(text, **({"context": context} if "context" in inspect.signature(step).parameters else {}))
             if not (isinstance(result, tuple) and len(result) == 3):
                 raise TypeError(f"it must return (observation, reward, done), not {result!r}")
             observation, reward, done = result
@@ -138,6 +146,13 @@ class EnvironmentRunner:
         else:
             readable = _readable(observation or "")
         return Answer(row_id, readable, float(reward), bool(done))
+
+
+def _builder(config: EnvironmentConfig, template: str | None) -> Callable[[], Environment]:
+    """Returns what makes an environment; its class gets the chat template if it takes one."""
+    cls, args = resolve_class(config.cls or ""), config.args
+    takes = "chat_template" in inspect.signature(cls).parameters
+    return partial(cls, **{**({"chat_template": template} if takes else {}), **args})
 
 
 def _are_messages(value: object) -> bool:

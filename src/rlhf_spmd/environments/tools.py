@@ -1,80 +1,89 @@
 """Tools: Python functions that the model calls. The chat template renders what they return as tool messages.
 
-A call is JSON, ``{"name": ..., "arguments": {...}}`` (or Llama's ``parameters``), after a marker: ``<tool_call>``
-(Qwen, Hermes), ``<|python_tag|>`` (Llama 3.1) or ``[TOOL_CALLS]`` (Mistral, a list of calls). A turn without a call is
-the last.
+:mod:`tool_calls` reads the calls of a turn, in the form of the model's family. A turn without a call is the last.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.config.registry import resolve_function
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.environments.config import ChatMessage
-
-BEGIN = "<tool_call>"
+from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 
 
 class Tools:
-    """``tools``: functions, each ``package.module:function`` or ``file.py:function``, called from many threads.
+    """``tools``: functions, each ``package.module:function`` or ``file.py:function``, called from many threads. A
+    coroutine is awaited.
 
-    ``begin``: the marker before a call; empty: the whole turn is the call, and any other turn is the answer. ``role``:
-    role of the messages that the model reads.
+    ``format``: one of ``FORMATS``, the form of the model's calls; None: that of ``chat_template``, the template's text.
+    ``role``: role of the messages that the model reads.
     """
 
     gives_reward = False
 
-    def __init__(self, tools: Sequence[str], begin: str = BEGIN, role: str = "tool") -> None:
-        self.functions = _functions(tools)
-        self.begin, self.role = begin, role
+    def __init__(
+        self, tools: Sequence[str], format: str | None = None, role: str = "tool", chat_template: str | None = None
+    ) -> None:
+        check_format(format, "format")
+        self.functions, self.role = _functions(tools), role
+        self.format = format or detect_format(chat_template)
+        self.texts = {name: _text_parameters(function) for name, function in self.functions.items()}
 
     @staticmethod
-    def schemas(tools: Sequence[str], **_: str) -> list[dict[str, Any]]:
+    def schemas(tools: Sequence[str], format: str | None = None, **_: str) -> list[dict[str, Any]]:
+        """Raises ValueError, also for a ``format`` that does not exist."""
+        check_format(format, "format")
         return [tool_schema(function) for function in _functions(tools).values()]
 
     def reset(self, row: Mapping[str, Any]) -> None:
         pass
 
-    def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
-        calls = find_calls(text, self.begin)
+    def step(self, text: str, context: TurnContext | None = None) -> tuple[str | list[ChatMessage], float, bool]:
+        calls = parse_turn(text, self.format, context, self.texts).calls
         if not calls:
             return "", 0.0, True
-        return [self._answer(call if isinstance(call, dict) else {}) for call in calls], 0.0, False
+        return [self._answer(call) for call in calls], 0.0, False
 
-    def _answer(self, call: Mapping[str, Any]) -> ChatMessage:
+    def _answer(self, call: ToolCall | None) -> ChatMessage:
         """Returns what the function returned, as text or JSON, or what is wrong with the call."""
-        name, arguments = str(call.get("name")), call.get("arguments", call.get("parameters", {}))
-        if "name" not in call or not isinstance(arguments, dict):
-            reply = 'error: a call is JSON: {"name": ..., "arguments": {...}}'
-        elif name not in self.functions:
-            reply = f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
+        if call is None:
+            reply = f"error: the call cannot be read; a call is {FORMATS[self.format].form}"
+        elif call.name not in self.functions:
+            reply = f"error: there is no tool {call.name!r}; there are {', '.join(self.functions)}"
         else:
             try:
-                result = self.functions[name](**arguments)
-                reply = result if isinstance(result, str) else json.dumps(result, default=str)
+                result = self.functions[call.name](**call.arguments)
+                if inspect.isawaitable(result):
+                    result = asyncio.run(_result_of(result))
+                if inspect.isgenerator(result) or inspect.isasyncgen(result):
+                    raise TypeError("the tool returned a generator, not a result")
+                reply = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
             # The boundary to the user's code, called with what the model wrote: the model reads the error and may try again.
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise  # the user's, not the tool's
                 reply = f"error: {type(error).__name__}: {error}"
-        return {"role": self.role, "name": name, "content": reply}
+        return {"role": self.role, "name": call.name if call else "", "content": reply}
 
 
 environment = Tools
 
 
-def find_calls(text: str, begin: str = BEGIN) -> list[Any]:
-    """Returns the JSON after each ``begin`` (lists flattened), None for invalid JSON. Without ``begin``: the text, if it
-    is a call."""
-    found: list[Any] = []
-    for part in text.split(begin)[1:] if begin else [text]:
-        try:
-            value, _ = json.JSONDecoder().raw_decode(part.lstrip())
-        except (ValueError, RecursionError):
-            value = None
-        found += value if isinstance(value, list) else [value]
-    return found if begin else [call for call in found if isinstance(call, dict) and "name" in call]
+async def _result_of(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _text_parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Returns the names of the parameters that take text and nothing else."""
+    hints = getattr(function, "__annotations__", {})
+    return frozenset(name for name, hint in hints.items() if hint in (str, "str"))
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -94,10 +103,13 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _functions(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Returns the functions by the names that the model uses. Raises ValueError."""
+    """Returns the functions by the names that the model uses. Raises ValueError, also for a generator."""
     if isinstance(tools, str) or not tools:
         raise ValueError(f"tools={tools!r} must be a list of functions, each package.module:function or file.py:function")
     found = {function.__name__: function for function in (resolve_function(name, "tool") for name in tools)}
     if len(found) < len(tools):
         raise ValueError(f"tools={list(tools)}: two functions have one name, by which the model calls them")
+    for name, function in found.items():
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ValueError(f"tool {name!r} is a generator (it has a yield); it must return its result")
     return found

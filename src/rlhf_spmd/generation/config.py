@@ -258,19 +258,25 @@ class SamplingConfig:
         if not all(self.stop):
             raise ValueError(f"{where}.stop={self.stop}: a stop string must not be empty")
 
-    def check_ids(self, vocab_size: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
+    def check_ids(self, vocab_size: int, drawable: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
         """Raises ValueError for token ids outside the vocabulary, and if no token is left to draw.
 
-        ``stop_ids``: tokens that end a response. ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
+        ``drawable``: as many ids, from 0 on, may be drawn (:func:`~.sampler.drawable_ids`). ``stop_ids``: tokens that end a response.
+        ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
         """
-        if self.logprobs > vocab_size:
-            raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {vocab_size}, the model's vocabulary")
+        if self.logprobs > drawable:
+            raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {drawable}, the ids that may be drawn")
         for key in ("logit_bias", "allowed_token_ids", "forbidden_token_ids", "stop_token_ids"):
             bad = [token for token in getattr(self, key) or () if not 0 <= token < vocab_size]
             if bad:
                 raise ValueError(f"{where}.{key}: token id {bad[0]} must lie in 0 .. {vocab_size - 1}, the model's vocabulary")
+        if beyond := [token for token in self.stop_token_ids if token >= drawable]:
+            raise ValueError(
+                f"{where}.stop_token_ids: token id {beyond[0]} is never drawn: the tokenizer has ids up to {drawable - 1} only"
+            )
         barred = {*self.forbidden_token_ids, *(stop_ids if self.min_response_length or rows_have_minimum else ())}
-        if barred.issuperset(range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids):
+        allowed = range(drawable) if self.allowed_token_ids is None else self.allowed_token_ids
+        if barred.issuperset(token for token in allowed if token < drawable):
             raise ValueError(
                 f"{where}: allowed_token_ids without forbidden_token_ids (before min_response_length also without the tokens "
                 "that end a response) leave no token to draw; allow more"

@@ -31,6 +31,7 @@ from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
 from rlhf_spmd.generation.routed_experts import ExpertPages
+from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria
@@ -44,9 +45,10 @@ from rlhf_spmd.parallel.mesh import Mesh
 class Generator:
     """Generates with ``decoder``, this rank's shard under ``mesh``, whose axes are those of generation.
 
-    - decoding: turns token ids into text, for stop strings
+    - decoding: turns token ids into text, for stop strings; ids that its tokenizer lacks are not drawn
     - local_size: ranks of this host, which share its memory on CPUs
     - records_experts: completions have the experts that their tokens took
+    - drawable: as many ids, from 0 on, may be drawn
     - stats: counts of the last call
     - kept: rows that :meth:`generate_until` has not ended yet
     - reserved_bytes: free memory that others will take before the first step ends
@@ -66,6 +68,7 @@ class Generator:
         config.check_model("generation", decoder.spec)
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
+        self.drawable = drawable_ids(decoder.spec.vocab_size, self.eos_ids, decoding)
         self.stats = GenerationStats()
         self.reserved = False  # by :meth:`reserve_pages`: pages and the prompts in them stay, even without rows
         self.reserved_bytes = 0
@@ -184,7 +187,9 @@ class Generator:
         vocabulary, stop = self.decoder.spec.vocab_size, build_stop_criteria(sampling, self.eos_ids, self.decoding, "sampling")
         for overrides, row_id in {r.overrides: r.row_id for r in requests if r.overrides}.items():
             check_section(sampling.with_overrides(overrides), f"sampling of row {row_id}")
-        sampling.check_ids(vocabulary, stop.token_ids, any(request.min_new_tokens for request in requests), "sampling")
+        sampling.check_ids(
+            vocabulary, self.drawable, stop.token_ids, any(request.min_new_tokens for request in requests), "sampling"
+        )
         for request in requests:
             if not request.prompt_ids:
                 raise ValueError(f"row {request.row_id}: the prompt is empty; at least one token is needed")
@@ -194,7 +199,7 @@ class Generator:
                 raise ValueError(f"row {request.row_id}: prompt ids must lie in 0 .. {vocabulary - 1}, the model's vocabulary")
         if len({request.row_id for request in requests}) < len(requests):
             raise ValueError("row ids must differ: they key the random draws")
-        return GenerationCall(self.decoder, self.mesh, self.config, sampling, stop, seed, version, tick)
+        return GenerationCall(self.decoder, self.mesh, self.config, sampling, stop, self.drawable, seed, version, tick)
 
     def _usable(
         self, micro_batches: DecodeMicroBatches | None, rows: Sequence[SequenceState], version: int

@@ -65,13 +65,17 @@ class LaunchedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """The arguments of a call of the generator that its runners need. ``stop``: what ends a response; ``version``: of the weights."""
+    """The arguments of a call of the generator that its runners need.
+
+    ``stop``: what ends a response; ``drawable``: as many ids, from 0 on, may be drawn; ``version``: of the weights.
+    """
 
     decoder: Decoder
     mesh: Mesh
     config: GenerationConfig
     sampling: SamplingConfig
     stop: StopCriteria
+    drawable: int
     seed: int
     version: int
     tick: Callable[[], None]
@@ -93,6 +97,7 @@ class ModelRunner:
         self.decoder, self.mesh, self.cache, self.channels, self.graphs = call.decoder, call.mesh, cache, channels, graphs
         decoder, sampling, config, self.device = call.decoder, call.sampling, call.config, cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
+        self.drawable = call.drawable
         self.rules = build_rules(sampling, call.stop.token_ids, rows, decoder.spec.vocab_size, self.device)
         overrides = [row.request.overrides or sampling.overrides for row in rows]
         number = {each: i for i, each in enumerate(dict.fromkeys(overrides))}
@@ -279,14 +284,14 @@ class ModelRunner:
         if self.rules is not None:
             scores = self.rules.apply(whole, lines, lengths, history)
         ops, numbers = self.decoder.ops, lengths - prompts
-        drawn, log_probs, at_one = draw_rows(ops, scores, logits, settings, keys, numbers, self.decoder, groups)
+        drawn, log_probs, at_one = draw_rows(ops, scores, logits, settings, keys, numbers, self.decoder, groups, self.drawable)
         self.tokens.index_copy_(0, tokens_from + lengths, drawn)
         places = log_probs_from + lengths
         self.log_probs[-1].index_copy_(0, places, at_one)
         if len(self.log_probs) > 1:
             self.log_probs[0].index_copy_(0, places, log_probs)
         if self.top_ids.numel():
-            top = whole.topk(self.top_ids.shape[1]).indices
+            top = whole[:, : self.drawable].topk(self.top_ids.shape[1]).indices
             self.top_ids.index_copy_(0, places, top)
             self.top_log_probs.index_copy_(0, places, log_probs_of(self.decoder, logits, top))
 

@@ -11,20 +11,27 @@ row waits it sends nothing. The time of an answer decides which rows are compute
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.data.tokenizer import decode, encode
+from rlhf_spmd.data.reasoning import strip_reasoning
+from rlhf_spmd.data.tokenizer import decode, encode_continued
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
+from rlhf_spmd.environments.tool_calls import TurnContext
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
+from rlhf_spmd.telemetry.progress import equal_runs
 
-Encoded = tuple[int, list[int], float, bool]  # an answer: row id, tokens of the observation, reward, done
+TAIL = 32  # tokens before a turn that may hold a mark which opens thoughts
+
+# an answer: row id, tokens of the observation, the observation as messages, reward, done
+Encoded = tuple[int, list[int], list[ChatMessage], float, bool]
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,46 @@ class Environments:
     rows: Mapping[int, Mapping[str, Any]]
     tokenizer: Any
     encoding: EncodingConfig | None = None
+
+
+def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
+    """Returns :class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``."""
+    marks = {}
+    for token, added in _added_texts(tokenizer).items():
+        if text.count(added) > ids.count(token):
+            starts = [i for i, each in enumerate(ids) if each == token]
+            marks[added] = [len(each) for each in decode(tokenizer, [ids[:i] for i in starts], skip_special_tokens=False)]
+    return marks
+
+
+@lru_cache(maxsize=8)
+def _added_texts(tokenizer: Any) -> dict[int, str]:
+    """Returns the tokens that were added to the vocabulary, but for the runs of blanks that some have among them."""
+    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
+
+
+def turn_messages(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    mask: Sequence[bool],
+    observations: Sequence[list[ChatMessage]],
+    reasoning_tags: Sequence[str] | None = None,
+) -> list[ChatMessage]:
+    """Returns a response as messages: the model's turns by ``assistant``, as text without special tokens, and the observations.
+
+    ``mask``, ``observations``: see :class:`Completion`. ``reasoning_tags``: what these enclose is left out of each turn.
+    """
+    messages, rest = list[ChatMessage](), iter(observations)
+    for drawn, begin, end in equal_runs(mask):
+        if not drawn:
+            messages += next(rest)
+            continue
+        content: str | None = decode(tokenizer, [response[begin:end]])[0]
+        if reasoning_tags is not None:
+            content = strip_reasoning(tokenizer, [*prompt, *response[:begin]], response[begin:end], reasoning_tags)
+        messages.append({"role": "assistant", "content": content or ""})
+    return messages
 
 
 class MultiTurnRollouts:
@@ -67,7 +114,7 @@ class MultiTurnRollouts:
         self._encoder = PromptEncoder(environments.tokenizer, environments.encoding or EncodingConfig())
         self._runner: EnvironmentRunner | None = None
         if self.replica.rank == 0:
-            self._runner = EnvironmentRunner(configs, self._names, environments.rows)
+            self._runner = EnvironmentRunner(configs, self._names, environments.rows, self._template())
         for row in rows:
             row.mask = []
             if (row_id := row.request.row_id) in self._names:
@@ -98,7 +145,8 @@ class MultiTurnRollouts:
         for row in (item.row for item in step.work if item.samples):
             if not (row.stopped or row.length >= row.limit):
                 continue
-            turn, row_id = row.tokens[row.turn_start :], row.request.row_id
+            start, row_id = row.turn_start, row.request.row_id
+            turn = row.tokens[start:]
             assert row.mask is not None
             row.mask += [True] * len(turn)
             row.num_turns += 1
@@ -111,8 +159,19 @@ class MultiTurnRollouts:
             if self._runner is not None:
                 said = [token for token in turn if token not in self.spec.eos_token_ids]
                 # models write tool calls between special tokens
-                self._runner.step(row_id, decode(self.environments.tokenizer, [said], skip_special_tokens=False)[0])
+                text = self._decode(said)
+                before = self._decode(row.tokens[max(start - TAIL, 0) : start])
+                self._runner.step(row_id, text, TurnContext(before, spelled_marks(self.environments.tokenizer, said, text)))
         return held
+
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids with their special tokens."""
+        return decode(self.environments.tokenizer, [ids], skip_special_tokens=False)[0]
+
+    def _template(self) -> str | None:
+        """The text of the chat template; of several, all."""
+        own = self._encoder.template or getattr(self.environments.tokenizer, "chat_template", None)
+        return "\n".join(own.values()) if isinstance(own, dict) else own
 
     def answers(self, wait: bool) -> list[tuple[SequenceState, list[int]]]:
         """Rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.
@@ -127,7 +186,7 @@ class MultiTurnRollouts:
                 answers: list[Encoded | str] = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
             except EnvironmentFailure as failure:
                 answers = [str(failure)]
-            sent = json.dumps(answers).encode() if answers else b""
+            sent = json.dumps(answers, default=str).encode() if answers else b""
         sent = self.replica.broadcast_bytes(sent, "generation:environments")
         taken = []
         for answer in json.loads(sent) if sent else ():
@@ -140,7 +199,7 @@ class MultiTurnRollouts:
         """Raises EnvironmentFailure for an observation that the model cannot read."""
         row = self.rows[answer.row_id]
         if answer.done or not row.held:
-            return answer.row_id, [], answer.reward, answer.done
+            return answer.row_id, [], [], answer.reward, answer.done
         ids, vocabulary = self._observation_ids(row, answer.observation), self.spec.vocab_size
         if max(ids, default=0) >= vocabulary:
             raise EnvironmentFailure(
@@ -152,7 +211,9 @@ class MultiTurnRollouts:
                 f"environment {self._names[answer.row_id]!r}: reset() of row {answer.row_id} observes {len(ids)} tokens, but "
                 f"max_response_length={row.limit - row.prompt_length}, which they count towards, must leave one for the model"
             )
-        return answer.row_id, ids, answer.reward, answer.done
+        said = answer.observation
+        messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
+        return answer.row_id, ids, messages, answer.reward, answer.done
 
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
         """The tokens after the row's turn. A template's end-of-message token is left out if the turn has it already.
@@ -160,16 +221,18 @@ class MultiTurnRollouts:
         Raises EnvironmentFailure.
         """
         if isinstance(observation, str):
-            return encode(self.environments.tokenizer, observation)
+            return encode_continued(self.environments.tokenizer, observation)
         try:
             text = self._encoder.between_turns(observation, f"row {row.request.row_id}")
         except DataError as error:
             raise EnvironmentFailure(f"environment {self._names[row.request.row_id]!r}: {error}") from error
-        first, *rest = encode(self.environments.tokenizer, text)
+        first, *rest = encode_continued(self.environments.tokenizer, text)
         has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(self.spec.eos_token_ids)
         return rest if has_ended else [first, *rest]
 
-    def _take(self, row_id: int, ids: list[int], reward: float, done: bool) -> tuple[SequenceState, list[int]]:
+    def _take(
+        self, row_id: int, ids: list[int], messages: list[ChatMessage], reward: float, done: bool
+    ) -> tuple[SequenceState, list[int]]:
         self._awaited.remove(row_id)
         row = self.rows[row_id]
         row.reward += reward
@@ -179,4 +242,6 @@ class MultiTurnRollouts:
             return row, []
         assert row.mask is not None
         row.mask += [False] * len(ids)
+        if ids:
+            row.observations.append(messages)
         return row, ids

@@ -1,18 +1,26 @@
 """Draws tokens. A draw depends only on (seed, step, row id, position) and on the row's own logits.
 
+A model's vocabulary may be padded: its head has more rows than the tokenizer has ids. No such id is drawn or listed
+among the likeliest (:func:`drawable_ids`). Log-probs count them all the same, as those of training do, in vLLM and verl
+too: they are one distribution over all rows of the head, which generation and training compute alike, bit for bit, and
+padding has next to no part in it.
+
 Each draw takes one uniform number from a counter-based generator (splitmix64's finaliser over the four counters) and inverts
 the cumulative distribution in vocabulary order, in fp64. Batch, order, rank and layout do not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import Ops, capabilities, choose_ops, on_device
 from rlhf_spmd.kernels.sampling_tensors import Drawn, RowSampler, SamplingTensors
@@ -24,6 +32,7 @@ __all__ = [
     "SamplingTensors",
     "build_sampling_tensors",
     "draw_rows",
+    "drawable_ids",
     "filter_weights",
     "group_by_sampling",
     "row_keys",
@@ -33,6 +42,18 @@ __all__ = [
 
 SamplingGroups = list[tuple[SamplingConfig, Tensor | None]]  # settings, and the draws that follow them; None: all draws
 CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: limits the fp64 work space to 256 MB
+
+
+def drawable_ids(vocab_size: int, eos_ids: Collection[int], decoding: Decoding | None) -> int:
+    """Returns the number of ids, from 0 on, that may be drawn: those of the tokenizer (without one, all), and the end tokens."""
+    if decoding is None or decoding.tokenizer is None:
+        return vocab_size
+    return min(vocab_size, max(_largest_id(decoding.tokenizer), *eos_ids, 0) + 1)
+
+
+@lru_cache(maxsize=8)
+def _largest_id(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values())
 
 
 def _signed(x: int) -> int:
@@ -177,6 +198,7 @@ def draw_rows(
     positions: Tensor,
     decoder: Decoder,
     groups: SamplingGroups,
+    drawable: int | None = None,
 ) -> Drawn:
     """Draw a token for each row. Returns token ids int64 [B] and their log-probs [B], at the row's temperature and at 1.
 
@@ -186,23 +208,25 @@ def draw_rows(
     - scores: what tokens are drawn from: ``logits`` itself if no rules changed them, else the whole vocabulary [B, V]
     - keys, positions: int64 [B], the arguments of :func:`uniform`
     - groups: the rows by their settings; read only by ops without :class:`RowSampler`, which draw group by group
+    - drawable: as many of the vocabulary's ids, from 0 on, may be drawn (:func:`drawable_ids`); None: all
 
     A row whose logits or scores are not finite gets some token of the vocabulary, and a log-prob at 1 that is not finite. The two
     log-probs are one tensor if ``settings`` are not tempered. With :class:`RowSampler` the host does not wait.
     Collective over tp: every rank of it must call, in program order; tokens and log-probs are the same on all.
     """
+    drawable = decoder.spec.vocab_size if drawable is None else drawable
     if not isinstance(ops, RowSampler):
-        return _draw_groups(scores, logits, settings, keys, positions, decoder, groups)
+        return _draw_groups(scores, logits, settings, keys, positions, decoder, groups, drawable)
     tp, (first, last) = decoder.tp, decoder.vocab_range
     if tp.size == 1:
-        return ops.draw_rows(scores, logits, settings, keys, positions)
+        return ops.draw_rows(scores[:, :drawable], logits, settings, keys, positions)
     if settings.filters and not settings.greedy:
         whole = gather_logits(decoder, logits)
-        drawn = ops.draw_rows(whole if scores is logits else scores, whole, settings, keys, positions)
+        drawn = ops.draw_rows((whole if scores is logits else scores)[:, :drawable], whole, settings, keys, positions)
         for each in drawn[: 2 + settings.tempered]:  # devices of different kinds may round differently
             tp.broadcast(each, 0, "generation:tokens")
         return drawn
-    local = logits if scores is logits else scores[:, first:last]
+    local = (logits if scores is logits else scores[:, first:last])[:, : max(drawable - first, 0)]
     sums = ops.tile_sums(local, logits, settings, -(-decoder.spec.vocab_size // tp.size))
     tiles = torch.stack(tp.all_gather(sums, "generation:tile_sums"))
     found = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, settings, keys, positions)
@@ -219,11 +243,14 @@ def _draw_groups(
     positions: Tensor,
     decoder: Decoder,
     groups: SamplingGroups,
+    drawable: int,
 ) -> Drawn:
     """As :func:`draw_rows`, group by group. Rows do not influence each other, so a group is drawn as if it were alone."""
     ruled = scores is not logits
     if not ruled:
         scores = gather_logits(decoder, logits)
+    if drawable < scores.shape[1]:
+        scores = scores[:, :drawable]
     draws = positions if settings.greedy else uniform(keys, positions)
     parts: list[Drawn] = []
     for sampling, chosen in groups:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +80,7 @@ class Completion:
     - top_log_probs: ids and log-probs at temperature 1 of the likeliest tokens, [tokens, logprobs] each; None if not asked for
     - mask: with an environment, whether the model drew each token; the others have log-prob 0
     - reward, num_turns: with an environment, the sum of its rewards and the number of the model's turns
+    - observations: the messages that stand for each run of the environment's tokens; a text is one of the role ``tool``
     - experts: if they are recorded, those that each token of prompt and response took, [tokens, mixtures, experts of a token]
     """
 
@@ -93,6 +94,7 @@ class Completion:
     mask: list[bool] | None = None
     reward: float = 0.0
     num_turns: int = 0
+    observations: list[list[dict[str, Any]]] = field(default_factory=list)
     experts: Tensor | None = None
 
 
@@ -103,7 +105,7 @@ class SequenceState:
     - step: keys the row's draws in all calls
     - response: the tokens that the response begins with
     - token_logprobs: of the tokens that earlier calls drew; experts: if recorded, those of the tokens that earlier calls computed
-    - mask, reward, num_turns: see :class:`Completion`
+    - mask, reward, num_turns, observations: see :class:`Completion`
     - stopped: a stop token or stop string ended the row; ended: it stopped or reached its limit
 
     These belong to the micro-batch that the row is in:
@@ -126,6 +128,7 @@ class SequenceState:
     mask: list[bool] | None = None
     reward: float = 0.0
     num_turns: int = 0
+    observations: list[list[dict[str, Any]]] = field(default_factory=list)
     stopped: bool = False
     ended: bool = False
     experts: Tensor | None = None
@@ -180,7 +183,7 @@ class SequenceState:
         top = (noted.top_ids, noted.top_log_probs) if noted.top_ids.shape[1] else None
         row_id, tokens, log_probs = self.request.row_id, self.token_ids, noted[:2]
         made = Completion(row_id, tokens, *log_probs, reason, noted.versions, top, self.mask, self.reward, self.num_turns)
-        return replace(made, experts=self.experts if experts is None else experts)
+        return replace(made, observations=self.observations, experts=self.experts if experts is None else experts)
 
 
 class SequenceWork(NamedTuple):

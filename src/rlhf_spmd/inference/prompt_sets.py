@@ -29,7 +29,8 @@ from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
-from rlhf_spmd.generation.multi_turn import Environments
+from rlhf_spmd.generation.multi_turn import Environments, turn_messages
+from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.inference.inference_engine import InferenceEngine, check_generation, gather_records
 from rlhf_spmd.inference.inference_program import InferenceConfig
@@ -133,7 +134,8 @@ def check_set(
     limits = [(0, 0) if i in errors else limits_of(row, context - len(prompts[i]), sampling) for i, row in enumerate(rows)]
     where = f"{key.rpartition('reward')[0]}sampling"
     ends = build_stop_criteria(sampling, spec.eos_token_ids, decoding(tokenizer), where)
-    sampling.check_ids(spec.vocab_size, ends.token_ids, any(least for least, _ in limits), where)
+    drawable = drawable_ids(spec.vocab_size, spec.eos_token_ids, decoding(tokenizer))
+    sampling.check_ids(spec.vocab_size, drawable, ends.token_ids, any(least for least, _ in limits), where)
     longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
     config.generation.check_model("generation", spec)
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
@@ -271,11 +273,21 @@ class PromptSetRun:
             raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
         return records if engine.leads else []
 
+    def _seen(self, completion: Completion) -> dict[str, Any]:
+        """What the reward sees of the completion's row."""
+        number, reward = completion.row_id // self.set.sampling.n, self.set.reward
+        if completion.mask is None:
+            return self.set.rows[number]
+        tags = reward.reasoning_tags if reward.strip_reasoning else None
+        of_turns = completion.token_ids, completion.mask, completion.observations, tags
+        messages = turn_messages(self.ready.tokenizer, self.set.prompts[number], *of_turns)
+        return self.set.rows[number] | {"completion_messages": messages}
+
     def _write_down(self, completions: Sequence[Completion]) -> list[Record]:
         """Score ``completions`` and write them to the journal, on the thread that the reward's processes belong to."""
         rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
         if self.set.reward.function is not None:
-            prompts = [self.set.rows[completion.row_id // self.set.sampling.n] for completion in completions]
+            prompts = [self._seen(completion) for completion in completions]
             ids = [completion.token_ids for completion in completions]
             texts = decode(self.ready.tokenizer, ids)
             answers: list[str | None] = [*texts]

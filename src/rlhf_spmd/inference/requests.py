@@ -16,13 +16,12 @@ from rlhf_spmd.config.constraints import Range, Seed
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
-from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, StopStrings
+from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
 from rlhf_spmd.inference.inference_engine import InferenceEngine, check_cache, check_generation, gather_records
 from rlhf_spmd.inference.loaded_model import LoadedConfig, LoadedModel, read_weights
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
-from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
@@ -142,11 +141,10 @@ class RequestProcessor:
     def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
         where, sampling, config = "sampling_params", params.of_call(), self.engine.generator.config
         stop = build_stop_criteria(sampling, self.engine.generator.eos_ids, self.engine.generator.decoding, where)
-        sampling.check_ids(self.spec.vocab_size, stop.token_ids, params.min_tokens > 0, where)
-        if (params.prompt_logprobs or 0) > self.spec.vocab_size:
-            raise ValueError(
-                f"{where}.prompt_logprobs={params.prompt_logprobs}: the model's vocabulary has {self.spec.vocab_size} tokens"
-            )
+        drawable = self.engine.generator.drawable
+        sampling.check_ids(self.spec.vocab_size, drawable, stop.token_ids, params.min_tokens > 0, where)
+        if (params.prompt_logprobs or 0) > drawable:
+            raise ValueError(f"{where}.prompt_logprobs={params.prompt_logprobs}: the model's vocabulary has {drawable} tokens")
         room = self.longest - len(ids)
         most = min(params.max_tokens or room, room)
         if params.min_tokens > most:
@@ -179,7 +177,7 @@ class RequestProcessor:
                 ended_more(len(part))
         many = {i: number for i in sorted(mine) if (number := asked[i].params.prompt_logprobs) is not None}
         prompts, at_once = [asked[i].prompt_ids for i in many], engine.generator.config.max_num_batched_tokens
-        scored = dict(zip(many, prompt_log_probs(engine.generator.decoder, prompts, [*many.values()], at_once), strict=True))
+        scored = dict(zip(many, prompt_log_probs(engine.generator, prompts, [*many.values()], at_once), strict=True))
         records = []
         for i in mine if engine.leads else ():
             made = [self.record(asked[i], ended[request.row_id]) for request in asked[i].requests]
@@ -240,12 +238,15 @@ def entries_of(token_ids: Sequence[int], log_probs: Tensor, top: Sequence[Tensor
     return entries
 
 
-def prompt_log_probs(decoder: Decoder, prompts: Sequence[Sequence[int]], many: Sequence[int], max_tokens: int) -> list[Entries]:
+def prompt_log_probs(
+    generator: Generator, prompts: Sequence[Sequence[int]], many: Sequence[int], max_tokens: int
+) -> list[Entries]:
     """The entries of all tokens of the prompts but the first, at temperature 1, as training computes them.
 
     ``many``: for each prompt, how many of the likeliest tokens; ``max_tokens``: about how many tokens to compute at once.
     Collective over tp: every rank of it must call, in program order, with the same arguments.
     """
+    decoder = generator.decoder
     lengths, device = [len(ids) for ids in prompts], decoder.head_weight.device
     found: list[Entries] = [[] for _ in prompts]
     chunk = max(decoder.ops.chunk_logits // decoder.head_weight.shape[0], 64)
@@ -256,7 +257,8 @@ def prompt_log_probs(decoder: Decoder, prompts: Sequence[Sequence[int]], many: S
         entries: Entries = []
         for states, labels in zip(hidden.split(chunk), packed.roll(-1).split(chunk), strict=True):
             logits = local_logits(decoder, states)
-            ids = torch.cat([labels[:, None], gather_logits(decoder, logits).topk(max(many)).indices], 1)
+            likeliest = gather_logits(decoder, logits)[:, : generator.drawable].topk(max(many)).indices
+            ids = torch.cat([labels[:, None], likeliest], 1)
             values = log_probs_of(decoder, logits, ids)
             entries += [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
         for i, end in zip(rows, accumulate(sizes), strict=True):

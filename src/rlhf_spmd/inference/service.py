@@ -245,7 +245,7 @@ class Service:
             return
         asked = [served.asked[number] for served, number in found]
         many = [each.params.prompt_logprobs or 0 for each in asked]
-        entries = prompt_log_probs(generator.decoder, [each.prompt_ids for each in asked], many, most)
+        entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], many, most)
         for (served, number), each, scored in zip(found, asked, entries, strict=True):
             if any(value != value for entry in scored for _, value in entry):
                 raise NotFinite(each.requests[0].row_id)

@@ -230,7 +230,7 @@ class GpuOps(Ops):
         rows, at_one = len(scores), torch.empty(len(scores), dtype=torch.float32, device=scores.device)
         tempered = torch.empty_like(at_one) if settings.tempered else at_one
         out = torch.empty(rows, dtype=torch.int64, device=scores.device), tempered, at_one
-        tiles = triton_draw.sum_tiles(scores, logits, settings, scores.shape[1])
+        tiles = triton_draw.sum_tiles(scores, logits, settings, logits.shape[1])
         triton_draw.pick(tiles[None], 0, 0, scores, logits, settings, keys, positions, out)
         if settings.filters and not settings.greedy:
             triton_filter.pick_filtered(tiles, scores, logits, settings, keys, positions, out)

@@ -39,7 +39,8 @@ class RowSampler(Protocol):
     """
 
     def draw_rows(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor) -> Drawn:
-        """Returns tokens drawn from ``scores``, and their log-probs from ``logits``: fp32 [B, V] each, or the same tensor.
+        """Returns tokens drawn from ``scores``, and their log-probs from ``logits``: fp32 [B, V] each, or the same memory. ``scores``
+        may have fewer columns, of the tokens that may be drawn.
 
         ``keys`` and ``positions`` int64 [B] determine the uniform random numbers. A row with numbers that are not finite
         gets an arbitrary token id and NaN as log-probs.

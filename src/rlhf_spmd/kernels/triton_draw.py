@@ -71,8 +71,8 @@ def _sums(x: tl.tensor, temperature: tl.tensor, TEMPERED: tl.constexpr) -> tl.te
 @triton.jit
 def _sum_tiles(
     scores: tl.tensor, logits: tl.tensor, temperatures: tl.tensor, tiles: tl.tensor, scores_stride: tl.tensor,
-    logits_stride: tl.tensor, vocabulary: tl.tensor, SAME: tl.constexpr, GREEDY: tl.constexpr, TEMPERED: tl.constexpr,
-    SIZE: tl.constexpr,
+    logits_stride: tl.tensor, drawable: tl.tensor, vocabulary: tl.tensor, SAME: tl.constexpr, GREEDY: tl.constexpr,
+    TEMPERED: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile, num_tiles = tl.program_id(1), tl.num_programs(1)
@@ -88,12 +88,14 @@ def _sum_tiles(
     tl.store(to + 3 * step, total)
     tl.store(to + 4 * step, plain)
     if not SAME:
-        x = tl.load(scores + row * scores_stride + token, mask=inside, other=float("-inf"))
+        x = tl.load(scores + row * scores_stride + token, mask=token < drawable, other=float("-inf"))
         if GREEDY:  # no weight is asked for, but whether all scores are numbers
             largest = tl.max(x, 0)
             total = tl.sum(tl.where(x == x, 1.0, x).to(tl.float64), 0)
         else:
             largest, total, _ = _sums(x, temperature, False)
+    elif (tile + 1) * SIZE > drawable:  # other tiles have the same sums
+        largest, total, _ = _sums(tl.where(token < drawable, x, float("-inf")), temperature, False)
     tl.store(to, largest.to(tl.float64))
     tl.store(to + step, total)
 
@@ -132,10 +134,11 @@ def filters_row(
 def _pick(
     scores: tl.tensor, logits: tl.tensor, temperatures: tl.tensor, keys: tl.tensor, positions: tl.tensor, tiles: tl.tensor,
     tokens: tl.tensor, tempered: tl.tensor, plain: tl.tensor, scores_stride: tl.tensor, logits_stride: tl.tensor,
-    vocabulary: tl.tensor, num_tiles: tl.tensor, num_ranks: tl.tensor, rank: tl.tensor, first: tl.tensor,
+    drawable: tl.tensor, num_tiles: tl.tensor, num_ranks: tl.tensor, rank: tl.tensor, first: tl.tensor,
     SIZE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``vocabulary``: this rank's tokens, from ``first`` on; ``num_tiles``: per rank; TILES: at least those of all ranks, 2^n."""
+    """``drawable``: this rank's tokens that may be drawn, from ``first`` on; ``num_tiles``: per rank; TILES: at least those of all
+    ranks, 2^n."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < num_tiles * num_ranks
@@ -158,15 +161,15 @@ def _pick(
     own = chosen // num_tiles == rank
     start = (chosen % num_tiles) * SIZE
     token = start + tl.arange(0, SIZE)
-    x = tl.load(scores + row * scores_stride + token, mask=(token < vocabulary) & own, other=float("-inf"))
+    x = tl.load(scores + row * scores_stride + token, mask=(token < drawable) & own, other=float("-inf"))
     x = tl.where(greedy, tl.where(x == largest.to(tl.float32), 1.0, 0.0), weights_of(x, at_maximum.to(tl.float32), temperature))
     blocks = tl.sum(tl.reshape(x, (SIZE // WIDTH, WIDTH)).to(tl.float64), 1)
     block = first_above(blocks, goal, SIZE // WIDTH)
     goal = tl.maximum(goal - tl.sum(tl.where(tl.arange(0, SIZE // WIDTH) < block, blocks, 0.0), 0), 0.0)
     token = start + block * WIDTH + tl.arange(0, WIDTH)
-    x = tl.load(scores + row * scores_stride + token, mask=(token < vocabulary) & own, other=float("-inf"))
+    x = tl.load(scores + row * scores_stride + token, mask=(token < drawable) & own, other=float("-inf"))
     x = tl.where(greedy, tl.where(x == largest.to(tl.float32), 1.0, 0.0), weights_of(x, at_maximum.to(tl.float32), temperature))
-    drawn = tl.minimum(start + block * WIDTH + first_above(x.to(tl.float64), goal, WIDTH), vocabulary - 1)
+    drawn = tl.minimum(start + block * WIDTH + first_above(x.to(tl.float64), goal, WIDTH), tl.maximum(drawable - 1, 0))
     label = tl.load(logits + row * logits_stride + drawn)
     at_own, at_one = note_log_probs(tiles, offset, inside, step, temperature.to(tl.float64), label, good)
     tl.store(tokens + row, tl.where(own, first + drawn, 0).to(tokens.dtype.element_ty))
@@ -179,14 +182,15 @@ def num_tiles(width: int) -> int:
 
 
 def sum_tiles(scores: Tensor, logits: Tensor, settings: SamplingTensors, width: int) -> Tensor:
-    """Returns statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens."""
-    rows, vocabulary = scores.shape
+    """Returns statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens. ``scores`` may have fewer columns,
+    those that may be drawn."""
+    (rows, vocabulary), drawable = logits.shape, scores.shape[1]
     _check(scores, logits)
     out = torch.empty(5, rows, num_tiles(width), dtype=torch.float64, device=scores.device)
     if rows:
-        same = scores is logits
+        same = scores.data_ptr() == logits.data_ptr()
         _sum_tiles[(rows, num_tiles(width))](
-            scores, logits, settings.temperature, out, scores.stride(0), logits.stride(0), vocabulary,
+            scores, logits, settings.temperature, out, scores.stride(0), logits.stride(0), drawable, vocabulary,
             same, settings.greedy, settings.tempered, TILE, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return out

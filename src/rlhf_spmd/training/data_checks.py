@@ -14,6 +14,7 @@ from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.workers import RewardWorker
@@ -96,7 +97,8 @@ def check_prompts(
     for plan in generating(plans).values():
         assert plan.spec is not None, "a role that generates has a model"
         ends = build_stop_criteria(sampling, plan.spec.eos_token_ids, decoding(tokenizer), section)
-        sampling.check_ids(plan.spec.vocab_size, ends.token_ids, own_minimum, section)
+        drawable = drawable_ids(plan.spec.vocab_size, plan.spec.eos_token_ids, decoding(tokenizer))
+        sampling.check_ids(plan.spec.vocab_size, drawable, ends.token_ids, own_minimum, section)
 
 
 def check_lengths(config: Any, algorithm: AlgorithmConfig, plans: Mapping[str, RolePlan]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller import MICRO_DP, THREE_D, CallRecord, InputSpec, Reference, Signature, register
 from rlhf_spmd.controller.reference import FieldShard
-from rlhf_spmd.data.batch import Batch, Field, decode_json, pack, ragged, unpack
+from rlhf_spmd.data.batch import Batch, Field, decode_json, encode_json, pack, ragged, unpack
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.multi_turn import Environments
@@ -33,7 +33,7 @@ class ActorWorker(ModelWorker):
     def build_more(self) -> None:
         build = self.context
         if not build.environments:
-            self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward"})
+            self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward", "observations"})
         records = self.config.router_replay == "R3"
         if not records:
             self.absent |= {ROUTED_EXPERTS}
@@ -73,7 +73,7 @@ class ActorWorker(ModelWorker):
         inputs=("prompt_ids", "row?", "min_response_length?", "max_response_length?"),
         outputs=(
             *("response_ids", "rollout_log_probs", "stopped", "rollout_versions?"),
-            *(f"{ROUTED_EXPERTS}?", "response_mask?", "environment_reward?"),
+            *(f"{ROUTED_EXPERTS}?", "response_mask?", "environment_reward?", "observations?"),
         ),
         kind="generate",
         lengths_of="response_ids",
@@ -94,8 +94,8 @@ class ActorWorker(ModelWorker):
         - ``rollout_versions``: ragged int64, the step whose weights drew each token; if rows may cross steps, or generation may be
           ahead of training.
         - ``routed_experts``, with ``router_replay=R3``: see :mod:`~rlhf_spmd.workers.router_replay`.
-        - With an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0; and
-          ``environment_reward``: float64 [rows].
+        - With an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0;
+          ``environment_reward``: float64 [rows]; and ``observations``: ragged uint8, JSON of ``Completion.observations``.
 
         ``number``: the step. A sample depends on seed, step, row id and position. ``own``: rows of each of these references use
         temperature, top_p, top_k and min_p of its sampling, in the same batch as all others. ``num_groups`` (per replica): the call
@@ -146,6 +146,7 @@ class ActorWorker(ModelWorker):
         if masks:
             fields[MASK] = ragged(masks, torch.bool)
             fields["environment_reward"] = torch.tensor([c.reward for c in completions], dtype=torch.float64)
+            fields["observations"] = encode_json(c.observations for c in completions)
         ids = torch.tensor([c.row_id for c in completions])
         made = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
         return made.with_fields(**fields)

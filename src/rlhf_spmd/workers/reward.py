@@ -13,8 +13,9 @@ from rlhf_spmd.controller import THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode
-from rlhf_spmd.environments.config import environment_of
+from rlhf_spmd.environments.config import ChatMessage, environment_of
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.multi_turn import turn_messages
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.rewards.binding import RewardRow, chat_messages
 from rlhf_spmd.rewards.config import reward_key
@@ -108,7 +109,10 @@ class RewardWorker(ModelWorker):
 
     @register(
         THREE_D,
-        inputs=("prompt_ids", "response_ids", "row", "stopped?", "response_mask?", "environment_reward?", "rollout_versions?"),
+        inputs=(
+            *("prompt_ids", "response_ids", "row", "stopped?"),
+            *("response_mask?", "environment_reward?", "observations?", "rollout_versions?"),
+        ),
         outputs=("scores", "failed"),
         streams=True,
         report=_report,
@@ -265,6 +269,14 @@ class RewardWorker(ModelWorker):
         tags, tokenizer = self.reward.reasoning_tags, self.context.tokenizer
         return [strip_reasoning(tokenizer, prompt.tolist(), response.tolist(), tags) for prompt, response in ids]
 
+    def _turns(self, batch: Batch) -> list[list[ChatMessage]]:
+        """Each response of a batch with environments as messages."""
+        names = "prompt_ids", "response_ids", MASK
+        prompts, responses, masks = ([row.tolist() for row in batch[name].rows()] for name in names)
+        tags = self.reward.reasoning_tags if self.reward.strip_reasoning else None
+        rows = zip(prompts, responses, masks, decode_json(batch["observations"]), strict=True)
+        return [turn_messages(self.context.tokenizer, *row, tags) for row in rows]
+
     def _asked(self, batch: Batch, texts: list[RewardRow], scored: Tensor) -> tuple[list[int], list[RewardRow], list[int]]:
         """The runner's arguments for the scored rows: their ids, the rows, their groups."""
         assert self.runner is not None
@@ -272,6 +284,10 @@ class RewardWorker(ModelWorker):
         if self.reward.strip_reasoning:
             answers = zip(texts, self._answers(batch), strict=True)
             texts = [(prompt, answer or "", row) for (prompt, _, row), answer in answers]
+        if "observations" in batch:
+            turns = self._turns(batch)
+            both = zip(texts, turns, strict=True)
+            texts = [(prompt, text, row | {"completion_messages": messages}) for (prompt, text, row), messages in both]
         rows = [texts[i] for i in chosen.tolist()]
         if self.runner.bound.takes_ids:
             ids = batch["response_ids"].rows()
@@ -332,7 +348,7 @@ class JudgeWorker(RewardWorker):
         super().build_more()
         self.verdicts: dict[int, str] = {}  # of the last call, by row id
         if self.runs("compute_reward"):
-            self.generating = build_generating(self, None)
+            self.generating = build_generating(self, None if self.retokenizer is None else self.retokenizer.own)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
