@@ -47,10 +47,19 @@ def test_ranks_for_a_call_that_nobody_makes_are_said(tmp_path: Path) -> None:
     assert ppo(tmp_path, *validated, "models.critic.calls.evaluate.pool=b", size=2) == ()  # a validation's, it may be
 
 
-@pytest.mark.parametrize(("key", "when"), [("sampling.n=2", "in training"), ("val_sampling.top_p=0.5", "in validation")])
-def test_settings_of_samples_that_nobody_draws_are_refused(key: str, when: str, tmp_path: Path) -> None:
-    settings = ["algorithm.name=dpo", f"data.path={tmp_path}/none.jsonl", f"models.actor.path={tasks.task() / 'actor'}"]
-    with pytest.raises(ValueError, match=rf"^{key.replace('.', chr(92) + '.')}.*: dpo draws no samples {when}; leave \w+ out$"):
+@pytest.mark.parametrize(
+    ("name", "key", "when"),
+    [
+        ("dpo", "sampling.n=2", "in training"),
+        ("dpo", "val_sampling.top_p=0.5", "in validation"),
+        ("dpo", "val_sampling.temperature=0.5", "in validation"),
+        *((name, "sampling.temperature=0.5", "in training") for name in ("dpo", "kto", "orpo", "simpo", "reward_model", "sft")),
+    ],
+)
+def test_settings_of_samples_that_nobody_draws_are_refused(name: str, key: str, when: str, tmp_path: Path) -> None:
+    role = "reward" if name == "reward_model" else "actor"
+    settings = [f"algorithm.name={name}", f"data.path={tmp_path}/none.jsonl", f"models.{role}.path={tasks.task() / 'actor'}"]
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)}.*: {name} draws no samples {when}; leave \w+ out$"):
         prepare(None, [*settings, f"run.dir={tmp_path}", "run.test_freq=0", key], 1)
 
 

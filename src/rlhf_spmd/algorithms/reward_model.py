@@ -17,7 +17,7 @@ from rlhf_spmd.workers.objective import Objective
 class Config(ScoreModelConfig):
     name: str = "reward_model"
 
-    def objective(self, temperature: float) -> Objective:
+    def objective(self) -> Objective:
         """Return the Bradley-Terry loss with the rows' margins, with the share of pairs in order."""
 
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -30,19 +30,19 @@ class Config(ScoreModelConfig):
 
 
 class LearnsPairs(Protocol):
-    """``objective``: the loss of a step and of a validation; ``temperature``: of log-probs."""
+    """``objective``: the loss of a step and of a validation."""
 
     exported: ClassVar[str]
 
-    def objective(self, temperature: float) -> Objective: ...
+    def objective(self) -> Objective: ...
 
 
 def step(models: Any, data: Any, config: LearnsPairs, global_step: int) -> list[Reference]:
     """One optimizer step on pairs, for all algorithms that need nothing else: they differ in their objective."""
     role = getattr(models, config.exported)
-    return [role.update(data.pairs.next(), config.objective(data.sampling.log_prob_temperature))]
+    return [role.update(data.pairs.next(), config.objective())]
 
 
 def validate(models: Any, data: Any, config: LearnsPairs, global_step: int) -> dict[str, float]:
-    role, objective = getattr(models, config.exported), config.objective(data.sampling.log_prob_temperature)
+    role, objective = getattr(models, config.exported), config.objective()
     return validate_by(data, "pairs", lambda rows: role.evaluate(rows, objective))
