@@ -15,13 +15,15 @@ from torch import Tensor
 
 import tasks
 from algorithm_cases import CASES, ROLLOUTS, Case
+from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
 from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
 from rlhf_spmd.algorithms.distill import towards_teacher
 from rlhf_spmd.algorithms.policy import PolicyLossConfig, clipped_policy
-from rlhf_spmd.algorithms.remax import minus_greedy
+from rlhf_spmd.algorithms.remax import Config as ReMaxConfig
+from rlhf_spmd.algorithms.remax import greedy_scores, minus_greedy
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
@@ -45,24 +47,41 @@ def per_token(function: Function, fields: dict[str, Tensor], rows: Rows) -> tupl
     return field.values, report
 
 
-def test_remax_has_the_advantages_of_the_paper() -> None:
-    """Algorithm 1: r(x, a) - r(x, greedy)."""
-    scores = torch.tensor([1.0, 0.25, 3.0, -2.0, 0.5, 4.0], dtype=torch.float64)
-    ids = [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
-    rows = rows_of([2, 1, 3, 2, 3, 1], [7, 7, 7, 9, 9, 9], ids)
-    advantages, report = per_token(minus_greedy, {"scores": scores}, rows)
-    baseline, sampled = {7: 3.0, 9: 4.0}, [0, 1, 3, 4]
-    wanted = [float(scores[i]) - baseline[int(rows.group_ids[i])] for i in range(6)]
-    assert advantages.tolist() == [a for a, n in zip(wanted, rows.lengths.tolist(), strict=True) for _ in range(n)]
-    assert report == {"actor/baseline_mean": 3.5, "actor/advantage_mean": sum(wanted[i] for i in sampled) / 4}
+def remax(config: ReMaxConfig, scores: list[float], lengths: list[int], kl: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """Advantages and metrics of two groups of two samples and a greedy row each, whose ``kl`` is that of each sample's tokens."""
+    groups, ids = [7, 7, 7, 9, 9, 9], [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
+    judged = {"scores": torch.tensor(scores, dtype=torch.float64)}
+    made, report = greedy_scores(judged, rows_of(lengths, groups, ids), ALONE)
+    baselines, sampled = made["baselines"], [0, 1, 3, 4]
+    assert isinstance(baselines, Tensor)
+    fields = {"scores": judged["scores"][sampled], "baselines": baselines[sampled]}
+    if config.kl.uses_reference:
+        fields |= {"old_log_probs": torch.cat(kl), "ref_log_prob": torch.zeros(len(torch.cat(kl)))}
+    rows = rows_of([lengths[i] for i in sampled], [groups[i] for i in sampled])
+    advantages, more = per_token(minus_greedy(config), fields, rows)
+    return advantages, report | more
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_remax_has_the_advantages_of_the_paper(coefficient: float) -> None:
+    """Algorithm 1: r(x, a) - r(x, greedy). With KL in the reward a token has the KL from it on, and the greedy row none: verl."""
+    config = flat_config(ReMaxConfig, **({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": coefficient}} if coefficient else {}))
+    scores, lengths = [1.0, 0.25, 3.0, -2.0, 0.5, 4.0], [2, 1, 3, 2, 3, 1]
+    kl = [torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (2, 1, 2, 3)]
+    advantages, report = remax(config, scores, lengths, kl)
+    plain = [-2.0, -2.75, -6.0, -3.5]
+    wanted = [[a - coefficient * float(its[t:].sum()) for t in range(len(its))] for a, its in zip(plain, kl, strict=True)]
+    assert advantages.tolist() == pytest.approx([a for row in wanted for a in row], abs=1e-12)
+    assert report["actor/baseline_mean"] == 3.5
+    assert report["actor/advantage_mean"] == pytest.approx(sum(row[0] for row in wanted) / 4)
+    assert ("actor/kl" in report) == bool(coefficient)
 
 
 def test_rows_without_a_score_teach_nothing() -> None:
     """ReMax: also those whose greedy response has none. DAPO: they are not compared, and a group of them is replaced."""
-    nan, ids = torch.nan, [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
-    scores = torch.tensor([1.0, nan, 3.0, -2.0, 0.5, nan], dtype=torch.float64)
-    advantages, report = per_token(minus_greedy, {"scores": scores}, rows_of([1] * 6, [7, 7, 7, 9, 9, 9], ids))
-    assert advantages.tolist() == [-2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    nan = torch.nan
+    advantages, report = remax(ReMaxConfig(), [1.0, nan, 3.0, -2.0, 0.5, nan], [1] * 6, [])
+    assert advantages.tolist() == [-2.0, 0.0, 0.0, 0.0]
     assert report == {"actor/baseline_mean": 3.0, "actor/advantage_mean": -2.0}
 
     scores = torch.tensor([-1.0, nan, 1.0, nan, nan, nan, 1.0, 1.0, nan], dtype=torch.float64)
@@ -222,6 +241,11 @@ def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Pat
             "remax",
             "reward={function: 'reward_functions:best_of_group', by_group: true}",
             "reward.by_group=true: remax scores the greedy response to a prompt by itself",
+        ),
+        (
+            "remax",
+            "algorithm={loss_mode: geo_mean, loss_agg_mode: seq-mean-token-mean, use_kl_in_reward: true}",
+            "algorithm.loss_mode=geo_mean needs one advantage per response, and use_kl_in_reward gives each token its own",
         ),
     ],
 )

@@ -104,7 +104,9 @@ CASES: dict[str, Case] = {
     "reinforce_plus_plus_baseline": Case("quickstart_reinforce_plus_plus_baseline", more=ROLLOUTS),
     "gspo": Case("quickstart_gspo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.clip_ratio_high=0.001")),
     "cispo": Case("quickstart_cispo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", *CORRECTED)),
-    "remax": Case("quickstart_remax", more=(*ROLLOUTS, "algorithm.use_kl_loss=true")),
+    "remax": Case(
+        "quickstart_remax", more=(*ROLLOUTS, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.05")
+    ),
     "dapo": Case("quickstart_dapo", frozen=(), more=(*ROLLOUTS, "reward.function=tasks:coarse_share")),
     "distill": Case("quickstart_distill", frozen=("teacher",), more=(*ROLLOUTS, "algorithm.gamma=0.5")),
     "reward_model": of_pairs("reward_model", roles=("reward",)),
