@@ -15,6 +15,7 @@ from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import clipped_value
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.objectives.losses import LOSS_AGG_MODES
 from rlhf_spmd.parallel.launch import Launch, connect_store
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.objective import MASK, joint, learnt_rows
@@ -54,9 +55,10 @@ def updated(batch: Batch, agg: str, masks: bool, groups: int | None = None) -> d
     return statistics
 
 
-@pytest.mark.parametrize(("agg", "share"), [("token-mean", 1.0), ("seq-mean-token-mean", 0.5), ("seq-mean-token-sum", 0.5)])
-def test_the_update_is_that_without_the_rows_that_were_cut(agg: str, share: float) -> None:
-    """Of modes that divide by rows, all of a mini-batch count, as in TRL."""
+@pytest.mark.parametrize("agg", LOSS_AGG_MODES)
+def test_the_update_is_that_without_the_rows_that_were_cut(agg: str) -> None:
+    """Modes that divide by rows count all of a mini-batch, as TRL and verl do."""
+    share = 1.0 if agg == "token-mean" else len(KEPT) / len(LENGTHS)
     masked, without = updated(rows(STOPPED), agg, True), updated(rows(STOPPED).take(KEPT), agg, False)
     assert updated(rows(STOPPED), agg, False)["actor/grad_norm"] != pytest.approx(without["actor/grad_norm"], rel=1e-3)
     for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss"):
