@@ -171,16 +171,18 @@ def test_kto_s_baseline_is_the_mean_log_ratio() -> None:
 # -- scores
 
 
-def test_reward_model() -> None:
-    """2203.02155, eq. 1, with the margin of 2307.09288, eq. 2."""
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_reward_model(coefficient: float) -> None:
+    """2203.02155, eq. 1, with the margin of 2307.09288, eq. 2, and 2312.09244's penalty of a pair's sum, as TRL has it."""
     margin = torch.tensor([0.5, 0.5, 0.0, 0.0, 2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
     scores = numbers(3, size=8)
 
     def derived(r: list[Tensor]) -> Tensor:
-        return sum(-torch.log(sigma(r[w] - r[b] - margin[w])) for w, b in PAIRS) / 4  # type: ignore[return-value]
+        return sum(-torch.log(sigma(r[w] - r[b] - margin[w])) + coefficient * (r[w] + r[b]) ** 2 for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"row_values": scores, "chosen": torch.tensor(CHOSEN), "margin": margin}
-    stats = assert_same(reward_model.Config().objective(), fields, "row_values", derived)
+    config = reward_model.Config(center_rewards_coefficient=coefficient)
+    stats = assert_same(config.objective(), fields, "row_values", derived)
     assert stats["accuracy"] == sum(bool(scores[w] > scores[b]) for w, b in PAIRS) / 4
 
 
