@@ -65,7 +65,9 @@ def remax(config: ReMaxConfig, scores: list[float], lengths: list[int], kl: list
 @pytest.mark.parametrize("coefficient", [0.0, 0.3])
 def test_remax_has_the_advantages_of_the_paper(coefficient: float) -> None:
     """Algorithm 1: r(x, a) - r(x, greedy). With KL in the reward a token has the KL from it on, and the greedy row none: verl."""
-    config = flat_config(ReMaxConfig, **({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": coefficient}} if coefficient else {}))
+    config = flat_config(
+        ReMaxConfig, **({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": coefficient}} if coefficient else {})
+    )
     scores, lengths = [1.0, 0.25, 3.0, -2.0, 0.5, 4.0], [2, 1, 3, 2, 3, 1]
     kl = [torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (2, 1, 2, 3)]
     advantages, report = remax(config, scores, lengths, kl)
