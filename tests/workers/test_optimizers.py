@@ -42,6 +42,25 @@ def drawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = to
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
 
 
+def test_a_skipped_step_moves_the_schedule_alone() -> None:
+    """The steps beside it are those of AdamW that never saw it, at the schedule's rates."""
+    config = CONFIG
+    one, other = drawn(SMALL, 1, torch.float64), drawn(SMALL, 1, torch.float64)
+    skipping, plain = Optimizer(config, one, 4), Optimizer(replace(config, lr_scheduler_type="constant"), other, 4)
+    for step in range(4):
+        if step in (0, 2):
+            before = {key: x.clone() for key, x in one.items()}
+            assert skipping.skip() == learning_rate(config, step, 4)
+            assert all(torch.equal(before[key], x) for key, x in one.items())
+            continue
+        grads = drawn(SMALL, step + 2, torch.float64)
+        rate = skipping.step(one, grads)
+        plain.config = replace(plain.config, lr=rate)
+        plain.step(other, grads)
+        assert rate == learning_rate(config, step, 4) and all(torch.equal(other[key], x) for key, x in one.items())
+    assert (skipping.step_count, skipping.skipped, plain.step_count) == (4, 2, 2)
+
+
 # -- schedules and settings
 
 

@@ -98,7 +98,8 @@ def correction_weights(
 
     They are ``rollout_is_mean`` (the weights without rejection), ``rollout_is_ratio_fraction_high`` (bool: truncated) and
     ``rollout_rs_masked_fraction`` (bool: rejected); ``rollout_is_veto_fraction`` (bool: of vetoed responses) and
-    ``rollout_is_catastrophic_token_fraction`` (bool: below the veto's threshold). The factor is 1 to the bit where both log-probs are the same numbers.
+    ``rollout_is_catastrophic_token_fraction`` (bool: below the veto's threshold). The factor is 1 to the bit where both log-probs are
+    the same numbers.
     """
 
     def at(level: str, x: Tensor) -> Tensor:

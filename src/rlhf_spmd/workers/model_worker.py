@@ -218,7 +218,8 @@ class ModelWorker(Worker):
         """Train: one optimizer step per epoch and mini-batch of ``mini_batch_size`` groups (prompts; None: all groups).
 
         With several references and as many objectives, one step adds up their losses of a mini-batch. The groups of the first
-        reference determine the number of mini-batches. Returns the mean statistics over the steps, and ``ppo_kl`` of the first step.
+        reference determine the number of mini-batches. Returns the mean statistics over the steps, the number of ``skipped_updates``, and
+        ``ppo_kl`` of the first step.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -235,6 +236,8 @@ class ModelWorker(Worker):
         names = dict.fromkeys(name for report in named for name in report)
         having = {name: [report[name] for report in named if name in report] for name in names}
         means = {name: sum(values) / len(values) for name, values in having.items()}
+        skipped = f"{self.name}/skipped_updates"
+        means[skipped] = sum(having[skipped])
         if (kl := f"{self.name}/ppo_kl") in named[0]:
             means[f"{kl}_first"] = named[0][kl]
         return means | log_prob_differences(torch.cat(differences)) if differences else means
@@ -290,7 +293,11 @@ class ModelWorker(Worker):
     @register(RANK_ZERO, kind="control")
     def progress(self) -> dict[str, int]:
         """The role's state for a checkpoint, besides its tensors."""
-        return {"optimizer_steps": self.engine.optimizer.step_count if self.engine.optimizer else 0}
+        optimizer = self.engine.optimizer
+        return {
+            "optimizer_steps": optimizer.step_count if optimizer else 0,
+            "skipped_steps": optimizer.skipped if optimizer else 0,
+        }
 
 
 def _loss(
