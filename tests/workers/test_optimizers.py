@@ -122,7 +122,7 @@ def test_bad_settings_name_key_and_value(settings: dict[str, Any], message: str)
 
 
 def test_what_eight_bits_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OptimConfig(name="adamw_8bit")
+    config = OptimConfig(name="adamw_8bit", lr=1e-6)
     with pytest.raises(ValueError, match=r"adamw_8bit computes in float32, and models\.actor\.dtype=float64; use adamw$"):
         check_section(RoleConfig(dtype="float64", optim=config), "models.actor")
     monkeypatch.setattr("rlhf_spmd.workers.optim_config.find_spec", lambda name: None)

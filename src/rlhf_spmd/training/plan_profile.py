@@ -158,7 +158,7 @@ def _measure(
 
     def times(spec: ModelSpec) -> tuple[dict[str, list[float]], float]:
         """Times of this model, which is deleted afterwards."""
-        engine = TrainEngine(spec, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+        engine = TrainEngine(spec, None, head, mesh, OptimConfig(lr=0.0), dtype=dtype, device=world.device)
         forward, both = zip(*(_passes(world, engine, head, work, count) for count in counts), strict=True)
         taken: dict[str, list[float]] = {"forward": [*forward], "both": [*both], "decode": []}
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
@@ -210,7 +210,7 @@ def _zero(
     small = min(fitting, key=lambda one: shape_of(one, head).params)
     for stage in range(4):
         mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
-        engine = TrainEngine(small, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+        engine = TrainEngine(small, None, head, mesh, OptimConfig(lr=0.0), dtype=dtype, device=world.device)
         forward[stage], both[stage] = _passes(world, engine, head, work, 1)
     params = shape_of(small, head).params
     return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params

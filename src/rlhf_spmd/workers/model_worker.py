@@ -54,12 +54,15 @@ class ModelWorker(Worker):
     """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``.
 
     ``head``: "lm", "value" or "both". ``new_head``: a value head that the model's directory lacks starts at zero.
+    ``lr``, ``head_lr``: where the configuration leaves them to the role, as in verl and TRL; None: as ``lr``.
     ``model``: the weights that calls on this worker use: the role's own, or, in a worker of :attr:`replicas`, a replica of them.
     """
 
     head: ClassVar[str] = "lm"
     trained: ClassVar[bool] = False
     new_head: ClassVar[bool] = False
+    lr: ClassVar[float] = 1e-6
+    head_lr: ClassVar[float | None] = None
     checks_rollouts = False  # whether the next update compares the rollout's log-probs with its own
 
     def __init__(
@@ -186,7 +189,7 @@ class ModelWorker(Worker):
         return result.spread(batch[MASK]) if spreads else result
 
     def _remedy(self) -> str:
-        learning = f"lower models.{self.name}.optim.lr={self.config.optim.lr:g}, " if self.trained else ""
+        learning = f"lower models.{self.name}.optim.lr={self.config.optim.lr}, " if self.trained else ""
         return f"{learning}check the weights that it started with, or set models.{self.name}.dtype=float32"
 
     def log_probs(self, batch: Batch, temperature: float, records: ExpertRecords | None = None) -> Ragged | None:
