@@ -201,7 +201,9 @@ def test_what_a_role_holds_by_hand() -> None:
 
 def held_by(world: World, layout: Layout, dtype: str, name: str) -> int:
     spec, mesh = spec_from_config(CONFIG, "test"), build_mesh(world, range(layout.size), layout)
-    engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(name=name, lr=1e-6), dtype=getattr(torch, dtype), device=world.device)
+    engine = TrainEngine(
+        spec, None, "lm", mesh, OptimConfig(name=name, lr=1e-6), dtype=getattr(torch, dtype), device=world.device
+    )
     assert engine.optimizer is not None
     return sum(x.nbytes for state in engine.optimizer._states.values() for x in state.values())
 

@@ -132,9 +132,7 @@ RATES = [  # role, algorithm, override, its learning rate and that of its head (
 
 
 @pytest.mark.parametrize(("role", "name", "override", "lr", "head_lr"), RATES)
-def test_learning_rates_by_role(
-    tmp_path: Path, role: str, name: str, override: str, lr: float, head_lr: float | None
-) -> None:
+def test_learning_rates_by_role(tmp_path: Path, role: str, name: str, override: str, lr: float, head_lr: float | None) -> None:
     """verl's of actors and critics; TRL's of new heads; what a user gives counts for the head too."""
     overrides = settings(tmp_path, 4, *CASES[name].overrides(), f"models.{role}.optim.{override}")
     optim = prepare(CASES[name].file, overrides, 1).plans[role].config.optim

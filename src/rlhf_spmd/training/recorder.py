@@ -79,6 +79,39 @@ def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[st
     return {key: float(value) for key, value in metrics.items()}, samples
 
 
+class StillLosses:
+    """Finds roles whose loss stays where it began: within ``TOLERANCE`` of its size, over the first ``STEPS`` steps."""
+
+    STEPS, TOLERANCE = 50, 1e-3
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[dict[str, float]]] = {}  # role -> its metrics in the first steps
+
+    def add(self, metrics: Mapping[str, float]) -> list[str]:
+        """Take a step's metrics. Return a warning for each role that has just been found."""
+        found = []
+        for role in (name.removesuffix("/lr") for name in metrics if name.endswith("/lr") and name[:-3] + "/loss" in metrics):
+            first = self._first.setdefault(role, [])
+            row = {name: metrics.get(f"{role}/{name}", 0.0) for name in ("lr", "loss", "grad_norm")}
+            if first and len(first) < self.STEPS and row["lr"] > first[-1]["lr"]:
+                first.clear()  # a warm-up
+            if len(first) == self.STEPS:
+                continue
+            first.append(row)
+            losses = [row["loss"] for row in first]
+            largest = max(map(abs, losses))
+            # a policy's loss may be 0 whatever it learns
+            still = max(losses) - min(losses) <= self.TOLERANCE * largest and (
+                largest or not any(x["grad_norm"] for x in first)
+            )
+            if len(first) == self.STEPS and still:
+                found.append(
+                    f"warning: {role}/loss stays at {losses[0]:.4g} for {self.STEPS} steps: almost nothing is learnt at "
+                    f"models.{role}.optim.lr, now {row['lr']:.2g}; raise it, or look at the data"
+                )
+        return found
+
+
 class Recorder:
     """Writes metrics and samples, and shows progress. Rank 0 only."""
 
@@ -95,6 +128,7 @@ class Recorder:
         self.followers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
         self.progress = Progress(steps, start_step=started_at)
+        self.still_losses = None if started_at else StillLosses()  # in later steps a loss may have come to its end
 
     def log(
         self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
@@ -106,6 +140,8 @@ class Recorder:
         self.validations.append({"step": global_step, **sample} for sample in validated)
         self.metrics.append([{"step": global_step, "unix_s": round(time.time(), 3), **metrics}])
         self.progress.update(global_step, metrics)
+        for warning in self.still_losses.add(metrics) if self.still_losses else ():
+            self.progress.say(warning)
 
     def sync(self) -> None:
         """Flush to the disk, so that the files hold the steps of the checkpoint that follows. Raises WriteError."""

@@ -221,8 +221,8 @@ class ModelWorker(Worker):
         """Train: one optimizer step per epoch and mini-batch of ``mini_batch_size`` groups (prompts; None: all groups).
 
         With several references and as many objectives, one step adds up their losses of a mini-batch. The groups of the first
-        reference determine the number of mini-batches. Returns the mean statistics over the steps, the number of ``skipped_updates``, and
-        ``ppo_kl`` of the first step.
+        reference determine the number of mini-batches. Returns the mean statistics over the steps, the number of
+        ``skipped_updates``, and ``ppo_kl`` of the first step.
 
         Collective over the pool: every rank of it must call, in program order.
         """

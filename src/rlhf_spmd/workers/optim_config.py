@@ -67,7 +67,11 @@ class OptimConfig:
 
 def with_usual_rates(config: OptimConfig, lr: float, head_lr: float | None) -> OptimConfig:
     """Return the settings with ``lr``, and this ``head_lr``, where they leave ``lr`` to the role."""
-    return config if config.lr is not None else replace(config, lr=lr, head_lr=head_lr if config.head_lr is None else config.head_lr)
+    return (
+        config
+        if config.lr is not None
+        else replace(config, lr=lr, head_lr=head_lr if config.head_lr is None else config.head_lr)
+    )
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:

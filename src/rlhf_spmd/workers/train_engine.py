@@ -263,10 +263,11 @@ class TrainEngine:
     # -- the optimizer step
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping), ``lr``, ``skipped_updates``
-        (0 or 1), and of models with experts the metrics of ``router_balance``.
+        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping), ``lr``,
+        ``skipped_updates`` (0 or 1), and of models with experts the metrics of ``router_balance``.
 
-        Where all gradients are 0 there is nothing to learn, and the update is skipped: weight decay and momentum would move the weights.
+        Where all gradients are 0 there is nothing to learn, and the update is skipped: weight decay and momentum would move the
+        weights.
         If the norm is not finite, raises FloatingPointError on every rank of the pool, before any parameter has changed.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
