@@ -130,7 +130,9 @@ def test_distillation_counts_the_kl_of_later_tokens(gamma: float) -> None:
     generator = torch.Generator().manual_seed(2)
     rows = rows_of([3, 1, 4], [0, 1, 2])
     student, teacher = (-torch.rand(8, generator=generator, dtype=torch.float64) for _ in range(2))
-    advantages, report = per_token(towards_teacher(gamma), {"old_log_probs": student, "teacher_log_probs": teacher}, rows)
+    advantages, report = per_token(
+        towards_teacher(DistillConfig(gamma=gamma)), {"old_log_probs": student, "teacher_log_probs": teacher}, rows
+    )
     wanted: list[float] = []
     for mine, its in zip(student.split([3, 1, 4]), teacher.split([3, 1, 4]), strict=True):
         kl = (mine - its).tolist()
@@ -140,10 +142,23 @@ def test_distillation_counts_the_kl_of_later_tokens(gamma: float) -> None:
     assert report["actor/reverse_kl_per_row"] == pytest.approx(float((student - teacher).sum()) / 3, abs=1e-12)
 
 
-def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
-    """MiniLLM's gradient: over all responses of two tokens, weighted by their probability, ours is that of the divergence itself."""
+def of_tokens(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """GKD's divergence of each distribution (arXiv 2306.13649, eq. 1; the limits as TRL has them), over the whole vocabulary."""
+    if beta in (0.0, 1.0):
+        one, other = (student, teacher) if beta else (teacher, student)
+        return (one.exp() * (one - other)).sum(-1)
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    sides = [(side.exp() * (side - mixture)).sum(-1) for side in (teacher, student)]
+    return beta * sides[0] + (1 - beta) * sides[1]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation_follows_the_divergence(beta: float, gamma: float) -> None:
+    """Over all responses of two tokens, weighted by their probability, our gradient is that of the divergence itself: of each token at
+    what the student wrote before (GKD), or with gamma 1 of whole responses, which for the reverse KL is MiniLLM's."""
     generator = torch.Generator().manual_seed(3)
-    size, config = 3, DistillConfig(gamma=1.0, policy=PolicyLossConfig(loss_agg_mode="seq-mean-token-sum"))
+    size, config = 3, DistillConfig(gamma=gamma, beta=beta, policy=PolicyLossConfig(loss_agg_mode="seq-mean-token-sum"))
     objective = clipped_policy(config, SamplingConfig(max_response_length=8))
     weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((size,), (size, size)) * 2]
     first, then, *teacher = weights
@@ -154,25 +169,39 @@ def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
 
     first.requires_grad_(), then.requires_grad_()
     pairs = list(itertools.product(range(size), repeat=2))
-    divergence = torch.stack(
-        [log_probs(a, b).sum().exp() * (log_probs(a, b).sum() - its_first[a] - its_then[a, b]) for a, b in pairs]
-    ).sum()
+    written = first.softmax(-1) if gamma else first.softmax(-1).detach()
+    each = of_tokens(then.log_softmax(-1), its_then, beta)
+    divergence = of_tokens(first.log_softmax(-1), its_first, beta) + (written * each).sum()
     exact = torch.autograd.grad(divergence, (first, then))
-    ours = [torch.zeros_like(first), torch.zeros_like(then)]
+    ours, mean = [torch.zeros_like(first), torch.zeros_like(then)], 0.0
     for a, b in pairs:
         student, rows = log_probs(a, b), rows_of([2], [0])
         fields = {"old_log_probs": student.detach(), "teacher_log_probs": torch.stack([its_first[a], its_then[a, b]])}
-        advantages, _ = per_token(towards_teacher(1.0), fields, rows)
+        advantages, report = per_token(towards_teacher(config), fields, rows)
+        mean += report["actor/divergence" if beta < 1 else "actor/reverse_kl_per_row"] * float(student.sum().exp().detach())
         fields = {"log_probs": student, "old_log_probs": student.detach(), "advantages": advantages, "entropy": torch.zeros(2)}
         loss, _ = objective.loss(fields, rows, Totals(2, 1))
         gradients = torch.autograd.grad(loss * student.detach().sum().exp(), (first, then))
         for total, gradient in zip(ours, gradients, strict=True):
             total += gradient
+    assert mean * (2 if beta < 1 else 1) == pytest.approx(float(divergence.detach()), abs=1e-12)
     for mine, wanted in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine, wanted, atol=1e-12, rtol=0)
 
 
 # -- in runs
+
+
+def test_a_teacher_has_a_temperature_of_its_own(tmp_path: Path) -> None:
+    """At sampling.temperature it is the same run; at another one the teacher's log-probs are those of a softer distribution."""
+    case, runs = CASES["distill"], {}
+    for name, temperature in (("usual", "null"), ("same", "1.0"), ("soft", "4.0")):
+        runs[name] = case.train(
+            tmp_path / name, f"algorithm.teacher_temperature={temperature}", "algorithm.beta=0.5", ranks=2, steps=1
+        )
+    tasks.assert_bit_equal(runs["usual"], runs["same"])
+    kl = {name: run.metrics[0]["actor/reverse_kl"] for name, run in runs.items()}
+    assert abs(kl["soft"] - kl["usual"]) > 1e-3
 
 
 def test_remax_is_the_run_that_generates_twice(tmp_path: Path) -> None:
