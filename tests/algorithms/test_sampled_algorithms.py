@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -231,9 +232,16 @@ def train_and_listen(world: World, config: str, overrides: list[str]) -> str:
 def test_dapo_replaces_groups_that_score_alike_or_tells_of_a_bound(tmp_path: Path) -> None:
     """Every step has as many groups as it wants, whole ones, of more prompts than one batch. It refuses to learn nothing."""
     case = CASES["dapo"]
-    (replaced,) = case.train(tmp_path / "replaced", steps=1).metrics
+    run = case.train(tmp_path / "replaced", "run.log_samples=1000", steps=1, ranks=2)
+    (replaced,) = run.metrics
     assert replaced["dapo/kept_groups"] >= tasks.PROMPTS and replaced["dapo/num_gen_batches"] > 1
     assert replaced["dapo/equal_group_fraction"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "replaced" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == replaced["dapo/num_gen_batches"] * tasks.PROMPTS * 4, "all batches"
+    scores, lengths = (np.array([row[key] for row in rows]) for key in ("score", "length"))
+    assert replaced["reward/mean"] == pytest.approx(scores.mean(), rel=1e-12)
+    assert replaced["reward/std"] == pytest.approx(scores.std(), rel=1e-9) and replaced["reward/unscored"] == 0
+    assert replaced["response_length/mean"] == pytest.approx(lengths.mean(), rel=1e-12)
 
     more = (*case.overrides(), "algorithm.filter_groups.max_num_gen_batches=1")
     written = run_ranks(2, train_and_listen, case.file, tasks.settings(tmp_path / "few", 1, *more))
