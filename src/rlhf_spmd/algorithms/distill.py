@@ -95,9 +95,9 @@ def towards_teacher(config: Config) -> Function:
         parts = whole.sums(
             kl=kl.sum(), divergence=divergence.sum(), tokens=kl.new_tensor(len(kl)), rows=kl.new_tensor(len(rows))
         )
-        total, shared, tokens, num_rows = (float(part) for part in parts.values())
-        report = {"actor/reverse_kl": total / tokens, "actor/reverse_kl_per_row": total / num_rows}
-        report |= {"actor/divergence": shared / tokens} if config.beta < 1 else {}
+        kl_sum, divergence_sum, tokens, num_rows = (float(part) for part in parts.values())
+        report = {"actor/reverse_kl": kl_sum / tokens, "actor/reverse_kl_per_row": kl_sum / num_rows}
+        report |= {"actor/divergence": divergence_sum / tokens} if config.beta < 1 else {}
         return {"advantages": rows.per_token(sums + (divergence + pull))}, report
 
     return compute_advantage

@@ -94,7 +94,7 @@ class StillLosses:
 
     def add(self, metrics: Mapping[str, float]) -> list[str]:
         """Take a step's metrics. Return a warning for each role that has just been found."""
-        found = []
+        warnings = []
         for role in (name.removesuffix("/lr") for name in metrics if name.endswith("/lr") and name[:-3] + "/loss" in metrics):
             first = self._first.setdefault(role, [])
             row = {name: metrics.get(f"{role}/{name}", 0.0) for name in ("lr", "loss", "grad_norm")}
@@ -110,11 +110,11 @@ class StillLosses:
                 largest or not any(x["grad_norm"] for x in first)
             )
             if len(first) == self.STEPS and still:
-                found.append(
+                warnings.append(
                     f"warning: {role}/loss stays at {losses[0]:.4g} for {self.STEPS} steps: almost nothing is learnt at "
                     f"models.{role}.optim.lr, now {row['lr']:.2g}; raise it, or look at the data"
                 )
-        return found
+        return warnings
 
 
 class Recorder:

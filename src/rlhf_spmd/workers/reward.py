@@ -210,7 +210,7 @@ class RewardWorker(ModelWorker):
                 largest[4:6] = torch.stack([x.max(), -x.min()])
             if report["first_error"]:
                 largest[6] = -self.mesh.pool.rank
-        own = sums.tolist()
+        local = sums.tolist()
         calls, failures, timeouts, _, rows, scored, *_ = self.mesh.pool.all_reduce(sums, "control").tolist()
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         step, all_failed = self.controller.timeline.step, failures + timeouts == calls
@@ -225,17 +225,17 @@ class RewardWorker(ModelWorker):
                 f"{reward_key(self.name)}.{self.reward.scorer} returned None for all of the first {int(calls)} rows"
             )
         self.called = self.called or calls > 0
-        _, failed, late, unclosed, own_rows, own_scored, *clipped, tokens, prompt_tokens, score, squares = own
-        found: dict[str, Any] = {"failures": [failed], "timeouts": [late], "unscored": [own_rows - own_scored]}
+        _, failed, late, unclosed, local_rows, local_scored, *clipped, tokens, prompt_tokens, score, squares = local
+        found: dict[str, Any] = {"failures": [failed], "timeouts": [late], "unscored": [local_rows - local_scored]}
         found |= {"unclosed_reasoning": [unclosed]} if self.reward.strip_reasoning else {}
         if scored:
-            found |= {"mean": [score, own_scored], "std": [score, own_scored, squares], "max": highest, "min": -lowest}
+            found |= {"mean": [score, local_scored], "std": [score, local_scored, squares], "max": highest, "min": -lowest}
         found = {f"{self.name}/{key}": value for key, value in found.items()}
         if self.first and rows:
             for i, (name, total) in enumerate((("response_length", tokens), ("prompt_length", prompt_tokens))):
-                values = {"mean": [total, own_rows], "max": extremes[2 * i], "min": -extremes[2 * i + 1]}
+                values = {"mean": [total, local_rows], "max": extremes[2 * i], "min": -extremes[2 * i + 1]}
                 found |= {f"{name}/{key}": value for key, value in values.items()}
-                found[f"{name}/clip_ratio"] = [clipped[i], own_rows]
+                found[f"{name}/clip_ratio"] = [clipped[i], local_rows]
         return found
 
     def _report_failures(self, failed: int, calls: int, source: int, error: str | None, again: bool) -> None:
