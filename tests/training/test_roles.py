@@ -174,6 +174,11 @@ def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
             assert other[key] == pytest.approx(row[key], rel=1e-10), (row["step"], key)
 
 
+def test_the_learning_rate_of_sft(tmp_path: Path) -> None:
+    optim = prepare(None, [*sft_rows(tmp_path, tmp_path / "run"), "run.test_freq=0"], 1, "sft").plans["actor"].config.optim
+    assert (optim.lr, optim.head_lr) == (1e-5, None)
+
+
 def test_sft_that_reached_its_goal_says_so_and_stays_ended(tmp_path: Path) -> None:
     overrides = [*sft_rows(tmp_path, tmp_path / "run"), "run.steps=9", "run.test_freq=2"]
     overrides += ["algorithm.stop_at_reward=-1", "reward.function=tasks:even_share"]
