@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from torch import Tensor
 
 import tasks
 from algorithm_cases import CASES, ROLLOUTS, Case
+from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
 from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
 from rlhf_spmd.algorithms.distill import towards_teacher
 from rlhf_spmd.algorithms.policy import PolicyLossConfig, clipped_policy
-from rlhf_spmd.algorithms.remax import minus_greedy
+from rlhf_spmd.algorithms.remax import Config as ReMaxConfig
+from rlhf_spmd.algorithms.remax import greedy_scores, minus_greedy
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
@@ -45,24 +48,43 @@ def per_token(function: Function, fields: dict[str, Tensor], rows: Rows) -> tupl
     return field.values, report
 
 
-def test_remax_has_the_advantages_of_the_paper() -> None:
-    """Algorithm 1: r(x, a) - r(x, greedy)."""
-    scores = torch.tensor([1.0, 0.25, 3.0, -2.0, 0.5, 4.0], dtype=torch.float64)
-    ids = [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
-    rows = rows_of([2, 1, 3, 2, 3, 1], [7, 7, 7, 9, 9, 9], ids)
-    advantages, report = per_token(minus_greedy, {"scores": scores}, rows)
-    baseline, sampled = {7: 3.0, 9: 4.0}, [0, 1, 3, 4]
-    wanted = [float(scores[i]) - baseline[int(rows.group_ids[i])] for i in range(6)]
-    assert advantages.tolist() == [a for a, n in zip(wanted, rows.lengths.tolist(), strict=True) for _ in range(n)]
-    assert report == {"actor/baseline_mean": 3.5, "actor/advantage_mean": sum(wanted[i] for i in sampled) / 4}
+def remax(config: ReMaxConfig, scores: list[float], lengths: list[int], kl: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """Advantages and metrics of two groups of two samples and a greedy row each, whose ``kl`` is that of each sample's tokens."""
+    groups, ids = [7, 7, 7, 9, 9, 9], [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
+    judged = {"scores": torch.tensor(scores, dtype=torch.float64)}
+    made, report = greedy_scores(judged, rows_of(lengths, groups, ids), ALONE)
+    baselines, sampled = made["baselines"], [0, 1, 3, 4]
+    assert isinstance(baselines, Tensor)
+    fields = {"scores": judged["scores"][sampled], "baselines": baselines[sampled]}
+    if config.kl.uses_reference:
+        fields |= {"old_log_probs": torch.cat(kl), "ref_log_prob": torch.zeros(len(torch.cat(kl)))}
+    rows = rows_of([lengths[i] for i in sampled], [groups[i] for i in sampled])
+    advantages, more = per_token(minus_greedy(config), fields, rows)
+    return advantages, report | more
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_remax_has_the_advantages_of_the_paper(coefficient: float) -> None:
+    """Algorithm 1: r(x, a) - r(x, greedy). With KL in the reward a token has the KL from it on, and the greedy row none: verl."""
+    config = flat_config(
+        ReMaxConfig, **({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": coefficient}} if coefficient else {})
+    )
+    scores, lengths = [1.0, 0.25, 3.0, -2.0, 0.5, 4.0], [2, 1, 3, 2, 3, 1]
+    kl = [torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (2, 1, 2, 3)]
+    advantages, report = remax(config, scores, lengths, kl)
+    plain = [-2.0, -2.75, -6.0, -3.5]
+    wanted = [[a - coefficient * float(its[t:].sum()) for t in range(len(its))] for a, its in zip(plain, kl, strict=True)]
+    assert advantages.tolist() == pytest.approx([a for row in wanted for a in row], abs=1e-12)
+    assert report["actor/baseline_mean"] == 3.5
+    assert report["actor/advantage_mean"] == pytest.approx(sum(row[0] for row in wanted) / 4)
+    assert ("actor/kl" in report) == bool(coefficient)
 
 
 def test_rows_without_a_score_teach_nothing() -> None:
     """ReMax: also those whose greedy response has none. DAPO: they are not compared, and a group of them is replaced."""
-    nan, ids = torch.nan, [0, 1, COPY_STRIDE, 2, 3, COPY_STRIDE + 2]
-    scores = torch.tensor([1.0, nan, 3.0, -2.0, 0.5, nan], dtype=torch.float64)
-    advantages, report = per_token(minus_greedy, {"scores": scores}, rows_of([1] * 6, [7, 7, 7, 9, 9, 9], ids))
-    assert advantages.tolist() == [-2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    nan = torch.nan
+    advantages, report = remax(ReMaxConfig(), [1.0, nan, 3.0, -2.0, 0.5, nan], [1] * 6, [])
+    assert advantages.tolist() == [-2.0, 0.0, 0.0, 0.0]
     assert report == {"actor/baseline_mean": 3.0, "actor/advantage_mean": -2.0}
 
     scores = torch.tensor([-1.0, nan, 1.0, nan, nan, nan, 1.0, 1.0, nan], dtype=torch.float64)
@@ -109,7 +131,9 @@ def test_distillation_counts_the_kl_of_later_tokens(gamma: float) -> None:
     generator = torch.Generator().manual_seed(2)
     rows = rows_of([3, 1, 4], [0, 1, 2])
     student, teacher = (-torch.rand(8, generator=generator, dtype=torch.float64) for _ in range(2))
-    advantages, report = per_token(towards_teacher(gamma), {"old_log_probs": student, "teacher_log_probs": teacher}, rows)
+    advantages, report = per_token(
+        towards_teacher(DistillConfig(gamma=gamma)), {"old_log_probs": student, "teacher_log_probs": teacher}, rows
+    )
     wanted: list[float] = []
     for mine, its in zip(student.split([3, 1, 4]), teacher.split([3, 1, 4]), strict=True):
         kl = (mine - its).tolist()
@@ -119,10 +143,23 @@ def test_distillation_counts_the_kl_of_later_tokens(gamma: float) -> None:
     assert report["actor/reverse_kl_per_row"] == pytest.approx(float((student - teacher).sum()) / 3, abs=1e-12)
 
 
-def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
-    """MiniLLM's gradient: over all responses of two tokens, weighted by their probability, ours is that of the divergence itself."""
+def of_tokens(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """GKD's divergence of each distribution (arXiv 2306.13649, eq. 1; the limits as TRL has them), over the whole vocabulary."""
+    if beta in (0.0, 1.0):
+        one, other = (student, teacher) if beta else (teacher, student)
+        return (one.exp() * (one - other)).sum(-1)
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    sides = [(side.exp() * (side - mixture)).sum(-1) for side in (teacher, student)]
+    return beta * sides[0] + (1 - beta) * sides[1]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation_follows_the_divergence(beta: float, gamma: float) -> None:
+    """Over all responses of two tokens, weighted by their probability, our gradient is that of the divergence itself: of each token at
+    what the student wrote before (GKD), or with gamma 1 of whole responses, which for the reverse KL is MiniLLM's."""
     generator = torch.Generator().manual_seed(3)
-    size, config = 3, DistillConfig(gamma=1.0, policy=PolicyLossConfig(loss_agg_mode="seq-mean-token-sum"))
+    size, config = 3, DistillConfig(gamma=gamma, beta=beta, policy=PolicyLossConfig(loss_agg_mode="seq-mean-token-sum"))
     objective = clipped_policy(config, SamplingConfig(max_response_length=8))
     weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((size,), (size, size)) * 2]
     first, then, *teacher = weights
@@ -133,25 +170,39 @@ def test_distillation_follows_the_reverse_kl_of_whole_responses() -> None:
 
     first.requires_grad_(), then.requires_grad_()
     pairs = list(itertools.product(range(size), repeat=2))
-    divergence = torch.stack(
-        [log_probs(a, b).sum().exp() * (log_probs(a, b).sum() - its_first[a] - its_then[a, b]) for a, b in pairs]
-    ).sum()
+    written = first.softmax(-1) if gamma else first.softmax(-1).detach()
+    each = of_tokens(then.log_softmax(-1), its_then, beta)
+    divergence = of_tokens(first.log_softmax(-1), its_first, beta) + (written * each).sum()
     exact = torch.autograd.grad(divergence, (first, then))
-    ours = [torch.zeros_like(first), torch.zeros_like(then)]
+    ours, mean = [torch.zeros_like(first), torch.zeros_like(then)], 0.0
     for a, b in pairs:
         student, rows = log_probs(a, b), rows_of([2], [0])
         fields = {"old_log_probs": student.detach(), "teacher_log_probs": torch.stack([its_first[a], its_then[a, b]])}
-        advantages, _ = per_token(towards_teacher(1.0), fields, rows)
+        advantages, report = per_token(towards_teacher(config), fields, rows)
+        mean += report["actor/divergence" if beta < 1 else "actor/reverse_kl_per_row"] * float(student.sum().exp().detach())
         fields = {"log_probs": student, "old_log_probs": student.detach(), "advantages": advantages, "entropy": torch.zeros(2)}
         loss, _ = objective.loss(fields, rows, Totals(2, 1))
         gradients = torch.autograd.grad(loss * student.detach().sum().exp(), (first, then))
         for total, gradient in zip(ours, gradients, strict=True):
             total += gradient
+    assert mean * (2 if beta < 1 else 1) == pytest.approx(float(divergence.detach()), abs=1e-12)
     for mine, wanted in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine, wanted, atol=1e-12, rtol=0)
 
 
 # -- in runs
+
+
+def test_a_teacher_has_a_temperature_of_its_own(tmp_path: Path) -> None:
+    """At sampling.temperature it is the same run; at another one the teacher's log-probs are those of a softer distribution."""
+    case, runs = CASES["distill"], {}
+    for name, temperature in (("usual", "null"), ("same", "1.0"), ("soft", "4.0")):
+        runs[name] = case.train(
+            tmp_path / name, f"algorithm.teacher_temperature={temperature}", "algorithm.beta=0.5", ranks=2, steps=1
+        )
+    tasks.assert_bit_equal(runs["usual"], runs["same"])
+    kl = {name: run.metrics[0]["actor/reverse_kl"] for name, run in runs.items()}
+    assert abs(kl["soft"] - kl["usual"]) > 1e-3
 
 
 def test_remax_is_the_run_that_generates_twice(tmp_path: Path) -> None:
@@ -181,9 +232,16 @@ def train_and_listen(world: World, config: str, overrides: list[str]) -> str:
 def test_dapo_replaces_groups_that_score_alike_or_tells_of_a_bound(tmp_path: Path) -> None:
     """Every step has as many groups as it wants, whole ones, of more prompts than one batch. It refuses to learn nothing."""
     case = CASES["dapo"]
-    (replaced,) = case.train(tmp_path / "replaced", steps=1).metrics
+    run = case.train(tmp_path / "replaced", "run.log_samples=1000", steps=1, ranks=2)
+    (replaced,) = run.metrics
     assert replaced["dapo/kept_groups"] >= tasks.PROMPTS and replaced["dapo/num_gen_batches"] > 1
     assert replaced["dapo/equal_group_fraction"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "replaced" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == replaced["dapo/num_gen_batches"] * tasks.PROMPTS * 4, "all batches"
+    scores, lengths = (np.array([row[key] for row in rows]) for key in ("score", "length"))
+    assert replaced["reward/mean"] == pytest.approx(scores.mean(), rel=1e-12)
+    assert replaced["reward/std"] == pytest.approx(scores.std(), rel=1e-9) and replaced["reward/unscored"] == 0
+    assert replaced["response_length/mean"] == pytest.approx(lengths.mean(), rel=1e-12)
 
     more = (*case.overrides(), "algorithm.filter_groups.max_num_gen_batches=1")
     written = run_ranks(2, train_and_listen, case.file, tasks.settings(tmp_path / "few", 1, *more))
@@ -222,6 +280,11 @@ def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Pat
             "remax",
             "reward={function: 'reward_functions:best_of_group', by_group: true}",
             "reward.by_group=true: remax scores the greedy response to a prompt by itself",
+        ),
+        (
+            "remax",
+            "algorithm={loss_mode: geo_mean, loss_agg_mode: seq-mean-token-mean, use_kl_in_reward: true}",
+            "algorithm.loss_mode=geo_mean needs one advantage per response, and use_kl_in_reward gives each token its own",
         ),
     ],
 )

@@ -68,7 +68,10 @@ ROLLOUTS = (
 
 CORRECTED = tuple(
     f"algorithm.rollout_correction.{key}"
-    for key in ("rollout_is=sequence", "rollout_is_threshold=1.1", "rollout_rs=token_k1", "rollout_rs_threshold=1.5")
+    for key in (
+        *("rollout_is=sequence", "rollout_is_threshold=1.1", "rollout_rs=token_k1", "rollout_rs_threshold=1.5"),
+        "rollout_token_veto_threshold=0.5",
+    )
 )
 
 NORMALISED = (
@@ -104,7 +107,7 @@ CASES: dict[str, Case] = {
     "reinforce_plus_plus_baseline": Case("quickstart_reinforce_plus_plus_baseline", more=ROLLOUTS),
     "gspo": Case("quickstart_gspo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", "algorithm.clip_ratio_high=0.001")),
     "cispo": Case("quickstart_cispo", frozen=(), more=(*ROLLOUTS, "algorithm.ppo_epochs=2", *CORRECTED)),
-    "remax": Case("quickstart_remax", more=(*ROLLOUTS, "algorithm.use_kl_loss=true")),
+    "remax": Case("quickstart_remax", more=(*ROLLOUTS, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.05")),
     "dapo": Case("quickstart_dapo", frozen=(), more=(*ROLLOUTS, "reward.function=tasks:coarse_share")),
     "distill": Case("quickstart_distill", frozen=("teacher",), more=(*ROLLOUTS, "algorithm.gamma=0.5")),
     "reward_model": of_pairs("reward_model", roles=("reward",)),

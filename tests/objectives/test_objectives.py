@@ -75,7 +75,7 @@ def naive_aggregate(rows, mode, max_length):
     return {
         "token-mean": sum(sums) / sum(len(row) for row in rows),
         "seq-mean-token-sum": sum(sums) / len(rows),
-        "seq-mean-token-mean": sum(total / len(row) for total, row in zip(sums, rows, strict=True)) / len(rows),
+        "seq-mean-token-mean": sum(total / len(row) for total, row in zip(sums, rows, strict=True) if row) / len(rows),
         "seq-mean-token-sum-norm": sum(sums) / len(rows) / max_length,
     }[mode]
 
@@ -247,10 +247,11 @@ def test_unmoved_values_are_not_counted_as_clipped():
 
 @pytest.mark.parametrize("mode", losses.LOSS_AGG_MODES)
 def test_aggregate_sums_over_any_split_to_the_mini_batch(mode):
+    """A row without a token, as one that is masked, counts among the rows."""
     lengths = [*LENGTHS, 4, 0]
-    counts = (sum(lengths), len(lengths) - 1)
+    counts = (sum(lengths), len(lengths))
     x = sample(29, sum(lengths)).requires_grad_()
-    expected = naive_aggregate([row for row in rows_of(x.detach(), lengths) if row], mode, 16)
+    expected = naive_aggregate(rows_of(x.detach(), lengths), mode, 16)
     loss = losses.aggregate(x, lengths_of(lengths), mode, *counts, max_length=16)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12, abs=1e-12)
     (gradient,) = torch.autograd.grad(loss, x)

@@ -190,7 +190,8 @@ def test_rejection(kind: str) -> None:
     terms = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}
     flat = [[terms[estimate](d) for d in row] for row in rows]
     if level != "token":
-        flat = [[sum(row) / (len(row) if level == "seq_mean" else 1)] * len(row) for row in flat]
+        joined = {"seq_sum": sum, "seq_mean": lambda row: sum(row) / len(row), "seq_max": max}[level]
+        flat = [[joined(row)] * len(row) for row in flat]
     values = [x for row in flat for x in row]
     upper = math.exp(0.1) if estimate == "k1" else sorted(values)[len(values) // 2] * 1.001
     settings = RolloutCorrectionConfig(rollout_rs=kind, rollout_rs_threshold=upper)
@@ -199,6 +200,22 @@ def test_rejection(kind: str) -> None:
     weights, stats = correction_weights(settings, fields["old_log_probs"], fields["rollout_log_probs"], torch.tensor(LENGTHS))
     assert weights.tolist() == [float(x) for x in kept] and 0 < sum(kept) < len(kept)
     assert stats["rollout_rs_masked_fraction"].tolist() == [not x for x in kept]
+
+
+@pytest.mark.parametrize("beside", [{}, {"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}])
+def test_a_token_below_the_veto_rejects_its_response(beside: dict[str, Any]) -> None:
+    """verl's rollout_token_veto_threshold: of training's probability over the rollout's; beside the other corrections."""
+    fields = sample()
+    rows = by_row(fields["old_log_probs"] - fields["rollout_log_probs"])
+    settings, others = RolloutCorrectionConfig(rollout_token_veto_threshold=0.8, **beside), RolloutCorrectionConfig(**beside)
+    check_section(settings, "algorithm.rollout_correction")
+    assert settings.active
+    probs = fields["old_log_probs"], fields["rollout_log_probs"], torch.tensor(LENGTHS)
+    (weights, stats), (plain, _) = correction_weights(settings, *probs), correction_weights(others, *probs)
+    vetoed = [min(map(math.exp, row)) < 0.8 for row in rows for _ in row]
+    assert weights.tolist() == [0.0 if no else w for no, w in zip(vetoed, plain.tolist(), strict=True)]
+    assert stats["rollout_is_veto_fraction"].tolist() == vetoed and 0 < sum(vetoed) < len(vetoed)
+    assert stats["rollout_is_catastrophic_token_fraction"].tolist() == [math.exp(d) < 0.8 for row in rows for d in row]
 
 
 def test_one_token_that_is_far_off_rejects_its_row() -> None:
@@ -274,10 +291,12 @@ def test_the_entropy_coefficient_moves_on_a_line() -> None:
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.1}, "is for .* with _k1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must include 1"),
         ({"rollout_is_threshold": 0.0}, "must be above 0"),
+        ({"rollout_token_veto_threshold": 1.5}, "rollout_token_veto_threshold=1.5: must be above 0 and at most 1"),
+        ({"rollout_token_veto_threshold": 1e-4, "bypass_mode": True}, "so .*rollout_token_veto_threshold finds no difference"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:
-    is_correction = all(name.startswith("rollout_") and name != "rollout_correction" for name in knobs)
+    is_correction = all(name.startswith(("rollout_", "bypass_")) and name != "rollout_correction" for name in knobs)
     config = RolloutCorrectionConfig(**knobs) if is_correction else flat_config(PolicyConfig, **knobs)
     with pytest.raises(ValueError, match=message):
         check_tree(config, "algorithm")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from rlhf_spmd.objectives.preferences import kto as kto_loss
 from rlhf_spmd.workers.compute import GlobalReduce
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
 
-DATA = SimpleNamespace(sampling=SimpleNamespace(log_prob_temperature=1.0))
 LENGTHS = [3, 5, 2, 4, 6, 1, 7, 2]
 CHOSEN = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]  # not always the first of a pair
 ROWS = Rows(torch.arange(8), torch.arange(8) // 2 * 10, torch.tensor(LENGTHS))
@@ -105,7 +103,7 @@ def test_dpo(name: str) -> None:
         return sum(loss(r[w] - r[b]) for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN), "ref_logps": REF_LOGPS}
-    stats = assert_same(config.loss.objective(1.0), fields, "log_probs", derived)
+    stats = assert_same(config.loss.objective(), fields, "log_probs", derived)
     implied = [0.3 * float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)), config.loss.length_normalized)]
     margins = [implied[w] - implied[b] for w, b in PAIRS]
     assert stats["rewards/margins"] == pytest.approx(sum(margins) / 4)
@@ -124,7 +122,7 @@ def test_orpo() -> None:
         return sum(terms) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN)}
-    stats = assert_same(orpo.Config(beta=0.4).objective(1.0), fields, "log_probs", derived)
+    stats = assert_same(orpo.Config(beta=0.4).objective(), fields, "log_probs", derived)
     means = [float(row.mean()) for row in LOG_PROBS.split(LENGTHS)]
     assert stats["nll_loss"] == pytest.approx(-sum(means[w] for w, _ in PAIRS) / 4)
 
@@ -139,7 +137,7 @@ def test_simpo() -> None:
         return sum(terms) / 4  # type: ignore[return-value]
 
     fields = {"log_probs": LOG_PROBS, "chosen": torch.tensor(CHOSEN)}
-    assert_same(simpo.Config(beta=2.5, simpo_gamma=1.4).objective(1.0), fields, "log_probs", derived)
+    assert_same(simpo.Config(beta=2.5, simpo_gamma=1.4).objective(), fields, "log_probs", derived)
 
 
 def test_kto() -> None:
@@ -155,7 +153,7 @@ def test_kto() -> None:
         return total / 8
 
     fields = {"log_probs": LOG_PROBS, "desirable": desirable, "ref_logps": REF_LOGPS}
-    stats = assert_same(kto.objective(DATA, config, 0.2, 3 / 8), fields, "log_probs", derived)
+    stats = assert_same(kto.objective(config, 0.2, 3 / 8), fields, "log_probs", derived)
     implied = [0.3 * float(x) for x in ratios(list(LOG_PROBS.split(LENGTHS)))]
     assert stats["rewards/chosen"] == pytest.approx(sum(implied[i] for i in (0, 4, 6)) / 3)
     assert stats["rewards/rejected"] == pytest.approx(sum(implied[i] for i in (1, 2, 3, 5, 7)) / 5)
@@ -173,16 +171,18 @@ def test_kto_s_baseline_is_the_mean_log_ratio() -> None:
 # -- scores
 
 
-def test_reward_model() -> None:
-    """2203.02155, eq. 1, with the margin of 2307.09288, eq. 2."""
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_reward_model(coefficient: float) -> None:
+    """2203.02155, eq. 1, with the margin of 2307.09288, eq. 2, and 2312.09244's penalty of a pair's sum, as TRL has it."""
     margin = torch.tensor([0.5, 0.5, 0.0, 0.0, 2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
     scores = numbers(3, size=8)
 
     def derived(r: list[Tensor]) -> Tensor:
-        return sum(-torch.log(sigma(r[w] - r[b] - margin[w])) for w, b in PAIRS) / 4  # type: ignore[return-value]
+        return sum(-torch.log(sigma(r[w] - r[b] - margin[w])) + coefficient * (r[w] + r[b]) ** 2 for w, b in PAIRS) / 4  # type: ignore[return-value]
 
     fields = {"row_values": scores, "chosen": torch.tensor(CHOSEN), "margin": margin}
-    stats = assert_same(reward_model.Config().objective(1.0), fields, "row_values", derived)
+    config = reward_model.Config(center_rewards_coefficient=coefficient)
+    stats = assert_same(config.objective(), fields, "row_values", derived)
     assert stats["accuracy"] == sum(bool(scores[w] > scores[b]) for w, b in PAIRS) / 4
 
 
@@ -199,7 +199,7 @@ def test_cost_model() -> None:
         return total / 4
 
     fields = {"row_values": costs, "chosen": torch.tensor(CHOSEN), "safe": torch.tensor(safe)}
-    stats = assert_same(cost_model.Config().objective(1.0), fields, "row_values", derived)
+    stats = assert_same(cost_model.Config().objective(), fields, "row_values", derived)
     assert stats["accuracy"] == sum(bool(costs[b] > costs[w]) for w, b in PAIRS) / 4
     assert stats["accuracy_sign"] == sum(float(c) * s < 0 for c, s in zip(costs, safe, strict=True)) / 8
 

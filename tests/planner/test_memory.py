@@ -109,7 +109,7 @@ def measured(world: World, case: Case) -> tuple[float, float, int]:
         "device": world.device,
         "activation_checkpointing": case.mode,
     }
-    engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(), lora=case.adapters, **options)
+    engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(lr=1e-6), lora=case.adapters, **options)
     rows = [Packed(torch.randint(12000, (ROWS * LENGTH,)), torch.tensor([LENGTH] * ROWS)) for _ in range(case.number)]
     with LiveMemory() as memory:
         engine.forward_backward(rows, loss)
@@ -201,7 +201,9 @@ def test_what_a_role_holds_by_hand() -> None:
 
 def held_by(world: World, layout: Layout, dtype: str, name: str) -> int:
     spec, mesh = spec_from_config(CONFIG, "test"), build_mesh(world, range(layout.size), layout)
-    engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(name=name), dtype=getattr(torch, dtype), device=world.device)
+    engine = TrainEngine(
+        spec, None, "lm", mesh, OptimConfig(name=name, lr=1e-6), dtype=getattr(torch, dtype), device=world.device
+    )
     assert engine.optimizer is not None
     return sum(x.nbytes for state in engine.optimizer._states.values() for x in state.values())
 

@@ -166,8 +166,8 @@ grpo actor_rollout_ref.actor.megatron.router_replay.mode=R4
 becomes models.actor.router_replay: disabled
 says actor_rollout_ref.actor.megatron.router_replay.mode: left out, there is no R4; models.actor.router_replay has R2
 
-grpo CORRECTION=token_k1 CORRECTION_threshold=0.6_1.6
-becomes CORRECTION_threshold: 1.6, CORRECTION_threshold_lower: 0.6
+grpo CORRECTION=token_k1 CORRECTION_threshold=0.5_4.0
+becomes CORRECTION_threshold: 2.0, CORRECTION_threshold_lower: 0.25
 
 grpo +data.apply_chat_template_kwargs.enable_thinking=False +data.apply_chat_template_kwargs.effort=high
 becomes data.chat_template_kwargs.enable_thinking: false, data.chat_template_kwargs.effort: high
@@ -214,6 +214,8 @@ BROKEN = [
     ("run.sh", SCRIPT, f"{DISTILLATION} +distillation.teacher_models.two.model_path=/t", "there are 2; here is one"),
     ("run.sh", SCRIPT, f"{CORRECTION}=token_k1,seq_max_k2 {CORRECTION}_threshold=0.6_1.6,2", "here one kind"),
     ("run.sh", SCRIPT, f"{CORRECTION}=token_k1 {CORRECTION}_threshold=a_b", "must be a number, or two"),
+    ("run.sh", SCRIPT, f"{CORRECTION}=token_k1 {CORRECTION}_threshold=0.0_2.0", "threshold=0.0_2.0 must be a number, or two"),
+    ("run.sh", SCRIPT, f"{CORRECTION}=seq_mean_k3 {CORRECTION}_threshold=0.5_2.0", "two bounds are for _k1"),
     ("run.sh", "python3 -m other.program a.b=1\n", "data.seed=1", "run.sh"),
     ("a.yaml", "data: {seed: 1}", "data.seed", "'data.seed' is no override; give key=value"),
     ("a.yaml", "", "data.seed=1", "must hold verl's settings (section: key: value), and is empty"),

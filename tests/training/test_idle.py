@@ -1,6 +1,7 @@
 """Settings by which a run would learn nothing, or that nothing reads: said before it starts; and sections that an override drops."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import tasks
 from rlhf_spmd.config.load import load
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import TrainConfig, prepare
+from rlhf_spmd.training.recorder import StillLosses
 
 
 def ppo(tmp_path: Path, *overrides: str, size: int = 1) -> tuple[str, ...]:
@@ -30,6 +32,27 @@ def test_an_update_that_changes_nothing_and_a_warm_up_that_never_ends_are_said(t
     assert ppo(tmp_path, f"models.critic.optim.lr_warmup_steps={updates}") == ()
 
 
+@pytest.mark.parametrize(
+    ("step", "is_still"),
+    [
+        (lambda i: {"loss": 0.6931 - 2e-6 * i}, True),  # a reward model at 1e-6
+        (lambda i: {"loss": 0.6931 - 2e-4 * i}, False),
+        (lambda i: {"loss": 0.0}, False),  # of advantages that add up to 0
+        (lambda i: {"loss": 0.0, "grad_norm": 0.0}, True),
+        (lambda i: {"loss": 1e-9 * (-1) ** i}, False),
+        (lambda i: {"loss": 0.6931, "lr": 1e-6 * (i + 1)}, False),  # of a warm-up
+        (lambda i: {"loss": 0.6931, "lr": 1e-6 - 1e-8 * i}, True),
+    ],
+)
+def test_a_loss_that_stays_where_it_began_is_said_once(step: Callable[[int], dict[str, float]], is_still: bool) -> None:
+    still = StillLosses()
+    rows = [{"loss": 0.0, "lr": 1e-6, "grad_norm": 0.2} | step(i) for i in range(3 * StillLosses.STEPS // 2)]
+    lines = [still.add({f"reward/{name}": x for name, x in row.items()} | {"reward/mean": 1.0}) for row in rows]
+    assert [i for i, line in enumerate(lines) if line] == [StillLosses.STEPS - 1] * is_still
+    if is_still:
+        assert lines[StillLosses.STEPS - 1][0].startswith(f"warning: reward/loss stays at {rows[0]['loss']:.4g} for 50 steps")
+
+
 def test_a_stream_of_rows_that_nobody_takes_is_said(tmp_path: Path) -> None:
     chunks = "placement.rollout_chunks=4"
     text = f"{chunks} does nothing: no call takes generated rows on ranks that do not generate"
@@ -47,10 +70,19 @@ def test_ranks_for_a_call_that_nobody_makes_are_said(tmp_path: Path) -> None:
     assert ppo(tmp_path, *validated, "models.critic.calls.evaluate.pool=b", size=2) == ()  # a validation's, it may be
 
 
-@pytest.mark.parametrize(("key", "when"), [("sampling.n=2", "in training"), ("val_sampling.top_p=0.5", "in validation")])
-def test_settings_of_samples_that_nobody_draws_are_refused(key: str, when: str, tmp_path: Path) -> None:
-    settings = ["algorithm.name=dpo", f"data.path={tmp_path}/none.jsonl", f"models.actor.path={tasks.task() / 'actor'}"]
-    with pytest.raises(ValueError, match=rf"^{key.replace('.', chr(92) + '.')}.*: dpo draws no samples {when}; leave \w+ out$"):
+@pytest.mark.parametrize(
+    ("name", "key", "when"),
+    [
+        ("dpo", "sampling.n=2", "in training"),
+        ("dpo", "val_sampling.top_p=0.5", "in validation"),
+        ("dpo", "val_sampling.temperature=0.5", "in validation"),
+        *((name, "sampling.temperature=0.5", "in training") for name in ("dpo", "kto", "orpo", "simpo", "reward_model", "sft")),
+    ],
+)
+def test_settings_of_samples_that_nobody_draws_are_refused(name: str, key: str, when: str, tmp_path: Path) -> None:
+    role = "reward" if name == "reward_model" else "actor"
+    settings = [f"algorithm.name={name}", f"data.path={tmp_path}/none.jsonl", f"models.{role}.path={tasks.task() / 'actor'}"]
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)}.*: {name} draws no samples {when}; leave \w+ out$"):
         prepare(None, [*settings, f"run.dir={tmp_path}", "run.test_freq=0", key], 1)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import tasks
+from algorithm_cases import CASES
 from overrides import FP64, STEADY, layout
 from ranks import run_ranks
 from tiers import tiers
@@ -96,6 +97,24 @@ def test_a_run_that_is_preempted_and_then_killed_goes_on_bit_for_bit(uninterrupt
     assert (tmp_path / "metrics.jsonl").read_text().startswith(first), "a step that was saved ran again"
     assert f"resumed from {tmp_path}/checkpoints/step_{saved}" in (tmp_path / "output.txt").read_text()
     tasks.assert_bit_equal(uninterrupted, tasks.train(2, tmp_path, STEPS, *LAYOUT))
+
+
+def test_updates_that_are_skipped_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Two responses to the one prompt of a mini-batch often score alike: no gradient, on no rank. The schedule goes on."""
+    case = CASES["dr_grpo"]
+    more = *case.overrides(), "sampling.n=2", "algorithm.ppo_mini_batch_size=1", "algorithm.ppo_epochs=1", "run.save_freq=2"
+    more = *more, "reward.function=tasks:coarse_share", "models.actor.optim.lr_scheduler_type=linear", *layout("actor", dp=2)
+    run_ranks(2, tasks.train_here, case.file, tasks.settings(tmp_path / "one", 4, *more))
+    one = tasks.read_run(tmp_path / "one")
+    skipped = [row["actor/skipped_updates"] for row in one.metrics]
+    assert all(0 < count < tasks.PROMPTS for count in skipped[1:]), skipped
+    assert one.state["skipped_steps"] == {"actor": sum(skipped)}
+    assert one.state["optimizer_steps"] == {"actor": 4 * tasks.PROMPTS}
+    more = *more, f"run.resume={tmp_path / 'one' / 'checkpoints' / 'step_2'}"
+    resumed = tasks.train(2, tmp_path / "resumed", 4, *more, config=case.file)
+    assert [row["actor/lr"] for row in resumed.metrics] == [row["actor/lr"] for row in one.metrics[2:]]
+    assert resumed.state["skipped_steps"] == one.state["skipped_steps"]
+    assert tasks.worst_tensor(one, resumed, kinds=("param", "exp_avg", "exp_avg_sq"))[0] == 0.0
 
 
 @pytest.mark.long

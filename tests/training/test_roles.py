@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ranks
+from algorithm_cases import CASES
 from outside.rewards import share_of_even_digits
 from ranks import run_ranks
 from rlhf_spmd.process.board import Board
@@ -117,6 +118,27 @@ def test_two_named_rewards_side_by_side(tmp_path: Path) -> None:
     assert {key: metrics.get(key) for key in expected} == pytest.approx(expected, abs=1e-6)
 
 
+RATES = [  # role, algorithm, override, its learning rate and that of its head (None: the same)
+    ("actor", "grpo", "lr=null", 1e-6, None),
+    ("actor", "dpo", "lr=null", 1e-6, None),
+    ("actor", "ppo, one model", "lr=null", 1e-6, 1e-5),
+    ("critic", "ppo", "lr=null", 1e-5, None),
+    ("cost_critic", "safe_rlhf", "lr=null", 1e-5, None),
+    ("reward", "reward_model", "lr=null", 1e-5, 1e-4),
+    ("cost", "cost_model", "lr=null", 1e-5, 1e-4),
+    ("reward", "reward_model", "lr=2e-5", 2e-5, None),
+    ("reward", "reward_model", "head_lr=3e-4", 1e-3, 3e-4),
+]
+
+
+@pytest.mark.parametrize(("role", "name", "override", "lr", "head_lr"), RATES)
+def test_learning_rates_by_role(tmp_path: Path, role: str, name: str, override: str, lr: float, head_lr: float | None) -> None:
+    """verl's of actors and critics; TRL's of new heads; what a user gives counts for the head too."""
+    overrides = settings(tmp_path, 4, *CASES[name].overrides(), f"models.{role}.optim.{override}")
+    optim = prepare(CASES[name].file, overrides, 1).plans[role].config.optim
+    assert (optim.lr, optim.head_lr) == (lr, head_lr)
+
+
 def sft_here(world: Any, overrides: list[str]) -> str:
     """Returns what it writes to standard error."""
     prepared = prepare(None, overrides, world.size, "sft")
@@ -150,6 +172,11 @@ def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
     for row, other in zip(alone, on_ranks, strict=True):
         for key in {"val/loss", "actor/loss", "actor/grad_norm"} & row.keys():
             assert other[key] == pytest.approx(row[key], rel=1e-10), (row["step"], key)
+
+
+def test_the_learning_rate_of_sft(tmp_path: Path) -> None:
+    optim = prepare(None, [*sft_rows(tmp_path, tmp_path / "run"), "run.test_freq=0"], 1, "sft").plans["actor"].config.optim
+    assert (optim.lr, optim.head_lr) == (1e-5, None)
 
 
 def test_sft_that_reached_its_goal_says_so_and_stays_ended(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -223,6 +224,11 @@ def test_a_mean_is_over_tokens_not_over_replicas() -> None:
         {"rollout/log_prob_diff_max": 0.1, "rollout/log_prob_diff_mean": 0.001, "reward/extra/length": 0.1}
     )
     assert samples == [{"row_id": 3}]
+    parts = [{"r/mean": [3.0, 2], "r/std": [3.0, 2, 5.0], "r/failures": [1], "r/max": 2.0}, {"r/failures": [0]}]
+    parts[1] |= {"r/mean": [4.0, 1], "r/std": [4.0, 1, 16.0], "r/max": 4.0}
+    pooled = {"r/mean": 7 / 3, "r/std": statistics.pstdev([1, 2, 4]), "r/failures": 1.0, "r/max": 4.0}
+    for calls in ([parts], [[part] for part in parts]):  # two members of a call, or two calls
+        assert merge_values(calls)[0] == pytest.approx(pooled)
     assert merge_values([[{"a/mean": [0.0, 0]}, {"a/min": 2.0}, {"a/min": -1.0, "a/seconds": 1.0}, {"a/seconds": 2.0}]])[0] == {
         "a/mean": 0.0,
         "a/min": -1.0,

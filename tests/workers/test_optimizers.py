@@ -42,6 +42,25 @@ def drawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = to
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
 
 
+def test_a_skipped_step_moves_the_schedule_alone() -> None:
+    """The steps beside it are those of AdamW that never saw it, at the schedule's rates."""
+    config = CONFIG
+    one, other = drawn(SMALL, 1, torch.float64), drawn(SMALL, 1, torch.float64)
+    skipping, plain = Optimizer(config, one, 4), Optimizer(replace(config, lr_scheduler_type="constant"), other, 4)
+    for step in range(4):
+        if step in (0, 2):
+            before = {key: x.clone() for key, x in one.items()}
+            assert skipping.skip() == learning_rate(config, step, 4)
+            assert all(torch.equal(before[key], x) for key, x in one.items())
+            continue
+        grads = drawn(SMALL, step + 2, torch.float64)
+        rate = skipping.step(one, grads)
+        plain.config = replace(plain.config, lr=rate)
+        plain.step(other, grads)
+        assert rate == learning_rate(config, step, 4) and all(torch.equal(other[key], x) for key, x in one.items())
+    assert (skipping.step_count, skipping.skipped, plain.step_count) == (4, 2, 2)
+
+
 # -- schedules and settings
 
 
@@ -103,7 +122,7 @@ def test_bad_settings_name_key_and_value(settings: dict[str, Any], message: str)
 
 
 def test_what_eight_bits_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OptimConfig(name="adamw_8bit")
+    config = OptimConfig(name="adamw_8bit", lr=1e-6)
     with pytest.raises(ValueError, match=r"adamw_8bit computes in float32, and models\.actor\.dtype=float64; use adamw$"):
         check_section(RoleConfig(dtype="float64", optim=config), "models.actor")
     monkeypatch.setattr("rlhf_spmd.workers.optim_config.find_spec", lambda name: None)

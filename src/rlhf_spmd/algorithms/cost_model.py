@@ -24,7 +24,7 @@ class Config(ScoreModelConfig):
     streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", SafetyPreferencesConfig)}
     exported: ClassVar[str] = "cost"
 
-    def objective(self, temperature: float) -> Objective:
+    def objective(self) -> Objective:
         """Return the loss of order and signs of costs, with the shares of pairs in order and of responses with the right sign."""
 
         def loss(safer: dict[str, Tensor], riskier: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

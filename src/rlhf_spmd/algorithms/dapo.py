@@ -74,7 +74,9 @@ class Config(PolicyConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One DAPO step. Returns the calls whose values are the step's metrics; the reward's are of its first batch of prompts."""
+    """One DAPO step. Returns the calls whose values are the step's metrics. The reward's are of all batches of prompts, the
+    generator's of the first.
+    """
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
     calls, batches, found, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
@@ -82,7 +84,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
         batch, rollout = sample(models, data, global_step)
         scores, scored = score(models, batch)
         judged = models.compute.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
-        calls, wanted, batch = calls or [rollout, *scored, judged], wanted or len(batch), batch.union(scores, judged)
+        calls, wanted, batch = [*(calls or [rollout]), *scored, judged], wanted or len(batch), batch.union(scores, judged)
         if filtering.enable:
             spread = models.controller.get_field(judged, "spread")
             batch, is_scored = batch.take(spread > 0), is_scored or bool((spread >= 0).any())

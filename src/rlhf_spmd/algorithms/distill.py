@@ -1,7 +1,8 @@
-"""On-policy distillation: the student answers, and learns by the reverse KL to a teacher on its own tokens.
+"""On-policy distillation: the student answers, and learns by a divergence from a teacher on its own tokens.
 
 MiniLLM (Gu et al. 2023, arXiv 2306.08543) takes the gradient of KL(student || teacher) of whole responses by REINFORCE, which is
-``gamma`` 1. GKD (Agarwal et al. 2023, arXiv 2306.13649) takes each token's KL by itself, which is 0.
+``gamma`` 1. GKD (Agarwal et al. 2023, arXiv 2306.13649) takes each token's divergence by itself, which is 0; its generalised
+Jensen-Shannon divergence is ``beta``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
-from rlhf_spmd.config.constraints import Fraction
+from rlhf_spmd.config.constraints import Fraction, PositiveFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.advantages import gae
+from rlhf_spmd.objectives.kl import token_divergence
 from rlhf_spmd.workers import ActorWorker, Computed, Function, GlobalReduce, ReferenceWorker, RewardWorker, RoleClass, Rows
 
 
@@ -26,11 +28,16 @@ from rlhf_spmd.workers import ActorWorker, Computed, Function, GlobalReduce, Ref
 class Config(PolicyConfig):
     """A reward is for metrics and validation only, and may be left out.
 
-    - gamma: weight of a token's KL to the teacher in the advantage of the token before it
+    - gamma: weight of a token's divergence from the teacher in the advantage of the token before it
+    - beta: the divergence: 1 is the reverse KL(student || teacher), 0 the forward KL(teacher || student), between them GKD's
+      generalised JSD, with this share of the teacher in the mixture; TRL's name and meaning
+    - teacher_temperature: the teacher's distribution is at this temperature, the student's at `sampling.temperature`; null: at the same
     """
 
     name: str = "distill"
     gamma: Fraction = 0.0
+    beta: Fraction = 1.0
+    teacher_temperature: PositiveFloat | None = None
     needs_reward: ClassVar[bool] = False
 
     def check(self, where: str) -> None:
@@ -66,25 +73,31 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     batch, rollout = sample(models, data, global_step)
     scored = score(models, batch)[1] if models.rewards else []
     old = models.actor.compute_log_prob(batch)
-    batch = batch.union(old, models.teacher.compute_ref_log_prob(batch).rename(ref_log_prob="teacher_log_probs"))
+    teacher = models.teacher.compute_ref_log_prob(batch, config.teacher_temperature).rename(ref_log_prob="teacher_log_probs")
+    batch = batch.union(old, teacher)
     reads = ("old_log_probs", "teacher_log_probs")
-    advantages = models.compute.apply(batch, towards_teacher(config.gamma), reads, outputs=("advantages",))
+    advantages = models.compute.apply(batch, towards_teacher(config), reads, outputs=("advantages",))
     policy = clipped_policy(config, data.sampling, global_step)
     update = models.actor.update(batch.union(advantages), policy, **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 
-def towards_teacher(gamma: float) -> Function:
-    """Return a function that computes a token's advantage: minus the sum over itself and the later tokens of its response of
-    gamma^distance * (log p_student - log p_teacher). With gamma 1 its gradient is in expectation that of KL(student || teacher) of
-    responses.
+def towards_teacher(config: Config) -> Function:
+    """Return a function that computes a token's advantage: its own pull towards the teacher, minus the sum over the later tokens of its
+    response of gamma^distance * their divergence. In expectation over the student's tokens its gradient is that of the divergence, for
+    ``gamma`` 1 of whole responses.
     """
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
         kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()
-        advantages, _ = gae(-kl, torch.zeros_like(kl), rows.lengths, gamma, 1.0)
-        total, tokens, num_rows = whole.sum(torch.stack([kl.sum(), kl.new_tensor(len(kl)), kl.new_tensor(len(rows))])).tolist()
-        report = {"actor/reverse_kl": total / tokens, "actor/reverse_kl_per_row": total / num_rows}
-        return {"advantages": rows.per_token(advantages)}, report
+        divergence, pull = token_divergence(kl, config.beta)
+        sums, _ = gae(-divergence, torch.zeros_like(kl), rows.lengths, config.gamma, 1.0)
+        parts = whole.sums(
+            kl=kl.sum(), divergence=divergence.sum(), tokens=kl.new_tensor(len(kl)), rows=kl.new_tensor(len(rows))
+        )
+        kl_sum, divergence_sum, tokens, num_rows = (float(part) for part in parts.values())
+        report = {"actor/reverse_kl": kl_sum / tokens, "actor/reverse_kl_per_row": kl_sum / num_rows}
+        report |= {"actor/divergence": divergence_sum / tokens} if config.beta < 1 else {}
+        return {"advantages": rows.per_token(sums + (divergence + pull))}, report
 
     return compute_advantage

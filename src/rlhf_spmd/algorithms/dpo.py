@@ -25,12 +25,12 @@ class Config(preferences.PairLearningConfig):
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
     """One optimizer step. The reference is asked about each pair once, in whatever epoch it first comes."""
     pairs = preferences.next_with_reference(models, data.pairs)
-    return [models.actor.update(pairs, config.loss.objective(data.sampling.log_prob_temperature))]
+    return [models.actor.update(pairs, config.loss.objective())]
 
 
 def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
     """Return the objective's statistics; ``val/rewards/accuracies`` is the share of pairs that the implied rewards order."""
-    objective = config.loss.objective(data.sampling.log_prob_temperature)
+    objective = config.loss.objective()
 
     def evaluate(rows: Reference) -> Reference:
         return models.actor.evaluate(preferences.reference_log_probs(models, rows), objective)

@@ -44,7 +44,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     """One optimizer step on the labelled rows. Their prompts with completions of other prompts give the baseline."""
     rows = next_with_reference(models, data.responses)
     estimate, baseline, desirable = estimate_kl(models, rows)
-    return [estimate, models.actor.update(rows.firsts(), objective(data, config, baseline, desirable))]
+    return [estimate, models.actor.update(rows.firsts(), objective(config, baseline, desirable))]
 
 
 def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
@@ -66,7 +66,7 @@ def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -
     return {}, {"kto/kl": total / count, "kto/desirable_fraction": desirable / count}
 
 
-def objective(data: Any, config: Config, baseline: float, desirable: float) -> Objective:
+def objective(config: Config, baseline: float, desirable: float) -> Objective:
     """Return KTO's objective. ``desirable``: the share of such rows, by which their mean reward is reported; in validation over all
     batches together.
     """
@@ -80,7 +80,7 @@ def objective(data: Any, config: Config, baseline: float, desirable: float) -> O
             told[f"rewards/{name}"] = (config.beta * ratios.detach() * side).sum() / (totals.rows * share or 1.0)
         return losses.sum() / totals.rows, told
 
-    return Objective(loss, ("desirable", "ref_logps"), temperature=data.sampling.log_prob_temperature)
+    return Objective(loss, ("desirable", "ref_logps"))
 
 
 def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
@@ -90,6 +90,6 @@ def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[s
     def evaluate(rows: Reference) -> Reference:
         rows = reference_log_probs(models, rows)
         _, baseline, _ = estimate_kl(models, rows)
-        return models.actor.evaluate(rows.firsts(), objective(data, config, baseline, desirable))
+        return models.actor.evaluate(rows.firsts(), objective(config, baseline, desirable))
 
     return validate_by(data, "responses", evaluate)

@@ -24,11 +24,11 @@ class Config(PairLearningConfig):
     name: str = "orpo"
     beta: PositiveFloat = 0.1
 
-    def objective(self, temperature: float) -> Objective:
+    def objective(self) -> Objective:
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
             ratio = odds_ratio(*means)
             told = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
             return -means[0] + self.beta * ratio, told | {"nll_loss": -means[0], "odds_ratio_loss": ratio}
 
-        return of_pairs(loss, (), "log_probs", temperature)
+        return of_pairs(loss, (), "log_probs")

@@ -87,8 +87,8 @@ class DirectLossConfig:
                 f"{where}.loss_type=robust corrects for {where}.label_smoothing, the share of wrong pairs; give it"
             )
 
-    def objective(self, temperature: float) -> Objective:
-        """Return the loss ``loss_type`` of sums of log-probs, or with ``length_normalized`` of means per token."""
+    def objective(self, temperature: float = 1.0) -> Objective:
+        """Return the loss ``loss_type`` of sums of log-probs at ``temperature``, or with ``length_normalized`` of means per token."""
 
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             better, worse = (

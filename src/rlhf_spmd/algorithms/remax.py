@@ -13,16 +13,28 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import score, validate
+from rlhf_spmd.algorithms.kl import KLConfig, MeasuredKL
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
+from rlhf_spmd.objectives.advantages import gae, row_sums, token_level_rewards
 from rlhf_spmd.rewards.config import named_rewards, reward_key
-from rlhf_spmd.workers import Computed, GlobalReduce, ReferenceWorker, RoleClass, Rows
+from rlhf_spmd.workers import Computed, Function, GlobalReduce, ReferenceWorker, RoleClass, Rows
 
 
 @dataclass(frozen=True)
 class Config(PolicyConfig):
     name: str = "remax"
+    kl: KLConfig = inline(KLConfig, use_kl_in_reward=False)
     rows_in_flight: ClassVar[bool] = False
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.policy.loss_mode == "geo_mean" and self.kl.use_kl_in_reward:
+            raise ValueError(
+                f"{where}.loss_mode=geo_mean needs one advantage per response, and use_kl_in_reward gives each token its own; take "
+                "use_kl_loss"
+            )
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
         super().check_together(config, plans, tokenizer)
@@ -35,7 +47,7 @@ class Config(PolicyConfig):
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        return {**super().roles, **({"reference": ReferenceWorker} if self.kl.use_kl_loss else {})}
+        return {**super().roles, **({"reference": ReferenceWorker} if self.kl.uses_reference else {})}
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
@@ -47,32 +59,52 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     both = both.union(rollout)
     scores, scored = score(models, both.take(prompts))
     baseline, _ = score(models, both.take(greedy))  # by itself, so that the metrics of rewards are those of samples
-    judged = both.union(scores.concat(baseline))
-    advantages = models.compute.apply(judged, minus_greedy, ("scores",), outputs=("advantages",), keep_groups=True)
-    batch = both.union(advantages).take(prompts)
+    both = both.union(scores.concat(baseline))
+    baselines = models.compute.apply(both, greedy_scores, ("scores",), outputs=("baselines",), keep_groups=True)
+    batch = both.union(baselines).take(prompts)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old)
-    if config.kl.use_kl_loss:
+    if config.kl.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
+    reads = ("scores", "baselines", *config.kl.inputs)
+    advantages = models.compute.apply(batch, minus_greedy(config), reads, outputs=("advantages",))
     policy = clipped_policy(config, data.sampling, global_step)
-    update = models.actor.update(batch, policy, **config.schedule)
-    return [rollout, *scored, old, advantages, update]
+    update = models.actor.update(batch.union(advantages), policy, **config.schedule)
+    return [rollout, *scored, old, baselines, advantages, update]
 
 
-def minus_greedy(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-    """A row's score minus that of its group's greedy row, on every token of the row (section 3.1, algorithm 1).
-
-    The greedy row is the one with the highest id. A row gets 0 if it, or the greedy row, has no score (nan).
-    """
+def greedy_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+    """Give each row the score of its group's greedy row, the one with the highest id; nan where that has none."""
     scores = fields["scores"].double()
     groups, at = rows.group_ids.unique(return_inverse=True)
     greedy = torch.zeros_like(groups).scatter_reduce_(0, at, rows.row_ids, "amax", include_self=False)[at] == rows.row_ids
     baseline = scores.new_zeros(len(groups)).index_copy_(0, at[greedy], scores[greedy])
-    advantages = scores - baseline[at]
-    learnt, known = ~advantages.isnan(), ~baseline.isnan()
-    advantages = advantages.masked_fill(~learnt, 0.0)
-    counts = torch.stack([known.sum(), (learnt & ~greedy).sum()])
-    sums = whole.sum(torch.cat([torch.stack([baseline[known].sum(), advantages.sum()]), counts.double()]))
-    means = (sums[:2] / sums[2:].clamp(min=1)).tolist()
-    report = {"actor/baseline_mean": means[0], "actor/advantage_mean": means[1]}
-    return {"advantages": rows.per_token(rows.spread(advantages))}, report
+    known = baseline[~baseline.isnan()]
+    total, count = whole.sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
+    return {"baselines": baseline[at]}, {"actor/baseline_mean": total / max(count, 1.0)}
+
+
+def minus_greedy(config: Config) -> Function:
+    """Return a function that computes advantages [tokens]: the row's score minus the greedy one's (section 3.1, algorithm 1).
+
+    With ``use_kl_in_reward`` minus the coefficient times the KL of the token and of those after it; the greedy score has none, as in
+    verl. A row gets 0 if it, or the greedy row, has no score (nan).
+    """
+    kl = config.kl
+
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+        scores, baselines = fields["scores"].double(), fields["baselines"]
+        measured, learnt = MeasuredKL(kl, fields, rows, whole.state), ~(scores - baselines).isnan()
+        rewards = token_level_rewards(
+            scores, measured.values.double() if kl.use_kl_in_reward else None, measured.coefficient, rows.lengths
+        )
+        returns, _ = gae(rewards, torch.zeros_like(rewards), rows.lengths, 1.0, 1.0)
+        advantages = (returns - rows.spread(baselines)).masked_fill(~rows.spread(learnt), 0.0)
+        totals = (row_sums(rewards, rows.lengths) - baselines)[learnt]
+        sums = whole.sums(kl=measured.sums(), advantages=totals.sum(), rows=learnt.sum())
+        metrics = {"actor/advantage_mean": float(sums["advantages"]) / max(float(sums["rows"]), 1.0)}
+        if kl.uses_reference:
+            metrics |= measured.settle(sums["kl"])
+        return {"advantages": rows.per_token(advantages)}, metrics
+
+    return compute_advantage

@@ -15,7 +15,7 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.prompts import ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.objectives.losses import LossAggMode, aggregate
-from rlhf_spmd.workers import BatchLimits, Objective, Rows, Totals
+from rlhf_spmd.workers import BatchLimits, LikelihoodWorker, Objective, RoleClass, Rows, Totals
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Config(AlgorithmConfig):
             raise ValueError(
                 f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another"
             )
+
+    @property
+    def roles(self) -> Mapping[str, RoleClass]:
+        return {**super().roles, "actor": LikelihoodWorker}
 
     @property
     def limits(self) -> BatchLimits:

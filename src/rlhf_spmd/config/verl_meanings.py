@@ -114,13 +114,18 @@ def shard_for_generation(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_bounds(verl: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our bounds for ``rollout_rs_threshold=0.5_2.0``, verl's way to write two. Raises ConfigError, one line."""
+    """Return our bounds for ``rollout_rs_threshold=0.5_2.0``, verl's way to write two. Raises ConfigError, one line.
+
+    verl's ``_k1`` bounds the rollout's probability over training's, here the bounds are of training's over the rollout's.
+    """
     kind, bounds = (str(verl.get(f"{CORRECTION}rollout_rs{end}", "")) for end in ("", "_threshold"))
     if "," in kind or "," in bounds:
         raise ConfigError(f"{CORRECTION}rollout_rs={kind}: here one kind of outlier is rejected, with one pair of bounds")
     lower, pair, upper = bounds.partition("_")
+    if pair and not kind.endswith("_k1"):
+        raise ConfigError(f"{CORRECTION}rollout_rs_threshold={bounds}: two bounds are for _k1, not rollout_rs={kind}; give one")
     try:
-        both = {"_lower": float(lower), "": float(upper)} if pair else {}
-    except ValueError as error:
+        both = {"_lower": 1 / float(upper), "": 1 / float(lower)} if pair else {}
+    except (ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"{CORRECTION}rollout_rs_threshold={bounds} must be a number, or two as in 0.5_2.0") from error
     return {f"{CORRECTION}rollout_rs_threshold{end}": value for end, value in both.items()}

@@ -182,6 +182,14 @@ def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device, non_blocking=True), unsafe=True)
 
 
+def row_maxima(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return the largest of each row's tokens, [rows] of ``x`` [T]; 0 for a row without tokens."""
+    if not len(x):
+        return x.new_zeros(len(lengths))
+    largest = torch.segment_reduce(x, "max", lengths=lengths.to(x.device, non_blocking=True), unsafe=True)
+    return largest.masked_fill((lengths == 0).to(x.device, non_blocking=True), 0.0)
+
+
 def row_means(x: Tensor, lengths: Tensor) -> Tensor:
     """Return the mean of each row's tokens, [rows] of ``x`` [T]; 0 for a row without tokens. Passes gradients."""
     return row_sums(x, lengths) / lengths.clamp(min=1).to(x.device, non_blocking=True)

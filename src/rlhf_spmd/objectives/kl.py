@@ -70,6 +70,33 @@ def low_var_kl(log_ratio: Tensor) -> Tensor:
     return torch.expm1(d) - d  # keeps the digits that exp(d) - 1 loses near d = 0, where almost every token lies
 
 
+def token_divergence(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return an unbiased estimate of the divergence of a student from a teacher at each of the student's tokens [T], and the advantage
+    [T] whose policy gradient is its gradient.
+
+    ``log_ratio``: [T] nats, log q - log p of the student q and the teacher p; clamped to [-20, 20] where it is exponentiated. ``beta``:
+    that of GKD (arXiv 2306.13649, eq. 1), with the limits as TRL has them. A divergence is E_q[f(u)] with u = p / q; its gradient is
+    E_q[(f(u) - u f'(u)) grad log q], up to a constant, which no expectation sees:
+
+    ============ =============================== ==================================== ============================
+    ``beta``     divergence                      f(u)                                 advantage, u f'(u) - f(u)
+    ============ =============================== ==================================== ============================
+    1            KL(q || p)                      -log u                               log u
+    0            KL(p || q)                      u log u                              u - 1
+    between      beta KL(p || m) +               beta u log(u / m) - (1 - beta)       (1 - beta) log m
+                 (1 - beta) KL(q || m),          log m, with m / q for m
+                 m = beta p + (1 - beta) q
+    ============ =============================== ==================================== ============================
+    """
+    if beta == 1:
+        return log_ratio, -log_ratio
+    u = (-log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if beta == 0:
+        return u.exp() * u, torch.expm1(u)
+    mixture = torch.log1p(beta * torch.expm1(u))
+    return beta * u.exp() * (u - mixture) - (1 - beta) * mixture, (1 - beta) * mixture
+
+
 @dataclass(frozen=True)
 class KLControlConfig:
     """``kl_ctrl``: how the coefficient of the KL penalty in the reward is chosen.

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.constraints import PositiveFloat
-from rlhf_spmd.objectives.advantages import of_tokens, row_means, row_sums
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction
+from rlhf_spmd.objectives.advantages import of_tokens, row_maxima, row_means, row_sums
 from rlhf_spmd.objectives.kl import low_var_kl
 from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
 
@@ -31,7 +31,10 @@ RejectionKind = Literal[
     "seq_mean_k1",
     "seq_mean_k2",
     "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
 ]
+CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")  # keys that each correct by themselves
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,10 @@ class RolloutCorrectionConfig:
       over the response); see [algorithms.md](algorithms.md#off-policy-corrections)
     - rollout_is_threshold: the largest weight
     - rollout_rs: give outliers weight 0: `token_k1`, `seq_sum_k1`, `seq_mean_k1` (by the ratio of the token, of the row, or its
-      geometric mean), or with `_k2`, `_k3` (by an estimate of the KL)
+      geometric mean), or with `_k2`, `_k3` (by an estimate of the KL); also `seq_max_k2`, `seq_max_k3`, by the row's largest
     - rollout_rs_threshold: the largest ratio, or KL in nats, that is kept
     - rollout_rs_threshold_lower: the smallest ratio that is kept; null: 1 / the largest
+    - rollout_token_veto_threshold: give all of a response weight 0 if a token's ratio is below this, such as `1e-4`; null: none
     - bypass_mode: take the rollout's log-probs as the old ones: the loss's ratio is against the weights that drew the tokens, and no
       forward pass computes others
     """
@@ -54,6 +58,7 @@ class RolloutCorrectionConfig:
     rollout_rs: RejectionKind | None = None
     rollout_rs_threshold: PositiveFloat | None = None
     rollout_rs_threshold_lower: PositiveFloat | None = None
+    rollout_token_veto_threshold: PositiveFraction | None = None
     bypass_mode: bool = False
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "rollout_is": ("rollout_is_threshold",),
@@ -62,7 +67,7 @@ class RolloutCorrectionConfig:
 
     def check(self, where: str) -> None:
         if self.bypass_mode and self.active:
-            key = "rollout_is" if self.rollout_is is not None else "rollout_rs"
+            key = next(key for key in CORRECTIONS if getattr(self, key) is not None)
             raise ValueError(
                 f"{where}.bypass_mode=true takes the rollout's log-probs for training's, so {where}.{key} finds no difference; leave "
                 "one of them out"
@@ -77,7 +82,7 @@ class RolloutCorrectionConfig:
 
     @property
     def active(self) -> bool:
-        return self.rollout_is is not None or self.rollout_rs is not None
+        return any(getattr(self, key) is not None for key in CORRECTIONS)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -92,13 +97,16 @@ def correction_weights(
     """Return the factor of each token's loss [T], and statistics [T].
 
     They are ``rollout_is_mean`` (the weights without rejection), ``rollout_is_ratio_fraction_high`` (bool: truncated) and
-    ``rollout_rs_masked_fraction`` (bool: rejected). The factor is 1 to the bit where both log-probs are the same numbers.
+    ``rollout_rs_masked_fraction`` (bool: rejected); ``rollout_is_veto_fraction`` (bool: of vetoed responses) and
+    ``rollout_is_catastrophic_token_fraction`` (bool: below the veto's threshold). The factor is 1 to the bit where both log-probs are
+    the same numbers.
     """
 
     def at(level: str, x: Tensor) -> Tensor:
         if level == "token":
             return x
-        return of_tokens(row_means(x, lengths) if level == "seq_mean" else row_sums(x, lengths), lengths)
+        joined = {"seq_mean": row_means, "seq_max": row_maxima}.get(level, row_sums)
+        return of_tokens(joined(x, lengths), lengths)
 
     weights, stats = torch.ones_like(old_log_prob), {}
     log_ratio = old_log_prob - rollout_log_prob
@@ -116,6 +124,11 @@ def correction_weights(
             rejected = at(level, 0.5 * log_ratio.square() if kind == "k2" else low_var_kl(log_ratio)) > upper
         weights = weights.masked_fill(rejected, 0.0)
         stats["rollout_rs_masked_fraction"] = rejected
+    if config.rollout_token_veto_threshold is not None:
+        below = log_ratio < math.log(config.rollout_token_veto_threshold)
+        vetoed = of_tokens(row_maxima(below.to(log_ratio), lengths), lengths) > 0
+        weights = weights.masked_fill(vetoed, 0.0)
+        stats |= {"rollout_is_veto_fraction": vetoed, "rollout_is_catastrophic_token_fraction": below}
     return weights, stats
 
 

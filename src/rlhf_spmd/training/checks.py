@@ -154,12 +154,11 @@ def check_replays(config: Any, plans: Mapping[str, RolePlan], graph: Callable[[]
 
 
 def check_idle(config: Any, algorithm: AlgorithmConfig) -> None:
-    """Raises ValueError for sampling settings that the algorithm never uses. ``temperature`` counts for all log-probs."""
+    """Raises ValueError for sampling settings that the algorithm never uses."""
     kinds = [section.config for section in algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
     trains = any(issubclass(kind, DatasetConfig) for kind in kinds)
     for name, draws, when in (("sampling", trains, "in training"), ("val_sampling", bool(kinds), "in validation")):
-        section = getattr(config, name)
-        usual = SamplingConfig(temperature=section.temperature)
+        section, usual = getattr(config, name), SamplingConfig()
         keys = [f.name for f in fields(section) if getattr(section, f.name) != getattr(usual, f.name)]
         if keys and not draws:
             raise ValueError(

@@ -158,11 +158,12 @@ def _measure(
 
     def times(spec: ModelSpec) -> tuple[dict[str, list[float]], float]:
         """Times of this model, which is deleted afterwards."""
-        engine = TrainEngine(spec, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+        engine = TrainEngine(spec, None, head, mesh, OptimConfig(lr=0.0), dtype=dtype, device=world.device)
         forward, both = zip(*(_passes(world, engine, head, work, count) for count in counts), strict=True)
         taken: dict[str, list[float]] = {"forward": [*forward], "both": [*both], "decode": []}
         own = sum(tensor.numel() for tensor in engine.local_tensors().values())
-        update = _seconds(world, engine.optimizer_step, repeats=1) / own
+        # a step without gradients is skipped
+        update = _seconds(world, engine.optimizer_step, 1, _both_passes(world, engine, head, work, 1)) / own
         if head == "lm":
             backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models", spec)
             config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
@@ -209,7 +210,7 @@ def _zero(
     small = min(fitting, key=lambda one: shape_of(one, head).params)
     for stage in range(4):
         mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
-        engine = TrainEngine(small, None, head, mesh, OptimConfig(), dtype=dtype, device=world.device)
+        engine = TrainEngine(small, None, head, mesh, OptimConfig(lr=0.0), dtype=dtype, device=world.device)
         forward[stage], both[stage] = _passes(world, engine, head, work, 1)
     params = shape_of(small, head).params
     return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
@@ -217,10 +218,19 @@ def _zero(
 
 def _passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> tuple[float, float]:
     """(forward, forward and backward) seconds of a micro-batch of so many rows."""
-    length, share = round(work.length), work.response / work.length
-    batch = Packed(_tokens(engine.spec, rows * length).to(world.device), torch.full((rows,), length))
-    forward = _seconds(world, partial(engine.forward, [batch], partial(_outputs, head, share)))
-    return forward, _seconds(world, partial(engine.forward_backward, [batch], partial(_loss, head, share)))
+    forward = partial(engine.forward, [_batch(world, engine, work, rows)], partial(_outputs, head, work.response / work.length))
+    return _seconds(world, forward), _seconds(world, _both_passes(world, engine, head, work, rows))
+
+
+def _both_passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> Callable[[], object]:
+    """A function that passes such a micro-batch forward and backward."""
+    loss = partial(_loss, head, work.response / work.length)
+    return partial(engine.forward_backward, [_batch(world, engine, work, rows)], loss)
+
+
+def _batch(world: World, engine: TrainEngine, work: Workload, rows: int) -> Packed:
+    length = round(work.length)
+    return Packed(_tokens(engine.spec, rows * length).to(world.device), torch.full((rows,), length))
 
 
 def _powers(most: int) -> list[int]:
@@ -264,13 +274,16 @@ def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Pack
     return -log_probs.mean(), {"entropy": entropy.detach().sum()}
 
 
-def _seconds(world: World, body: Callable[[], object], repeats: int = REPEATS) -> float:
-    """The best seconds of ``repeats`` on the slowest rank, after a first run that does not count.
+def _seconds(
+    world: World, body: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] = lambda: None
+) -> float:
+    """The best seconds of ``repeats`` on the slowest rank, after a first run that does not count. ``before``: runs before each.
 
     Collective over the world: every rank of it must call, in program order.
     """
     best: Sequence[float] = []
     for _ in range(repeats + 1):
+        before()
         world.all.barrier("profile")
         started = time.perf_counter()
         body()

@@ -58,25 +58,63 @@ def merge_reports(
 def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the collected values of a step's calls as metrics (keys with a slash) and samples.
 
-    The members' values of a key are equal, or each member has its own. A pair [total, count] becomes the mean over all members.
-    A name that ends in max takes the largest value, one in min the smallest, and any other their mean.
+    The values of a key, of all members of all calls that report it, are equal, or each has its own. Lists are of sums, which add up:
+    [total], [total, count] for a mean, or [total, count, squares] for a standard deviation. Of other values, a name that ends in max
+    takes the largest, one in min the smallest, and any other their mean.
     """
+    reports = [member for members in calls for member in members if isinstance(member, dict)]
     metrics: dict[str, float] = {}
-    samples: list[dict[str, Any]] = []
-    for members in calls:
-        reports = [member for member in members if isinstance(member, dict)]
-        for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
-            values = [report[key] for report in reports if key in report]
-            if isinstance(values[0], list):
-                total, count = map(sum, zip(*values, strict=True))
-                metrics[key] = total / count if count else 0.0
-            elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands
-                metrics[key] = float((np.max if key.endswith("max") else np.min)(values))
-            else:
-                metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
-        samples += [sample for report in reports for sample in report.get("samples", [])]
-        metrics |= mean_extras(reports)
+    for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
+        values = [report[key] for report in reports if key in report]
+        if isinstance(values[0], list):
+            metrics[key] = _of_sums(*map(sum, zip(*values, strict=True)))
+        elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands
+            metrics[key] = float((np.max if key.endswith("max") else np.min)(values))
+        else:
+            metrics[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+    metrics |= mean_extras(reports)
+    samples = [sample for report in reports for sample in report.get("samples", [])]
     return {key: float(value) for key, value in metrics.items()}, samples
+
+
+def _of_sums(total: float, count: float | None = None, squares: float | None = None) -> float:
+    if count is None:
+        return total
+    mean = total / count if count else 0.0
+    return mean if squares is None else max(squares / count - mean**2, 0.0) ** 0.5 if count else 0.0
+
+
+class StillLosses:
+    """Finds roles whose loss stays where it began: within ``TOLERANCE`` of its size, over the first ``STEPS`` steps."""
+
+    STEPS, TOLERANCE = 50, 1e-3
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[dict[str, float]]] = {}  # role -> its metrics in the first steps
+
+    def add(self, metrics: Mapping[str, float]) -> list[str]:
+        """Take a step's metrics. Return a warning for each role that has just been found."""
+        warnings = []
+        for role in (name.removesuffix("/lr") for name in metrics if name.endswith("/lr") and name[:-3] + "/loss" in metrics):
+            first = self._first.setdefault(role, [])
+            row = {name: metrics.get(f"{role}/{name}", 0.0) for name in ("lr", "loss", "grad_norm")}
+            if first and len(first) < self.STEPS and row["lr"] > first[-1]["lr"]:
+                first.clear()  # a warm-up
+            if len(first) == self.STEPS:
+                continue
+            first.append(row)
+            losses = [row["loss"] for row in first]
+            largest = max(map(abs, losses))
+            # a policy's loss may be 0 whatever it learns
+            still = max(losses) - min(losses) <= self.TOLERANCE * largest and (
+                largest or not any(x["grad_norm"] for x in first)
+            )
+            if len(first) == self.STEPS and still:
+                warnings.append(
+                    f"warning: {role}/loss stays at {losses[0]:.4g} for {self.STEPS} steps: almost nothing is learnt at "
+                    f"models.{role}.optim.lr, now {row['lr']:.2g}; raise it, or look at the data"
+                )
+        return warnings
 
 
 class Recorder:
@@ -95,17 +133,22 @@ class Recorder:
         self.followers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
         self.progress = Progress(steps, start_step=started_at)
+        self.still_losses = None if started_at else StillLosses()  # in later steps a loss may have come to its end
 
     def log(
         self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
         """Write a step. Its metrics come last, so that followers then find all of it. Raises LockLost, WriteError."""
         run_lock.check_still_held(self.run_dir)
-        shown = sorted(samples, key=lambda sample: int(sample["row_id"]))[: self.num_samples]
+        ordered = sorted(samples, key=lambda sample: int(sample["row_id"]))
+        count = min(len(ordered), self.num_samples)
+        shown = [ordered[i * len(ordered) // count] for i in range(count)]  # of all the step's calls alike
         self.rollouts.append({"step": global_step, **sample} for sample in shown)
         self.validations.append({"step": global_step, **sample} for sample in validated)
         self.metrics.append([{"step": global_step, "unix_s": round(time.time(), 3), **metrics}])
         self.progress.update(global_step, metrics)
+        for warning in self.still_losses.add(metrics) if self.still_losses else ():
+            self.progress.say(warning)
 
     def sync(self) -> None:
         """Flush to the disk, so that the files hold the steps of the checkpoint that follows. Raises WriteError."""

@@ -37,6 +37,7 @@ from rlhf_spmd.workers import (
     WorkerContext,
 )
 from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.optim_config import with_usual_rates
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.router_replay import check_replay
 
@@ -262,6 +263,8 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         raise ValueError(f"{where}.path: {error}{f'; {where}.random_init=true draws them' if drawn else ''}") from error
     if not worker.trained:
         _refuse_unusual(config.optim, type(config)().optim, f"{where}.optim", "this role is not trained")
+    else:
+        config = replace(config, optim=with_usual_rates(config.optim, worker.lr, worker.head_lr))
     if config.router_replay != "disabled":
         check_replay(spec, issubclass(worker, ActorWorker), f"{where}.router_replay={config.router_replay}")
     check_balance(spec, config.router_aux_loss_coef, worker.trained, f"{where}.router_aux_loss_coef")

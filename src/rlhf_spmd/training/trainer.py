@@ -237,9 +237,10 @@ class Trainer:
         with self.controller.timeline.span("save_checkpoint", category="io"):
             self.writer.wait()
             progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
-            steps = {role: values[0]["optimizer_steps"] for role, values in zip(self.saved, progress, strict=True)}
-            versions = self.controller.versions.state()
-            state = {"step": global_step, "stopped": stopped, "optimizer_steps": steps, "versions": versions, **self._state()}
+            counts = dict(zip(self.saved, progress, strict=True))
+            state = {"step": global_step, "stopped": stopped, "versions": self.controller.versions.state(), **self._state()}
+            for key in ("optimizer_steps", "skipped_steps"):
+                state[key] = {role: values[0][key] for role, values in counts.items()}
             state["best"] = self.exports.best
             state[ADAPTERS] = {role: asdict(it.config.lora) for role, it in self.saved.items() if it.config.lora.rank}
             held = {role: resume.role_state(worker) for role, worker in self.saved.items() if worker.member}
@@ -293,6 +294,8 @@ class Trainer:
                     worker.engine.optimizer.take_states(held.optim)
                     with resume.read_state(path):
                         worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
+                        # checkpoints of before skipped none
+                        worker.engine.optimizer.skipped = int(state.get("skipped_steps", {}).get(role, 0))
         with resume.read_state(path):
             resume.restore(dict(state), self.data, self.models)
         resume.restore_rows_in_flight(path, self.saved)

@@ -24,7 +24,7 @@ generation layout and generates. ``inference.inference_engine.InferenceEngine`` 
 ``evaluate`` and ``serve``. Both of the latter run a ``generation.Generator``.
 """
 
-from rlhf_spmd.workers.actor import ActorCriticWorker, ActorWorker
+from rlhf_spmd.workers.actor import ActorCriticWorker, ActorWorker, LikelihoodWorker
 from rlhf_spmd.workers.compute import Computed, ComputeWorker, Function, GlobalReduce, RoleClass
 from rlhf_spmd.workers.config import BatchLimits, RoleConfig, WorkerContext
 from rlhf_spmd.workers.critic import CriticWorker, ScoreWorker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -235,6 +235,12 @@ class ActorWorker(ModelWorker):
         return {"sum": -float(log_probs.values.double().sum()), "tokens": int(model_tokens(batch).sum())}
 
 
+class LikelihoodWorker(ActorWorker):
+    """An actor that learns responses which it has not drawn, by their likelihood."""
+
+    lr = 1e-5
+
+
 class ActorCriticWorker(ActorWorker, CriticWorker):
     """Actor and critic in one model (APP's AC-share): one trunk with two heads, and one update of both.
 
@@ -242,6 +248,8 @@ class ActorCriticWorker(ActorWorker, CriticWorker):
     """
 
     head = "both"
+    lr = ActorWorker.lr
+    head_lr: ClassVar[float | None] = CriticWorker.lr
 
 
 def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:

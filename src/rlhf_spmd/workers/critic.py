@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rlhf_spmd.controller import THREE_D, register
 from rlhf_spmd.data.batch import Batch
 from rlhf_spmd.workers.model_worker import ModelWorker
@@ -14,9 +16,13 @@ class ScoreWorker(ModelWorker):
     head = "value"
     trained = True
     new_head = True
+    lr = 1e-5
+    head_lr: ClassVar[float | None] = 1e-4
 
 
 class CriticWorker(ScoreWorker):
+    head_lr: ClassVar[float | None] = None
+
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("values",), split_groups=True, streams=True)
     def compute_values(self, batch: Batch) -> Batch | None:
         """``values``: ragged [response tokens], the value before each token is emitted."""

@@ -54,12 +54,15 @@ class ModelWorker(Worker):
     """A role with a model. On ranks outside the pool, and without a ``spec``, it is the description only: no ``engine``.
 
     ``head``: "lm", "value" or "both". ``new_head``: a value head that the model's directory lacks starts at zero.
+    ``lr``, ``head_lr``: where the configuration leaves them to the role, as in verl and TRL; None: as ``lr``.
     ``model``: the weights that calls on this worker use: the role's own, or, in a worker of :attr:`replicas`, a replica of them.
     """
 
     head: ClassVar[str] = "lm"
     trained: ClassVar[bool] = False
     new_head: ClassVar[bool] = False
+    lr: ClassVar[float] = 1e-6
+    head_lr: ClassVar[float | None] = None
     checks_rollouts = False  # whether the next update compares the rollout's log-probs with its own
 
     def __init__(
@@ -186,7 +189,7 @@ class ModelWorker(Worker):
         return result.spread(batch[MASK]) if spreads else result
 
     def _remedy(self) -> str:
-        learning = f"lower models.{self.name}.optim.lr={self.config.optim.lr:g}, " if self.trained else ""
+        learning = f"lower models.{self.name}.optim.lr={self.config.optim.lr}, " if self.trained else ""
         return f"{learning}check the weights that it started with, or set models.{self.name}.dtype=float32"
 
     def log_probs(self, batch: Batch, temperature: float, records: ExpertRecords | None = None) -> Ragged | None:
@@ -218,7 +221,8 @@ class ModelWorker(Worker):
         """Train: one optimizer step per epoch and mini-batch of ``mini_batch_size`` groups (prompts; None: all groups).
 
         With several references and as many objectives, one step adds up their losses of a mini-batch. The groups of the first
-        reference determine the number of mini-batches. Returns the mean statistics over the steps, and ``ppo_kl`` of the first step.
+        reference determine the number of mini-batches. Returns the mean statistics over the steps, the number of
+        ``skipped_updates``, and ``ppo_kl`` of the first step.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -235,6 +239,8 @@ class ModelWorker(Worker):
         names = dict.fromkeys(name for report in named for name in report)
         having = {name: [report[name] for report in named if name in report] for name in names}
         means = {name: sum(values) / len(values) for name, values in having.items()}
+        skipped = f"{self.name}/skipped_updates"
+        means[skipped] = sum(having[skipped])
         if (kl := f"{self.name}/ppo_kl") in named[0]:
             means[f"{kl}_first"] = named[0][kl]
         return means | log_prob_differences(torch.cat(differences)) if differences else means
@@ -290,7 +296,11 @@ class ModelWorker(Worker):
     @register(RANK_ZERO, kind="control")
     def progress(self) -> dict[str, int]:
         """The role's state for a checkpoint, besides its tensors."""
-        return {"optimizer_steps": self.engine.optimizer.step_count if self.engine.optimizer else 0}
+        optimizer = self.engine.optimizer
+        return {
+            "optimizer_steps": optimizer.step_count if optimizer else 0,
+            "skipped_steps": optimizer.skipped if optimizer else 0,
+        }
 
 
 def _loss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
@@ -25,8 +25,9 @@ class OptimConfig:
     - name: `adamw`; `adamw_8bit`: bitsandbytes' AdamW, moments in 8 bits but those of biases and norms (needs `rlhf_spmd[optim]`);
       `muon`: torch's Muon for the matrices of the layers, in steps of the size of AdamW's, so that `lr` and `weight_decay` mean the
       same, and AdamW for all else; see [parallelism.md](parallelism.md#optimizers)
-    - lr: learning rate; a critic, whose value head starts at zero, wants more, say `1e-5`
-    - head_lr: learning rate of the value head, in a model without one of the output matrix, by the same schedule; null: `lr`
+    - lr: learning rate; null: 1e-6, of critics, of reward and cost models and in `sft` 1e-5
+    - head_lr: learning rate of the value head, in a model without one of the output matrix, by the same schedule; null: `lr`, and
+      where that is null too, 1e-4 of the new head of a reward or cost model, and 1e-5 with `share_actor_critic`
     - momentum: Muon's
     - lr_scheduler_type: `constant`, `linear`, `cosine`
     - lr_warmup_steps: optimizer steps of linear warm-up; negative: by ratio
@@ -41,7 +42,7 @@ class OptimConfig:
     """
 
     name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    lr: NonNegativeFloat = 1e-6
+    lr: NonNegativeFloat | None = None
     head_lr: NonNegativeFloat | None = None
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_steps: int = -1
@@ -64,6 +65,15 @@ class OptimConfig:
             raise ValueError(f"{where}.betas={self.betas}: must be two numbers")
 
 
+def with_usual_rates(config: OptimConfig, lr: float, head_lr: float | None) -> OptimConfig:
+    """Return the settings with ``lr``, and this ``head_lr``, where they leave ``lr`` to the role."""
+    return (
+        config
+        if config.lr is not None
+        else replace(config, lr=lr, head_lr=head_lr if config.head_lr is None else config.head_lr)
+    )
+
+
 def warmup_steps(config: OptimConfig, total: int) -> int:
     """The number of optimizer steps of linear warm-up in a run of ``total`` steps."""
     return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
@@ -75,6 +85,7 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     Linear warm-up goes from lr / warmup to lr (starting at 0, the first step would do nothing). Then the schedule falls to
     min_lr_ratio * lr at ``total``, and stays there.
     """
+    assert config.lr is not None, "with_usual_rates gives each role its own"
     warmup = warmup_steps(config, total)
     if step < warmup:
         return config.lr * (step + 1) / warmup

@@ -123,7 +123,7 @@ class Optimizer:
     """AdamW, EightBit and Muon over named local tensors, each over its own parameters.
 
     It holds states, not parameters: these are passed at every step, since resharding may move their storage. ``step_count``: steps
-    taken so far. ``total_steps``: the length of the schedule.
+    of the schedule so far. ``skipped``: those of them that changed nothing. ``total_steps``: the length of the schedule.
 
     A step goes bucket by bucket. States on the host come to the device and go back in stream order, so the arithmetic
     is the same as without ``offload``, and the device holds the states of one bucket.
@@ -136,7 +136,7 @@ class Optimizer:
 
         ``heads``: names of those that learn with ``head_lr``. ``muons``: each updates the parameters in its ``sizes``.
         """
-        self.config, self.total_steps, self.step_count = config, total_steps, 0
+        self.config, self.total_steps, self.step_count, self.skipped = config, total_steps, 0, 0
         self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
         # (rule, whether it is a head) -> name -> elements in its buckets
         self._groups: dict[tuple[Any, bool], dict[str, int]] = {}
@@ -183,7 +183,7 @@ class Optimizer:
                 states = [{key: x.to(device, non_blocking=True) for key, x in state.items()} for state in kept]
                 updated = {name: state.get("master", params[name]) for state, name in zip(states, names, strict=True)}
                 summed = [grads[name].to(new.dtype) for name, new in updated.items()]
-                rule.update(self.config, updated, summed, states, self.step_count, head_lr if is_head else lr)
+                rule.update(self.config, updated, summed, states, self.step_count - self.skipped, head_lr if is_head else lr)
                 for name, new in updated.items():
                     if new is not params[name]:
                         params[name].copy_(new)
@@ -194,6 +194,12 @@ class Optimizer:
         if self.config.offload:
             wait()  # then the host may read its states
         self.step_count += 1
+        return lr
+
+    def skip(self) -> float:
+        """Go on in the schedule and leave parameters and states as they are. Returns the learning rate of the step that it skips."""
+        lr = self.lr
+        self.step_count, self.skipped = self.step_count + 1, self.skipped + 1
         return lr
 
     @torch.no_grad()
@@ -208,7 +214,7 @@ class Optimizer:
 
         The states are "exp_avg" and "exp_avg_sq", or "momentum_buffer"; and "master" for half-precision parameters. These are the
         tensors themselves; 8-bit states are copies on the host in float32. To load the optimizer, write into them, call
-        :meth:`take_states` and set ``step_count``.
+        :meth:`take_states` and set ``step_count`` and ``skipped``.
         """
         if self._eight_bit is None:
             return self._states

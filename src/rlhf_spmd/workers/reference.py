@@ -57,8 +57,10 @@ class ReferenceWorker(ModelWorker):
                 shard.copy_(shard.to(wide).lerp_(arrived.pop(name).to(wide), alpha))
 
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True, streams=True)
-    def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
-        """``ref_log_prob``: ragged [response tokens], at the sampling temperature. A role with adapters computes without them."""
+    def compute_ref_log_prob(self, batch: Batch, temperature: float | None = None) -> Batch | None:
+        """``ref_log_prob``: ragged [response tokens], at ``temperature``, by default that of sampling. A role with adapters computes
+        without them.
+        """
         with without_adapters(self.engine):
-            result = self.log_probs(batch, self.context.temperature)
+            result = self.log_probs(batch, temperature or self.context.temperature)
         return batch.with_fields(ref_log_prob=result) if result is not None else None

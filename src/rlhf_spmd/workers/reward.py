@@ -191,8 +191,9 @@ class RewardWorker(ModelWorker):
             sample["turns"] = [list(turn) for turn in zip(names, texts, strict=True)]
         return sample
 
-    def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, float]:
-        """Statistics of the global batch, summed in float64. ``scores``: of the scored rows.
+    def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, Any]:
+        """Statistics of the global batch: its largest and smallest numbers, and this rank's sums for the others, in float64, which
+        ``merge_values`` joins over ranks and calls. ``scores``: of the scored rows.
 
         Raises RewardError on every rank of the pool if too many calls failed.
 
@@ -213,8 +214,8 @@ class RewardWorker(ModelWorker):
                 largest[4:6] = torch.stack([x.max(), -x.min()])
             if report["first_error"]:
                 largest[6] = -self.mesh.pool.rank
-        summed = self.mesh.pool.all_reduce(sums, "control").tolist()
-        calls, failures, timeouts, unclosed, rows, scored, *clipped, tokens, prompt_tokens, score, squares = summed
+        local = sums.tolist()
+        calls, failures, timeouts, _, rows, scored, *_ = self.mesh.pool.all_reduce(sums, "control").tolist()
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         step, all_failed = self.controller.timeline.step, failures + timeouts == calls
         again = self.failing_since is not None and self.failing_since < step
@@ -228,17 +229,17 @@ class RewardWorker(ModelWorker):
                 f"{reward_key(self.name)}.{self.reward.scorer} returned None for all of the first {int(calls)} rows"
             )
         self.called = self.called or calls > 0
-        found = {"failures": failures, "timeouts": timeouts, "unscored": rows - scored}
-        found |= {"unclosed_reasoning": unclosed} if self.reward.strip_reasoning else {}
+        _, failed, late, unclosed, local_rows, local_scored, *clipped, tokens, prompt_tokens, score, squares = local
+        found: dict[str, Any] = {"failures": [failed], "timeouts": [late], "unscored": [local_rows - local_scored]}
+        found |= {"unclosed_reasoning": [unclosed]} if self.reward.strip_reasoning else {}
         if scored:
-            mean = score / scored
-            found |= {"mean": mean, "std": max(squares / scored - mean**2, 0.0) ** 0.5, "max": highest, "min": -lowest}
+            found |= {"mean": [score, local_scored], "std": [score, local_scored, squares], "max": highest, "min": -lowest}
         found = {f"{self.name}/{key}": value for key, value in found.items()}
         if self.first and rows:
             for i, (name, total) in enumerate((("response_length", tokens), ("prompt_length", prompt_tokens))):
-                values = {"mean": total / rows, "max": extremes[2 * i], "min": -extremes[2 * i + 1]}
+                values = {"mean": [total, local_rows], "max": extremes[2 * i], "min": -extremes[2 * i + 1]}
                 found |= {f"{name}/{key}": value for key, value in values.items()}
-                found[f"{name}/clip_ratio"] = clipped[i] / rows
+                found[f"{name}/clip_ratio"] = [clipped[i], local_rows]
         return found
 
     def _report_failures(self, failed: int, calls: int, source: int, error: str | None, again: bool) -> None:

@@ -263,9 +263,11 @@ class TrainEngine:
     # -- the optimizer step
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping), ``lr``, and of models with
-        experts the metrics of ``router_balance``.
+        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping), ``lr``,
+        ``skipped_updates`` (0 or 1), and of models with experts the metrics of ``router_balance``.
 
+        Where all gradients are 0 there is nothing to learn, and the update is skipped: weight decay and momentum would move the
+        weights.
         If the norm is not finite, raises FloatingPointError on every rank of the pool, before any parameter has changed.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
@@ -276,9 +278,9 @@ class TrainEngine:
         clip = self.optimizer.config.clip_grad
         if clip and norm > clip:
             torch._foreach_mul_(list(grads.values()), clip / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s constant
-        lr = self.optimizer.step(self.trained_tensors(), grads)
+        lr = self.optimizer.step(self.trained_tensors(), grads) if norm else self.optimizer.skip()
         self.zero_grad()
-        return {"grad_norm": norm, "lr": lr, **self.balance.report(self.mesh.pool)}
+        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not norm), **self.balance.report(self.mesh.pool)}
 
     @torch.no_grad()
     def _summed_gradients(self) -> dict[str, Tensor]:
