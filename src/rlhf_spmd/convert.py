@@ -277,7 +277,9 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for more, without in (replay_of(verl), whole_experts_of(verl, found)):
         found, left = {**found, **more}, {**left, **without}
     roles = list(made["algorithm"].roles)
-    if found.get("models.actor.lora.rank"):
+    if found.get("models.actor.lora.path") and "reference" in roles:
+        found["models.reference.path"] = found["models.actor.path"]  # without the adapter that training begins with
+    elif found.get("models.actor.lora.rank"):
         roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference
     for key in [key for key in found if key.startswith("models.") and key.split(".")[1] not in roles]:
         del found[key]

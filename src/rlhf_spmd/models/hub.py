@@ -6,8 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_spmd.models.stored import read_json
-from rlhf_spmd.models.weights import ADAPTER_CONFIG
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_json
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
