@@ -277,7 +277,9 @@ def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for more, without in (replay_of(verl), whole_experts_of(verl, found)):
         found, left = {**found, **more}, {**left, **without}
     roles = list(made["algorithm"].roles)
-    if found.get("models.actor.lora.rank"):
+    if found.get("models.actor.lora.path") and "reference" in roles:
+        found["models.reference.path"] = found["models.actor.path"]  # without the adapter that training begins with
+    elif found.get("models.actor.lora.rank"):
         roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference
     for key in [key for key in found if key.startswith("models.") and key.split(".")[1] not in roles]:
         del found[key]
@@ -326,7 +328,7 @@ def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], c
         found.pop(f"algorithm.{key}", None)
     if not given.get(VALIDATION + "do_sample", True) or "val_sampling.temperature" not in found:
         found["val_sampling.temperature"] = 0
-    for key in ("sampling.top_k", "val_sampling.top_k"):
+    for key in ("sampling.top_k", "val_sampling.top_k", "data.train_max_samples", "data.val_max_samples"):
         if found.get(key, 0) < 0:
             del found[key]
     for key in ("run.test_freq", "run.save_freq"):
@@ -335,9 +337,6 @@ def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], c
     ranks = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", 8)
     for key in [key for key in found if key.endswith(".zero_size") and not 0 < found[key] < ranks]:
         del found[key]  # all ranks
-    for key in ("data.train_max_samples", "data.val_max_samples"):
-        if found.get(key, 0) < 0:
-            del found[key]
     if not found.get("models.actor.lora.rank"):
         for key in [key for key in found if key.startswith("models.actor.lora.")]:
             del found[key]

@@ -174,12 +174,24 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
     second = CASE.train(directory / "second", *layouts("actor dp2 zero3"), *start, ranks=2, steps=1)
     apart, tensor = tasks.worst_tensor(first, second)
     assert apart == 0.0, tensor
+    # nothing is learnt: the reference is the policy that training begins with, unless another one is named
+    base, other = (
+        f"models.reference.path={tasks.task() / 'actor'}",
+        f"models.reference.lora={json.dumps({**adapter, 'alpha': 8})}",
+    )
+    kl = [second.metrics[0]["actor/kl_loss"]]
+    references = [("models.reference.layout.tp=2",), (other,), (base,)]
+    kl += [run(directory / f"reference{i}", 2, *start, *more).metrics[0]["actor/kl_loss"] for i, more in enumerate(references)]
+    assert max(map(abs, kl[:3])) < 1e-9 < kl[3], kl
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("models.reference.lora.rank=2",), "models.reference.lora.rank=2: this role is not trained"),
+        (
+            ("models.reference.lora.rank=2",),
+            "models.reference.lora.rank=2: this role is not trained; give models.reference.lora.path",
+        ),
         (("models.actor.lora.target_modules=[w1]",), "the model has no matrix 'w1'"),
         (
             ("algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=1"),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_spmd.checkpoint.export import export_hugging_face
+from rlhf_spmd.checkpoint.export import copy_companions, export_config, export_hugging_face
+from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.tokenizer import load_tokenizer
@@ -196,3 +197,51 @@ def test_what_export_refuses(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         export_hugging_face(path, "actor", tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("chat_template", [None, "{{ 'TRAINED' }}"])
+def test_templates_are_the_source_s_or_the_one_of_training(tmp_path: Path, chat_template: str | None) -> None:
+    """transformers prefers a template of the name tool_use where there are tools."""
+    from transformers import AutoTokenizer
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    for directory in (source, out):
+        directory.mkdir()
+    write_tokenizer(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ 'PLAIN' }}", "tool_use": "{{ 'TOOLS' }}"}
+    tokenizer.save_pretrained(source)
+    change_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
+    copy_companions(source, out, chat_template)
+    exported = AutoTokenizer.from_pretrained(out)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    texts = [
+        exported.apply_chat_template([{"role": "user", "content": "?"}], tools=some, tokenize=False) for some in (None, tools)
+    ]
+    assert texts == (["PLAIN", "TOOLS"] if chat_template is None else ["TRAINED", "TRAINED"])
+    assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("source", "tensors", "absent", "changed"),
+    [
+        (
+            {"auto_map": {"AutoConfig": "own.Own"}, "custom_pipelines": {}},
+            ["lm_head.weight"],
+            ["auto_map", "custom_pipelines"],
+            {},
+        ),
+        ({"mtp_num_hidden_layers": 1}, ["lm_head.weight"], [], {"mtp_num_hidden_layers": 0}),
+        (
+            {"architectures": ["Gemma3TextForSequenceClassification"], "num_labels": 1, "id2label": {"0": "LABEL_0"}},
+            ["model.norm.weight"],
+            ["num_labels", "id2label"],
+            {"architectures": ["Gemma3ForCausalLM"]},
+        ),
+    ],
+)
+def test_a_configuration_says_nothing_of_what_is_not_exported(
+    source: dict[str, Any], tensors: list[str], absent: list[str], changed: dict[str, Any]
+) -> None:
+    config = export_config({"model_type": "llama", **source}, [Spec(name, torch.float32, (1,)) for name in tensors])
+    assert config.items() >= changed.items() and not {*absent} & config.keys()

@@ -304,6 +304,10 @@ class Whole:
         ("bits=four", "bounded.bits='four' must be 4 or 8 or null"),
         ("template=yess", "bounded.template='yess' must be true or false or auto"),
         ("weight=.inf", "bounded.weight=inf: must be a finite number"),
+        ("weight=-1e39", "bounded.weight=-1e+39: must be at least -3.4028234663852886e+38, which 32 bits hold"),
+        ("steps=2147483648", "bounded.steps=2147483648: must be at most 2147483647, which 32 bits hold"),
+        (f"steps=1{'0' * 400}", f"bounded.steps=1{'0' * 39}... (401 digits): must be at most 2147483647, which 32 bits hold"),
+        (f"steps=1{'0' * 5000}", "bounded.steps=inf must be an integer or null"),
     ],
 )
 def test_a_value_out_of_its_range_is_one_line(override: str, message: str) -> None:

@@ -190,7 +190,7 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ("abc", {"min_tokens": 17}, "sampling_params.min_tokens=17: must be at most 16, the tokens that are left"),
         ("abc", {"logprobs": 101}, "sampling_params.logprobs=101: must be at least 0 and at most 100"),
         ("abc", {"stop_token_ids": [200]}, "sampling_params.stop_token_ids: token id 200 must lie in 0 .. 199"),
-        ("abc", {"temperature": 1e39}, "sampling_params.temperature=1e+39: must be 0 (greedy) or at least 0.001, at most 1"),
+        ("abc", {"temperature": 1e38}, "sampling_params.temperature=1e+38: must be 0 (greedy) or at least 0.001, at most 1"),
         ("abc", {"seed": 2**64}, "sampling_params.seed=18446744073709551616: must be at least"),
         ("abc", {"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
         ("abc", {"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),

@@ -18,7 +18,7 @@ import pytest
 
 import tasks
 from places import ROOT
-from rlhf_spmd.models.hub import local_directory
+from rlhf_spmd.models.hub import FOLDERS, SMALL, local_directory
 
 COMMIT, NAME = "a" * 40, "someone/tiny"
 
@@ -106,6 +106,14 @@ def test_a_model_is_downloaded_once(files: Path, tmp_path: Path) -> None:
         assert (Path(found) / "tokenizer.json").exists() and not (Path(found) / "pytorch_model.bin").exists()
     assert look_up(tmp_path / "cache", endpoint) == (0, found), "from the cache, without a network"
     assert look_up(tmp_path / "cache", endpoint, HF_HUB_OFFLINE="1") == (0, found)
+
+
+def test_of_folders_only_that_of_named_templates_is_downloaded() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = ["config.json", "additional_chat_templates/tool_use.jinja"]
+    there = [*wanted, "onnx/config.json", "awq/config.json", "additions/x.jinja", "onnx/model.onnx"]
+    assert [*filter_repo_objects(there, allow_patterns=SMALL, ignore_patterns=FOLDERS)] == wanted
 
 
 def test_processes_of_a_host_download_together_once(files: Path, tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.lora import ALL_LINEAR, AdapterPart, LoraConfig, is_adapter
+from rlhf_spmd.models.lora import ALL_LINEAR, AdapterPart, LoraConfig, check_peft_config, is_adapter
 from rlhf_spmd.models.quantized import BLOCK, rounded
 from rlhf_spmd.models.sharding import check_lora, plan_params
 from rlhf_spmd.models.spec import read_spec, spec_from_config
-from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, check_adapter, init_adapters, load_pretrained
+from rlhf_spmd.models.stored import ADAPTER_CONFIG
+from rlhf_spmd.models.weights import ADAPTER_FILE, check_adapter, check_pretrained, init_adapters, load_pretrained
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS, LENGTHS, SHORT_FAMILIES, make_batch, make_model
 from tiers import tiers
@@ -252,6 +253,7 @@ def stored_adapter(
 @pytest.mark.parametrize(
     ("config", "ours", "words"),
     [
+        ({"r": 4}, {}, "rank=2, but .* has r=4"),
         ({"lora_alpha": 16}, {}, "alpha=8.0, but .* has lora_alpha=16"),
         ({"use_rslora": True}, {}, "use_rslora=False, but .* has use_rslora=True"),
         ({"alpha_pattern": {"q_proj": 4}}, {}, r"has alpha_pattern=\{'q_proj': 4\}"),
@@ -259,16 +261,41 @@ def stored_adapter(
         ({"use_dora": True}, {}, "has use_dora=True"),
         ({"fan_in_fan_out": True}, {}, "has fan_in_fan_out=True"),
         ({"bias": "all"}, {}, "has bias='all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "has init_lora_weights='pissa_niter_4'"),
+        ({"init_lora_weights": "loftq"}, {}, "has init_lora_weights='loftq'"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, {}, "has layer_replication="),
+        ({"alora_invocation_tokens": [1]}, {}, "has alora_invocation_tokens="),
+        ({"use_qalora": True}, {}, "has use_qalora=True"),
+        ({"peft_type": "ADALORA"}, {}, "has peft_type='ADALORA'"),
+        ({"of_a_later_peft": {"scale": 2}}, {}, "has of_a_later_peft="),
         ({}, {"alpha": 16.0}, "alpha=16.0, but .* has lora_alpha=8"),  # PEFT's own
         ({}, {"use_rslora": True}, "use_rslora=True, but .* has use_rslora=False"),
     ],
 )
 def test_what_an_adapter_may_say_of_itself(tmp_path: Path, config: dict[str, Any], ours: dict[str, Any], words: str) -> None:
     spec = spec_from_config(CONFIGS["llama"], "test")
-    plain = {"alpha_pattern": {}, "use_dora": False, "bias": "none", "rank_pattern": None}
+    plain = {"alpha_pattern": {}, "use_dora": False, "bias": "none", "rank_pattern": None, "of_a_later_peft": None}
+    plain |= {"init_lora_weights": "gaussian", "qalora_group_size": 16, "megatron_core": "megatron.core", "lora_dropout": 0.1}
     check_adapter(spec, stored_adapter(tmp_path / "plain", plain), "lm", "models.actor.lora")
     with pytest.raises(ValueError, match=words):
         check_adapter(spec, replace(stored_adapter(tmp_path / "adapter", config), **ours), "lm", "models.actor.lora")
+
+
+def test_a_usual_adapter_of_the_installed_peft_is_taken() -> None:
+    peft = pytest.importorskip("peft")
+    config = {
+        "base_model_name_or_path": "x",
+        **peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict(),
+    }
+    check_peft_config({**config, "peft_type": "LORA"}, ADAPTER, "adapter_config.json", "models.actor.lora")
+
+
+def test_an_adapter_beside_a_model_is_not_passed_over(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", CONFIGS["llama"])
+    check_pretrained(read_spec(path), path, "lm")
+    (path / ADAPTER_CONFIG).write_text("{}")
+    with pytest.raises(ValueError, match="adapter_config\\.json lies beside the model"):
+        check_pretrained(read_spec(path), path, "lm")
 
 
 @pytest.mark.parametrize("bits", [None, 4])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -151,7 +153,7 @@ def codes_of_two_nodes(monkeypatch: pytest.MonkeyPatch, places: list[Path | None
     def leave(launch: Launch, code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(startup_checks, "connect_store", lambda launch: store)
+    monkeypatch.setattr(startup_checks, "connect_store", lambda launch, on_wait: store)
     monkeypatch.setattr(startup_checks, "end_rank", leave)
     monkeypatch.setattr(startup_checks.signal, "signal", lambda *_: None)
 
@@ -195,6 +197,40 @@ def test_a_node_that_does_not_see_the_directory_of_the_key_ends_all_with_its_lin
 def test_a_signal_while_nothing_could_be_ended_ends_the_job_before_it_reads_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB_KEY, "key")
     assert codes_of_two_nodes(monkeypatch, [None, None], signal_number=signal.SIGTERM) == [10, 10]
+
+
+@pytest.mark.parametrize("key", ["", "key"])
+def test_a_signal_ends_a_rank_that_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str
+) -> None:
+    """Without a key in the environment it waits for that of rank 0, with one for what the others find. Nobody else comes."""
+    monkeypatch.setenv(JOB_KEY, key)
+    monkeypatch.setattr(startup_checks, "connect_store", lambda launch, on_wait: dist.HashStore())
+    monkeypatch.setattr(startup_checks, "end_rank", lambda launch, code: sys.exit(code))
+    monkeypatch.setattr(startup_checks, "await_all", lambda *_: None)
+    monkeypatch.setattr(startup_checks, "SIGNAL_S", 0.05)
+    monkeypatch.setattr(startup_checks, "TELL_WAIT_S", 0.05)
+    sent = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+    sent.start()
+    with startup_checks.EarlySignals() as signals, pytest.raises(SystemExit) as ending:
+        startup_checks.agree_on_input(Launch(1, 2, 0, 1), dict, dict, tmp_path, signals)
+    assert ending.value.code == 10
+    *told, line = capsys.readouterr().err.splitlines()
+    whom = "the other ranks to check their input" if key else "rank 0 to start"
+    assert line.startswith(f"ended by SIGTERM before the first step, while it waited for {whom} [rank 1 on ")
+    assert told == [] if key else [f"rank 1 waits for {whom}"]
+
+
+def test_a_signal_ends_a_rank_that_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        signals, since = startup_checks.EarlySignals(), time.monotonic()
+        signals.number = signal.SIGINT
+        with pytest.raises(process_exit.ToldToEnd, match=f"SIGINT .* waited for the store at 127.0.0.1:{port}"):
+            connect_store(Launch(1, 2, 1, 2), 3.0, lambda whom: signals.waits(Launch(1, 2), whom))
+        assert time.monotonic() - since < 20
 
 
 def test_a_secret_in_the_environment_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

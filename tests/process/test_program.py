@@ -417,32 +417,33 @@ def test_classes_of_exceptions() -> None:
 
 
 class Unready(dist.HashStore):
-    """A store in which ranks wait in vain ``times`` times; then all of them have succeeded. ``waits``: how long, in seconds."""
+    """A store in which ranks wait in vain ``times`` times; then all of them have succeeded."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
         self.times = times
-        self.waits: list[float] = []
         self.set("prepare/ok/0", "1")
         self.add("prepare/known", 1)  # rank 1 knows of the verdict, too
 
-    def wait(self, keys: list[str], timeout: Any) -> None:
-        self.waits.append(timeout.total_seconds())
-        if len(self.waits) <= self.times:
-            raise RuntimeError("wait timeout")
-        Messages(self, b"key").set("prepare/verdict", "ok")
+    def await_key(self, key: str, limit_s: float, on_wait: object) -> bool:
+        self.times -= 1
+        if self.times < 0:
+            Messages(self, b"key").set("prepare/verdict", "ok")
+        return self.times < 0
 
 
 def test_ranks_that_come_late_to_the_agreement_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(startup_checks, "await_key", Unready.await_key)
+    early = startup_checks.EarlySignals()
     late = "ranks [1] did not finish checking their input within"
-    startup_checks._await_verdict(Launch(rank=0, size=2), Messages(store := Unready(1), b"key"), 4200.0, None)
-    assert store.waits == [300.0, 3900.0] and capsys.readouterr().err == f"{late} 300 s; the others wait for 4200 s\n"
+    startup_checks._await_verdict(Launch(rank=0, size=2), Messages(Unready(1), b"key"), 4200.0, None, early)
+    assert capsys.readouterr().err == f"{late} 300 s; the others wait for 4200 s\n"
     monkeypatch.setattr(startup_checks, "end_rank", lambda launch, code: sys.exit(code))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ending:
-        startup_checks._await_verdict(Launch(rank=0, size=2), Messages(Unready(2), b"key"), 4200.0, tmp_path)
+        startup_checks._await_verdict(Launch(rank=0, size=2), Messages(Unready(2), b"key"), 4200.0, tmp_path, early)
     assert ending.value.code == 5 and capsys.readouterr().err.splitlines()[-1] == f"{late} 4200 s"
     assert status_of(tmp_path)["class"] == "hang"
 

@@ -76,11 +76,13 @@ def test_a_script_with_a_critic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_scripts_without_one(tmp_path: Path, estimator: str) -> None:
-    """A reference comes with a KL loss, but for adapters, without which the actor is the reference."""
+    """A reference comes with a KL loss, but for adapters, without which the actor is the reference: the base, also where
+    training begins with an adapter."""
     for settings, roles in (
         ("", {"actor"}),
         (KL, {"actor", "reference"}),
         (f"{KL} actor_rollout_ref.model.lora_rank=8", {"actor"}),
+        (f"{KL} actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_adapter_path=/a", {"actor", "reference"}),
     ):
         config, _, _ = convert_script(tmp_path, estimator, settings if estimator == "grpo" else "")
         assert config.algorithm.name == estimator

@@ -253,6 +253,11 @@ def test_echoed_log_probs_are_those_of_score(service: services.Service, model: P
             assert all(log_prob == max(best.values()) for _, log_prob, best in columns[size:])
 
 
+def test_a_prompt_that_fills_the_context_is_echoed(service: services.Service) -> None:
+    (choice,) = choices_of(service, False, prompt="a" * 64, echo=True, logprobs=0, max_tokens=0, stream=False)
+    assert choice["text"] == "a" * 64 == "".join(choice["logprobs"]["tokens"])
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_stream_brings_the_same_log_probs(service: services.Service, chat: bool) -> None:
     form: dict[str, Any] = {"echo": True, "prompt": "abc", "logprobs": 2}
@@ -273,6 +278,14 @@ def test_what_cannot_be_answered_is_one_line(service: services.Service) -> None:
         (b'{"prompt": "a", "temperature": NaN}', "sampling_params.temperature=nan: must be 0"),
         ({"prompt": "a" * 2000}, "prompt 0 has 2000 characters, and no more than 320 can fit"),
         ({"prompt": "a" * 64}, "prompt 0 has 64 tokens"),
+        ({"prompt": "a" * 65, "max_tokens": 0, "echo": True}, "prompt 0 has 65 tokens, and a row may have 64"),
+        ({"prompt": "a", "top_k": 2**31}, "sampling_params.top_k=2147483648: must be at most 2147483647, which 32 bits hold"),
+        (
+            {"prompt": "a", "max_tokens": 10**400},
+            f"sampling_params.max_tokens=1{'0' * 39}... (401 digits): must be at most 2147483647",
+        ),
+        ({"prompt": "a", "temperature": 10**400}, f"temperature=1{'0' * 39}... (401 digits): must be at most 3.4028"),
+        ({"prompt": [2**70]}, "prompt 0: token id 1180591620717411303424 in"),
         ({"prompt": "${oc.env:HOME}", "stop": "${oc.env:HOME}", "n": 0}, "sampling_params.n=0"),
         ({"prompt": []}, "0 prompts, n=1: a request is for 1 to 4096 responses"),
         ({"prompt": "a", "n": 10**9}, "1 prompts, n=1000000000: a request is for 1 to 4096 responses"),

@@ -35,7 +35,7 @@ from rlhf_spmd.models.quantized import rounded
 from rlhf_spmd.parallel.boxes import zero_shards
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.rank_shards import rank_shards
-from rlhf_spmd.workers.reference import without_adapters
+from rlhf_spmd.workers.reference import as_training_began
 from rlhf_spmd.workers.rollout_engine import merge_adapters
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -202,7 +202,7 @@ def test_each_call_drops_others_and_a_resumed_run_the_same(models: dict[str, str
 
 def fail_without_adapters(world: Any, path: str) -> bool:
     engine = build(world, path, Layout(), optim=STEADY, lora=LORA)
-    with contextlib.suppress(FloatingPointError), without_adapters(engine):
+    with contextlib.suppress(FloatingPointError), as_training_began(engine):
         raise FloatingPointError
     return all(part.enabled for part in engine.chunks[0].modules() if isinstance(part, Adapter))
 

@@ -118,10 +118,11 @@ class MovingReferenceConfig:
         """Raises ValueError where the reference cannot follow the actor, or never would."""
         if not self.sync_ref_model:
             return
-        if rank := plans["actor"].config.lora.rank:
-            raise ValueError(
-                f"algorithm.sync_ref_model=true: a reference cannot follow adapters, models.actor.lora.rank={rank}; leave one out"
-            )
+        for role in ("actor", "reference"):
+            if rank := plans[role].config.lora.rank:
+                raise ValueError(
+                    f"algorithm.sync_ref_model=true: a reference cannot follow adapters, models.{role}.lora.rank={rank}; leave one out"
+                )
         if plans["reference"].spec != plans["actor"].spec:
             raise ValueError(
                 f"algorithm.sync_ref_model=true: models.reference.path={plans['reference'].config.path!r} is another architecture than "

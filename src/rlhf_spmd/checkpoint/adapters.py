@@ -24,7 +24,8 @@ from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, AdapterPart, LoraConfig, a
 from rlhf_spmd.models.quantized import quantized_tensors, rounded
 from rlhf_spmd.models.sharding import tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_spec
-from rlhf_spmd.models.weights import ADAPTER_CONFIG, ADAPTER_FILE, StoredModel
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel
+from rlhf_spmd.models.weights import ADAPTER_FILE
 from rlhf_spmd.parallel.boxes import Box, whole_shard
 
 STATE = "lora"  # key in a checkpoint's state: role -> settings of its adapters

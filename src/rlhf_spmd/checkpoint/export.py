@@ -27,7 +27,7 @@ from rlhf_spmd.models.stored import read_json
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 
-# copied as they are, if the source directory has them
+# copied if the source directory has them, without keys that name files of Python
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -35,13 +35,18 @@ COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",  # named ones, such as tool_use
 )
+REMOTE_CODE = ("auto_map", "custom_pipelines")  # transformers' keys of Python files, which are not copied
+FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # which predict several tokens, and are not exported
 ADAPTER_DIR = "adapter"  # PEFT's directory inside an export
 VALUE_HEAD = "score.weight"
+CLASSIFIER = "ForSequenceClassification"
 SECOND_HEAD = "v_head.weight"  # of a policy that is its own critic; transformers has no class with both heads
 
 
@@ -89,11 +94,7 @@ def export_hugging_face(
                 found, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
                 specs, joined = in_files(read_spec(source), [replace(spec, dtype=dtype or spec.dtype) for spec in found], get)
                 _write_weights(draft, plan_files(specs, max_shard_bytes), joined)
-        for name in COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, draft / name)
-        if chat_template is not None:
-            atomic_write_text(draft / TEMPLATE_FILE, chat_template)
+        copy_companions(source, draft, chat_template)
         spec = join_ends(read_spec(source), tokenizer, chat_template)
         name_ends(draft, spec.eos_token_ids)
         if adapters is None or merged:
@@ -118,6 +119,23 @@ def export_hugging_face(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return out_dir
+
+
+def copy_companions(source: Path, out: Path, chat_template: str | None) -> None:
+    """Copy generation settings and tokenizer. ``chat_template`` takes the place of all templates there: transformers would prefer a
+    named one for tools."""
+    for file in sorted(file for name in COMPANIONS for file in source.glob(name)):
+        target = out / file.relative_to(source)
+        if chat_template is not None and ("chat_template" in target.name or target.parent != out):
+            continue
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
+    if chat_template is not None:
+        atomic_write_text(out / TEMPLATE_FILE, chat_template)
+    tokenizer = out / "tokenizer_config.json"
+    if tokenizer.is_file():
+        stale = (*REMOTE_CODE, *["chat_template"] * (chat_template is not None))
+        _rewrite(tokenizer, {key: value for key, value in read_json(tokenizer).items() if key not in stale})
 
 
 def _remove(path: Path) -> None:
@@ -161,7 +179,8 @@ def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Sp
 
 
 def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
-    """The source's config.json with the exported dtype and, with a value head, the class that has one. Pure."""
+    """The source's config.json with the exported dtype, the class that has the exported head, and no word of what is not exported.
+    Pure."""
     names = {spec.key for spec in specs}
     if "text_config" in config:  # the language part of a model that sees; its class for text has the same name
         text = str(config["text_config"].get("model_type")).removesuffix("_text")
@@ -171,9 +190,9 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
         )  # Mistral3's is Mistral or Ministral3
         shared: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         config = {**config["text_config"], **shared, "architectures": [f"{family}ForCausalLM"]}
-    config = {key: value for key, value in config.items() if key != "quantization_config"}  # of gpt-oss: read, but not written
-    if config.get("num_nextn_predict_layers"):  # which are not exported
-        config = {**config, "num_nextn_predict_layers": 0}
+    dropped = ("quantization_config", *REMOTE_CODE)  # quantized weights are read, but not written
+    config = {key: value for key, value in config.items() if key not in dropped}
+    config |= {key: 0 for key in FURTHER_LAYERS if config.get(key)}
     dtype = str(specs[0].dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype}
     if "torch_dtype" in config:  # the name before transformers 5
@@ -181,10 +200,17 @@ def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, An
     if VALUE_HEAD in names:
         family = (config.get("architectures") or ["Model"])[0].split("For")[0].removesuffix("Model")
         family += "Text" if str(config.get("model_type")).endswith("_text") else ""  # Gemma3TextForSequenceClassification
-        config |= {"architectures": [f"{family}ForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False}
+        config |= {"architectures": [f"{family}{CLASSIFIER}"], "num_labels": 1, "tie_word_embeddings": False}
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    elif "lm_head.weight" in names:  # some families are tied unless their configuration denies it
+        return config
+    if "lm_head.weight" in names:  # some families are tied unless their configuration denies it
         config["tie_word_embeddings"] = False
+    kinds = [str(name) for name in config.get("architectures") or ()]
+    if any(name.endswith(CLASSIFIER) for name in kinds):  # a reward model's directory, whose head is left out
+        config["architectures"] = [f"{name.removesuffix(CLASSIFIER).removesuffix('Text')}ForCausalLM" for name in kinds]
+        config = {
+            key: value for key, value in config.items() if key not in ("num_labels", "id2label", "label2id", "problem_type")
+        }
     return config
 
 

@@ -14,10 +14,13 @@ from dataclasses import MISSING, Field, dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin
 
+# numbers reach devices and other processes as int32 and float32: larger ones would be other numbers there, or end a process
+LARGEST = {int: 2**31 - 1, float: (2 - 2**-23) * 2.0**127}
+
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers within the bounds that are given."""
+    """The finite numbers within the bounds that are given; where none is given, those of ``LARGEST``, which ``words`` do not say."""
 
     least: float = -math.inf
     above: float = -math.inf
@@ -25,7 +28,19 @@ class Range:
     most: float = math.inf
 
     def allows(self, value: float) -> bool:
-        return math.isfinite(value) and self.least <= value <= self.most and self.above < value < self.below
+        finite = isinstance(value, int) or math.isfinite(value)
+        return finite and self.least <= value <= self.most and self.above < value < self.below
+
+    def too_large(self, value: float, kind: type) -> str:
+        """Return what ``value`` of a key of type ``kind`` must be to fit in 32 bits; "" if it does, is infinite, or has own bounds."""
+        largest = LARGEST[kind]
+        if isinstance(value, float) and not math.isfinite(value):
+            return ""
+        if value > largest and not math.isfinite(min(self.most, self.below)):
+            return f"at most {largest}, which 32 bits hold"
+        if value < -largest and not math.isfinite(max(self.least, self.above)):
+            return f"at least {-largest}, which 32 bits hold"
+        return ""
 
     def words(self) -> list[str]:
         """``["at least 0", "below 1"]``."""
@@ -35,7 +50,8 @@ class Range:
     def refusal(self, value: float) -> str:
         """Return what ``value``, which is out of the range, must be."""
         words = self.words()
-        return " and ".join(words) if words and math.isfinite(value) else ", ".join(["a finite number", *words])
+        finite = isinstance(value, int) or math.isfinite(value)
+        return " and ".join(words) if words and finite else ", ".join(["a finite number", *words])
 
 
 PositiveInt = Annotated[int, Range(least=1)]

@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from rlhf_spmd.config.constraints import Range, options_of
+from rlhf_spmd.config.constraints import LARGEST, Range, options_of
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.written import Plain, resolve
 
@@ -29,6 +29,7 @@ RENAMED = {  # the ends of keys that had another name before
     "generation.exact": "reuse_rollout_log_probs",
 }
 SHOWN_KEYS, SHOWN_HINTS = 40, 3
+MOST_DIGITS = 40
 EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
 NEAR, NEARER = 0.6, 0.8  # likeness of a mistyped name to a known one; of a key to that of another section
 PART = "part_of"  # in a field's metadata: the dataclass of which a mapping has some keys
@@ -61,6 +62,12 @@ def first_line(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Return ``text`` with characters that a terminal would obey, such as escape, written as Python writes them."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def shortened(value: float) -> str:
+    """Return a number as text, without most of its digits if it has very many."""
+    text = str(value)
+    return text if len(text) <= MOST_DIGITS else f"{text[:MOST_DIGITS]}... ({len(text)} digits)"
 
 
 def counted(number: int, noun: str) -> str:
@@ -142,10 +149,14 @@ def _violations(annotation: Any, value: Any, key: str) -> Iterator[str]:
             yield f"{key}={value!r} must be {describe(annotation)}"
         return
     origin, inner = get_origin(options[0]), get_args(options[0])
-    if origin is Annotated:
-        for rule in inner[1:]:
-            if isinstance(rule, Range) and not rule.allows(value):
-                yield f"{key}={value}: must be {rule.refusal(value)}"
+    scalar = inner[0] if origin is Annotated else options[0]
+    if scalar in LARGEST and isinstance(value, int | float):
+        rules = [rule for rule in inner[1:] if isinstance(rule, Range)] if origin is Annotated else []
+        for rule in rules or [Range()]:
+            if rules and not rule.allows(value):
+                yield f"{key}={shortened(value)}: must be {rule.refusal(value)}"
+            elif bound := rule.too_large(value, scalar):
+                yield f"{key}={shortened(value)}: must be {bound}"
     elif origin is Literal and value not in inner:
         null = ", or null" if annotation is not options[0] else ""
         yield f"{key}={value!r} is not known{nearest(str(value), list(map(str, inner))) or ';'} allowed: {_listed(inner)}{null}"
@@ -255,6 +266,8 @@ class _Reader:
                 return _read(scalars[0], value)
         except (ValueError, KeyError):
             pass
+        except OverflowError:
+            raise ConfigError(f"{where}={shortened(resolve(value))}: must be at most {LARGEST[scalars[0]]}") from None
         raise ConfigError(f"{where}={resolve(value)!r} must be {describe(annotation)}")
 
     def _fits(self, scalar: type, value: Any) -> bool:

@@ -18,6 +18,7 @@ from yaml.reader import Reader
 from yaml.scanner import Scanner
 
 MOST_DEPTH, MOST_VALUES = 64, 100_000  # of a file, its aliases followed: no configuration has as many
+MOST_DIGITS = 4000  # of an integer
 NULLS = ("", "~", "null", "Null", "NULL")
 TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)", re.ASCII)  # what begins with 0 is rather a name than a number
@@ -44,7 +45,7 @@ def resolve(value: Any) -> Any:
     if value in TRUTHS:
         return TRUTHS[value]
     if INTEGER.fullmatch(value):
-        return int(value)
+        return int(value) if len(value) < MOST_DIGITS else float(value)  # infinite: Python refuses to read it
     if REAL.fullmatch(value):
         return float(value)
     return float(value.replace(".", "")) if SPECIAL.fullmatch(value) else str(value)

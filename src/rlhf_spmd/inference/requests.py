@@ -105,11 +105,16 @@ class RequestProcessor:
         self._num_rows = 0
 
     def encode(
-        self, prompts: Sequence[Any], template: str | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        prompts: Sequence[Any],
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        generates: bool = True,
     ) -> list[Prompt]:
         """The token ids of texts, token ids, chat messages, or mappings with ``prompt`` or ``prompt_token_ids``.
 
-        Messages are rendered by ``template``, by default the tokenizer's, with its ``variables``. Local; any thread may call.
+        Messages are rendered by ``template``, by default the tokenizer's, with its ``variables``. Without ``generates`` a
+        prompt may fill the context. Local; any thread may call.
         Raises ValueError or DataError, one line.
         """
         given = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
@@ -127,10 +132,9 @@ class RequestProcessor:
             read |= zip(texts, encoded, strict=True)
         for i, name in enumerate(names):
             room = self.longest - len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids"))
-            if room < 1:
-                raise ValueError(
-                    f"{name} has {self.longest - room} tokens, and a row may have {self.longest}, one of which is the response's"
-                )
+            if room < generates:
+                answer = ", one of which is the response's" if generates else ""
+                raise ValueError(f"{name} has {self.longest - room} tokens, and a row may have {self.longest}{answer}")
         return [read[i] for i in range(len(given))]
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:

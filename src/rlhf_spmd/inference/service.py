@@ -134,7 +134,8 @@ class Service:
         prompts = prompts_of(body, chat)
         if not 0 < len(prompts) * max(params.n, 1) <= MOST_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MOST_ROWS} responses")
-        read = self.processor.encode(prompts, variables={**self.variables, **format.chat_template_kwargs})
+        variables = {**self.variables, **format.chat_template_kwargs}
+        read = self.processor.encode(prompts, variables=variables, generates=params.max_tokens != 0)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "messages")}
         return {"chat": chat, "body": rest, "prompts": read}
 

@@ -34,8 +34,10 @@ def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[Adapte
 
 
 class Adapter(nn.Module):
-    """``a`` and ``b`` of one parameter on this rank, not initialised; ``enabled``: whether products have them. ``base``: the matrix
-    itself where it is not a parameter."""
+    """``a`` and ``b`` of one parameter on this rank, not initialised. ``base``: the matrix itself where it is not a parameter.
+
+    ``enabled``: products have them; otherwise ``start``, A and B whole over ZeRO's ranks as training began, or none where that is None.
+    """
 
     def __init__(
         self,
@@ -50,15 +52,23 @@ class Adapter(nn.Module):
         self.a, self.b = (nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes)
         self.ops, self.parts, self.scale, self.dropout = ops, adapter_parts(matrix, lora), lora.scale, lora.dropout
         self.first_column, self.enabled = matrix.boxes[0].start[1], True
+        self.start: tuple[Tensor, Tensor] | None = None
         self.base = None if lora.bits is None else Quantized(matrix.shape, lora.bits, dtype, device)
+
+    @property
+    def adds(self) -> bool:
+        """Whether products are other ones than those of the base."""
+        return self.enabled or self.start is not None
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, recomputed: bool) -> Tensor:
         """x [R, in] times the transpose of the sum [out, in], plus ``bias``. ``weight``: None where there is a ``base``.
         ``recomputed``: see :meth:`Ops.linear`."""
-        if not self.enabled:
+        factors = (self.a, self.b) if self.enabled else self.start
+        if factors is None:
             return self._alone(x, weight, bias)
         if not torch.is_grad_enabled():
-            return self.ops.linear(x, self.merged(self._whole(weight), self.a, self.b), bias)
+            return self.ops.linear(x, self.merged(self._whole(weight), *factors), bias)
+        assert self.enabled, "what training began with is not trained"
         if self.dropout:
             alone = self._alone(x, weight, bias)
             return alone + self._apart(self._dropped(x), alone.shape[1])

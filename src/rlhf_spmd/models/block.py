@@ -124,7 +124,7 @@ class Block(nn.Module):
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
         this rank's R / t of them. ``rope`` is of all R rows. ``attention``: a TokenMixing for a layer with linear attention.
         ``routers``: through which the router chooses."""
-        if self._whole is not None and not torch.is_grad_enabled() and not any(one.enabled for one in self.adapters):
+        if self._whole is not None and not torch.is_grad_enabled() and not any(one.adds for one in self.adapters):
             whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
             if whole is not None:
                 return whole

@@ -123,10 +123,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
         self.head = holder("head")
         self.value = holder("value")
-        adapters = {
-            f"{name.removesuffix('.lora')}.weight": part for name, part in self.named_modules() if isinstance(part, Adapter)
-        }
-        self.quantized = {name: part.base for name, part in adapters.items() if part.base is not None}
+        bases = {f"{name.removesuffix('.lora')}.weight": adapter.base for name, adapter in self.adapters.items()}
+        self.quantized = {name: base for name, base in bases.items() if base is not None}
         built = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         built |= {name: matrix.shape for name, matrix in self.quantized.items()}
         planned = {name: shard.shape for name, shard in self.shards.items()}
@@ -150,15 +148,19 @@ class Decoder(nn.Module):
             block.run_part = part_again if checkpointing == "selective" else run_part
             block.run_entry = part_again if checkpointing == "none" and self.slices > 1 else block.run_part
 
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """By name, as ``layers.0.qkv.lora``."""
+        return {name: part for name, part in self.named_modules() if isinstance(part, Adapter)}
+
     def own_experts(self) -> list[nn.Parameter]:
         """The parameters of which each rank of ep holds its own part; [] without experts in parallel."""
         return [param for name, param in self.named_parameters() if self.shards[name].by_expert and self.ep.size > 1]
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Whether passes are of the model with its adapters, which is usual, or of the model without."""
-        for part in self.modules():
-            if isinstance(part, Adapter):
-                part.enabled = enabled
+        """Whether passes are of the model with its adapters, which is usual, or with those that training began with, if any."""
+        for adapter in self.adapters.values():
+            adapter.enabled = enabled
 
     def num_rows(self, num_tokens: int) -> int:
         """Rows of the hidden state that this rank hands to the next stage for ``num_tokens`` tokens."""

@@ -6,14 +6,15 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_spmd.models.stored import read_json
-from rlhf_spmd.models.weights import ADAPTER_CONFIG
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_json
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE, EXPORT_DIR
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 WEIGHTS = ["*.safetensors"]
-FOLDERS = ["*/*"]  # below the model's own: copies in other formats
+# folders below the model's own have copies in other formats, but for a tokenizer's named templates
+TEMPLATES = "additional_chat_templates/"
+FOLDERS = [f"{TEMPLATES[:i]}[!{letter}]*/*" for i, letter in enumerate(TEMPLATES)]
 
 
 def local_directory(path: str, key: str, weights: bool = True) -> str:

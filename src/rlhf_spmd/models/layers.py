@@ -29,7 +29,7 @@ class Linear(nn.Module):
 
     def product(self, ops: Ops, x: Tensor, recomputed: bool, bias: Tensor | None = None) -> Tensor:
         """x [R, in_local] -> [R, out_local], plus ``bias``. ``recomputed``: see :meth:`Ops.linear`."""
-        if self.lora is not None and (self.lora.enabled or self.lora.base is not None):
+        if self.lora is not None and (self.lora.adds or self.lora.base is not None):
             out: Tensor = self.lora(x, self.weight, bias, recomputed)
             return out
         return ops.linear(x, self.weight, bias, recomputed)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, Range
 from rlhf_spmd.models.expert_config import is_fixed
@@ -21,6 +21,23 @@ ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # PEFT's, of every tensor of an adapter
 _BY_COLUMNS = "qkv", "latent.q_b", "latent.kv_b", "gate_up"  # of which a rank has rows
 _BY_ROWS, _WHOLE = ("out", "down"), ("latent.q_a", "latent.kv_a")  # of which it has columns, and all
+
+# Keys of PEFT's adapter_config.json (LoraConfig of peft 0.21). These change no product: they describe the adapter, are said by the
+# names of its tensors, or shape only how it was drawn and trained. Keys that are in no table must ask for nothing.
+PEFT_HARMLESS = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
+        *("lora_dropout", "megatron_config", "megatron_core", "velora_config", "qalora_group_size"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    )
+)
+PEFT_VALUES: Mapping[str, tuple[object, ...]] = {  # keys with the values that change no product
+    "peft_type": ("LORA",),
+    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA belong to a base that they have changed
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+}
+PEFT_EQUAL = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("use_rslora", False)}  # ours, and PEFT's default
 
 
 @dataclass(frozen=True)
@@ -33,7 +50,7 @@ class LoraConfig:
     - dropout: of what adapters read in updates; what is drawn differs between layouts
     - target_modules: `all-linear`: all matrices of the layers, or a list such as `[q_proj, v_proj]`; the router and the experts of
       a mixture, the shared one too, have none
-    - path: PEFT's directory of an adapter that training begins with; null: B is zero
+    - path: PEFT's directory of an adapter that training begins with, which the reference has, too; null: B is zero
     - bits: of an element of the matrices that have adapters, 4 (NF4) or 8, by bitsandbytes (needs `rlhf_spmd[optim]`); null: the
       role's dtype; see [parallelism.md](parallelism.md#four-or-eight-bits)
     """
@@ -68,6 +85,21 @@ class LoraConfig:
         """Raises ValueError without bitsandbytes."""
         if self.bits is not None and find_spec("bitsandbytes") is None:
             raise ValueError(f"{where}.bits={self.bits} needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
+
+
+def check_peft_config(config: Mapping[str, Any], lora: LoraConfig, file: str, where: str) -> None:
+    """Raises ValueError for a key of an adapter_config.json, ``file``, that differs from ``lora``, the settings of ``where``, or that
+    makes the adapter another function than W + scale * B A."""
+    for key, (name, usual) in PEFT_EQUAL.items():
+        if (value := config.get(key, usual)) != (ours := getattr(lora, name)):
+            raise ValueError(f"{where}.{name}={ours}, but {file} has {key}={value}; they must be equal")
+    for key, value in config.items():
+        asks = value not in PEFT_VALUES[key] if key in PEFT_VALUES else bool(value) and value != "none"
+        if asks and key not in PEFT_HARMLESS and key not in PEFT_EQUAL:
+            raise ValueError(
+                f"{where}.path: {file} has {key}={value!r}, which is not supported; merge the adapter into its model by PEFT, and "
+                "begin with that"
+            )
 
 
 class AdapterPart(NamedTuple):

@@ -18,6 +18,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 if TYPE_CHECKING:
     from rlhf_spmd.models.spec import ModelSpec
 
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 COMPARED_ROWS = 4096  # of two matrices at a time
@@ -30,6 +31,11 @@ class StoredModel:
 
     def __init__(self, path: Path, spec: ModelSpec, stack: contextlib.ExitStack) -> None:
         self.path, self._stack = path, stack
+        if (path / ADAPTER_CONFIG).is_file():
+            raise ValueError(
+                f"{path}: {ADAPTER_CONFIG} lies beside the model, which transformers would load with that adapter; give each a "
+                "directory, and the adapter's as lora.path"
+            )
         self._open: dict[str, Any] = {}
         index = path / INDEX
         if (path / WEIGHTS).is_file():

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_correction
-from rlhf_spmd.models.lora import PREFIX, LoraConfig, is_adapter
+from rlhf_spmd.models.lora import PREFIX, LoraConfig, check_peft_config, is_adapter
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, spec_from_config
-from rlhf_spmd.models.stored import StoredModel, read_json
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel, read_json
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.zero import local_part
 
 __all__ = ["init_random", "load_pretrained", "random_tensor", "read_eos_ids", "write_random_model"]
 
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's
+ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's
 STORED_HEAD = PREFIX + Names.value_head  # beside a reward model's adapters
 INIT_STD = 0.02  # transformers' default initializer_range
 
@@ -84,10 +84,7 @@ def init_adapters(decoder: Decoder, lora: LoraConfig, seed: int, shards: Mapping
     ``shards`` as for :func:`load_pretrained`.
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
-        stored: dict[str, Any] = {}
-        if lora.path is not None:
-            file = stack.enter_context(safe_open(Path(lora.path) / ADAPTER_FILE, framework="pt", device="cpu"))
-            stored = {name.replace(decoder.spec.text_prefix, ""): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        stored = {} if lora.path is None else _stored_adapter(decoder.spec, lora.path, stack)
         for target, box in _places(decoder, shards, adapters=True):
             if stored:
                 target.copy_(stored[box.name][box.global_slices])
@@ -100,6 +97,27 @@ def init_adapters(decoder: Decoder, lora: LoraConfig, seed: int, shards: Mapping
         for target, box in _places(decoder, shards) if STORED_HEAD in stored else ():
             if box.name == Names.value_head:
                 target.copy_(stored[STORED_HEAD][box.global_slices])
+
+
+def keep_start(decoder: Decoder, path: str) -> None:
+    """Keep the adapter in ``path`` beside the one that is trained, as passes without that have it. Local: no communication."""
+    with contextlib.ExitStack() as stack:
+        stored = _stored_adapter(decoder.spec, path, stack)
+        for name, adapter in decoder.adapters.items():
+            kept = []
+            for side, like in (("a", adapter.a), ("b", adapter.b)):
+                shard = decoder.shards[f"{name}.{side}"]
+                factor = torch.empty(shard.shape, dtype=like.dtype, device=like.device)
+                for box in shard.boxes:
+                    factor[box.local_slices].copy_(stored[box.name][box.global_slices])
+                kept.append(factor)
+            adapter.start = kept[0], kept[1]
+
+
+def _stored_adapter(spec: ModelSpec, path: str, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """safetensors' slice objects of PEFT's directory, by the names that boxes have."""
+    file = stack.enter_context(safe_open(Path(path) / ADAPTER_FILE, framework="pt", device="cpu"))
+    return {name.replace(spec.text_prefix, ""): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
 
 def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> None:
@@ -120,18 +138,7 @@ def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> N
             f"{where}.path={lora.path}: tensor {other} there is {found.get(other)}, by {where}.rank={lora.rank} and "
             f"target_modules={lora.target_modules} it is {wanted.get(other)}; they must be the adapter's"
         )
-    config = {"lora_alpha": 8, "use_rslora": False, **read_json(folder / ADAPTER_CONFIG)}  # PEFT's defaults
-    for key, ours in (("lora_alpha", lora.alpha), ("use_rslora", lora.use_rslora)):
-        if config[key] != ours:
-            name = key.removeprefix("lora_")
-            raise ValueError(
-                f"{where}.{name}={ours}, but {folder / ADAPTER_CONFIG} has {key}={config[key]}; they must be equal"
-            )
-    for key in ("alpha_pattern", "rank_pattern", "use_dora", "fan_in_fan_out", "bias"):
-        if config.get(key) not in (None, False, {}, "none"):
-            raise ValueError(
-                f"{where}.path={lora.path}: {ADAPTER_CONFIG} has {key}={config[key]!r}, which is not there; leave it out"
-            )
+    check_peft_config(read_json(folder / ADAPTER_CONFIG), lora, str(folder / ADAPTER_CONFIG), where)
 
 
 def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False) -> Iterator[tuple[Tensor, Box]]:

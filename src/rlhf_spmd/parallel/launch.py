@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +16,7 @@ SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node use its first GP
 JOB_KEY = "RLHF_SPMD_KEY"  # the key that signs messages between a job's processes
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # the number of processes that srun or mpirun started
 
+LOOK_S = 0.25  # between two looks of a rank that waits: Python hears a signal only between them
 START_S = 120.0  # the longest wait for the store on one machine, whose processes start together
 START_NODES_S = 900.0  # the longest wait on several machines, which may start one after the other
 
@@ -68,8 +71,12 @@ def lone_store() -> dist.Store:
     return dist.HashStore()
 
 
-def connect_store(launch: Launch, timeout_s: float | None = None) -> dist.Store:
+def connect_store(
+    launch: Launch, timeout_s: float | None = None, on_wait: Callable[[str], object] = lambda whom: None
+) -> dist.Store:
     """Returns the key-value store that all ranks share, with or without a process group. Torchrun hosts it.
+
+    ``on_wait``: called several times a second while the store does not answer, with its name; it may raise.
 
     Raises ValueError if the launcher has not said where it is, and ConnectionError if no store answers there within ``timeout_s``
     (default :func:`start_limit`).
@@ -95,7 +102,10 @@ def connect_store(launch: Launch, timeout_s: float | None = None) -> dist.Store:
     # torch would wait forever for another kind of service that accepts the connection and says nothing
     connecting = threading.Thread(target=connect, daemon=True)
     connecting.start()
-    connecting.join(limit_s + 1.0)
+    deadline = time.monotonic() + limit_s + 1.0
+    while connecting.is_alive() and time.monotonic() < deadline:
+        connecting.join(LOOK_S)
+        on_wait(f"the store at {where}")
     answer = answers[0] if answers else TimeoutError("what listens there does not answer as a store")
     if isinstance(answer, Exception):
         raise ConnectionError(f"no store at {where} within {limit_s:.0f} s ({answer})") from answer

@@ -17,9 +17,11 @@ from rlhf_spmd.config.registry import split_name
 LARGEST = 16 << 20  # largest file to hash, in bytes; larger ones are data, which are compared by their rows
 TEXT_FILES = (
     "config.json",
+    "adapter_config.json",
     "generation_config.json",
     "tokenizer*",
     "*.jinja",
+    "additional_chat_templates/*.jinja",
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
@@ -36,11 +38,13 @@ def run_digests(ready: Any) -> dict[str, str]:
     found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in HOST_PATHS}
     found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
     found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
-    paths = {role: Path(model.path) for role, model in ready.config.models.items() if model.path is not None}
+    models = ready.config.models.items()
+    paths = {f"models.{role}.path": Path(model.path) for role, model in models if model.path is not None}
+    paths |= {f"models.{role}.lora.path": Path(model.lora.path) for role, model in models if model.lora.path is not None}
     digests = {path: (weights_digest(path), text_digest(path)) for path in {*paths.values()}}
-    for role, path in paths.items():
+    for key, path in paths.items():
         weights, texts = digests[path]
-        found |= {f"models.{role}.path (its weights)": weights, f"models.{role}.path (its tokenizer and configuration)": texts}
+        found |= {f"{key} (its weights)": weights, f"{key} (its tokenizer and configuration)": texts}
     return found | file_digests(ready.config)
 
 

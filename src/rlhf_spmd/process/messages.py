@@ -10,14 +10,15 @@ import hmac
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rlhf_spmd.parallel.launch import JOB_KEY, Launch
+from rlhf_spmd.parallel.launch import JOB_KEY, LOOK_S, Launch, start_limit
 
 SIGNATURE_LENGTH = 64  # characters of the signature, which precedes the text
 VERDICT = "prepare/verdict"  # about the input: "ok", or the refusal
@@ -90,12 +91,27 @@ def given_key(text: str, restart: int = 0) -> bytes:
     return f"{restart} {text}".encode()
 
 
-def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> Messages:
+def await_key(store: dist.Store, key: str, limit_s: float, on_wait: Callable[[], object]) -> bool:
+    """Returns True when the store has ``key``, False if it has not within ``limit_s``. ``on_wait`` is called between two looks and may
+    raise; the store's own wait would hear no signal."""
+    deadline, pause_s = time.monotonic() + limit_s, 0.005
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        on_wait()
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, LOOK_S)
+    return True
+
+
+def agree_on_key(
+    launch: Launch, store: dist.Store, place: Path | None, on_wait: Callable[[str], object] = lambda whom: None
+) -> Messages:
     """Returns ``store`` with the job's key, from the environment or from a file that only this user can read.
 
     The store holds the file's name. The file is in the machine's temporary directory if all ranks are on one machine,
     otherwise in ``place``, which all ranks see. Without such a place the key is empty and no secret. Raises ValueError
-    if this rank cannot read the file.
+    if this rank cannot read the file, TimeoutError if rank 0 does not come. ``on_wait``: see :func:`connect_store`.
 
     Collective over the world: every rank of it must call, in program order.
     """
@@ -113,6 +129,9 @@ def agree_on_key(launch: Launch, store: dist.Store, place: Path | None) -> Messa
     elif place is None:
         return Messages(store, b"")
     else:
+        limit_s = start_limit(launch)
+        if not await_key(store, "key/file", limit_s, lambda: on_wait("rank 0 to start")):
+            raise TimeoutError(f"rank {launch.rank} has waited {limit_s:.0f} s for rank 0 to start")
         name = store.get("key/file").decode(errors="replace")
     if place is None or (launch.rank == 0 and not name):
         return Messages(store, b"")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import signal
 import socket
@@ -17,8 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -26,14 +26,18 @@ from typing import NoReturn, TypeVar
 import torch
 
 from rlhf_spmd.kernels import model_device
-from rlhf_spmd.parallel.launch import Launch, connect_store, start_limit
+from rlhf_spmd.parallel.launch import Launch, connect_store
 from rlhf_spmd.process.exit import ToldToEnd, announce, await_all, classify, end_rank, error_text, one_line
-from rlhf_spmd.process.messages import VERDICT, ForgedMessage, Messages, agree_on_key
+from rlhf_spmd.process.messages import VERDICT, ForgedMessage, Messages, agree_on_key, await_key
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, ExitStatus, write_exit_status
 
 T = TypeVar("T")
 
+TELL_WAIT_S = 15.0  # then a rank says for whom it waits at the start
+SIGNAL_S = (
+    2.0  # from a signal to the end of a rank that still waits for others; they may have heard it, too, and say so together
+)
 TELL_LATE_S = 300.0  # then ranks that are still checking their input are named
 PREPARE_TIMEOUT_S = 4200.0  # longest check of the input; a rank may wait for another process to fill data.cache_dir
 NO_KEY = "key/none"  # unsigned: why a rank lacks the key of the job
@@ -45,6 +49,8 @@ class EarlySignals:
 
     def __init__(self) -> None:
         self.number = 0
+        self._came_at = self._since = 0.0
+        self._awaited = ""
         self.ends = False  # True while an exception may end what is running
         self._previous: dict[int, object] = {}
 
@@ -62,7 +68,22 @@ class EarlySignals:
         if self.ends:
             self.ends = False
             raise ToldToEnd(f"ended by {signal.Signals(number).name} before the first step")
-        self.number = self.number or number
+        if not self.number:
+            self.number, self._came_at = number, time.monotonic()
+
+    def waits(self, launch: Launch, whom: str, tells: bool = True) -> None:
+        """Called again and again while this rank waits for ``whom``. With ``tells`` the first rank of a machine says so once.
+
+        Raises ToldToEnd ``SIGNAL_S`` after a signal.
+        """
+        now = time.monotonic()
+        if self.number and now - self._came_at > SIGNAL_S:
+            raise ToldToEnd(f"ended by {signal.Signals(self.number).name} before the first step, while it waited for {whom}")
+        if self._awaited != whom:
+            self._awaited, self._since = whom, now
+        elif tells and launch.local_rank == 0 and now - self._since > TELL_WAIT_S:
+            announce(f"rank {launch.rank} waits for {whom}")
+            self._since = math.inf
 
 
 def check_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
@@ -92,7 +113,7 @@ def agree_on_input(
 
     Collective over the world: every rank of it must call, in program order.
     """
-    messages, refusal = _connect(launch, run_dir_hint)
+    messages, refusal = _connect(launch, run_dir_hint, signals)
     prepared: list[T] = []
     try:
         if refusal is None:
@@ -111,7 +132,7 @@ def agree_on_input(
             if refusal is None and launch.local_rank == 0:
                 refusal = _differing(launch, messages, versions())
         _post_verdict(launch, messages, refusal)
-        _await_verdict(launch, messages, PREPARE_TIMEOUT_S, run_dir_hint)
+        _await_verdict(launch, messages, PREPARE_TIMEOUT_S, run_dir_hint, signals)
     except ForgedMessage as error:
         _end_without_key(launch, messages, refusal or _explain_forged(launch, messages, error), run_dir_hint)
     except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
@@ -126,24 +147,40 @@ def agree_on_input(
     return prepared[0], messages
 
 
-def _connect(launch: Launch, run_dir_hint: Path | None) -> tuple[Messages, InputRefusal | None]:
-    """Returns the store, and why this rank lacks the job's key (or None). Ends the process if there is no store."""
+def _connect(launch: Launch, run_dir_hint: Path | None, signals: EarlySignals) -> tuple[Messages, InputRefusal | None]:
+    """Returns the store, and why this rank lacks the job's key (or None). Ends the process if there is no store, and if a signal comes
+    while it waits."""
+    on_wait = partial(signals.waits, launch)
     try:
-        store = connect_store(launch)
+        store = connect_store(launch, on_wait=on_wait)
+    except ToldToEnd as error:
+        _end_alone(launch, error, run_dir_hint)
     except (RuntimeError, OSError, ValueError) as error:
         line = f"rank {launch.rank} cannot reach the store that all ranks share: {one_line(str(error))[:300]}"
         error_class, line, details = _refusal(launch, error) if isinstance(error, ValueError) else ("hang", line, "")
         announce(line, details)
         end_rank(launch, input_exit_code(error_class))
     try:
-        return agree_on_key(launch, store, run_dir_hint), None
+        return agree_on_key(launch, store, run_dir_hint, on_wait), None
+    except ToldToEnd as error:
+        _end_alone(launch, error, run_dir_hint)
     except ValueError as error:
         refusal = _refusal(launch, error)
         store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # unsigned: this rank has no key to sign with
         return Messages(store, b""), refusal
-    except RuntimeError:
-        line = f"rank {launch.rank} has waited {start_limit(launch):.0f} s for rank 0 to start"
+    except TimeoutError as error:
+        return Messages(store, b""), ("hang", str(error), "")
+    except RuntimeError as error:
+        line = f"rank {launch.rank} lost the store that all ranks share: {one_line(str(error))[:300]}"
         return Messages(store, b""), ("hang", line, "")
+
+
+def _end_alone(launch: Launch, error: ToldToEnd, run_dir_hint: Path | None) -> NoReturn:
+    """Ends this rank, which others do not know yet."""
+    error_class, line, _ = _refusal(launch, error)
+    announce(line)
+    _record(launch, run_dir_hint, ExitStatus(error_class, line))
+    end_rank(launch, input_exit_code(error_class))
 
 
 def _explain_forged(launch: Launch, messages: Messages, error: ForgedMessage) -> InputRefusal:
@@ -206,22 +243,28 @@ def _post_verdict(launch: Launch, messages: Messages, refusal: InputRefusal | No
         messages.put_first(VERDICT, "ok")
 
 
-def _await_verdict(launch: Launch, messages: Messages, timeout_s: float, run_dir_hint: Path | None) -> None:
+def _await_verdict(
+    launch: Launch, messages: Messages, timeout_s: float, run_dir_hint: Path | None, signals: EarlySignals
+) -> None:
+    """Returns if all ranks have succeeded; otherwise ends the process. A signal meanwhile is the refusal of this rank."""
     store = messages.store
+    on_wait = partial(signals.waits, launch, "the other ranks to check their input", tells=False)
     for seconds, is_last in ((TELL_LATE_S, False), (max(timeout_s - TELL_LATE_S, 0.0), True)):
         try:
-            store.wait([VERDICT], timedelta(seconds=seconds))
+            if await_key(store, VERDICT, seconds, on_wait):
+                break
+        except ToldToEnd as error:
+            _post_verdict(launch, messages, _refusal(launch, error))
             break
-        except RuntimeError:
-            if store.add(f"prepare/late/{is_last}", 1) > 1:
-                continue  # only one of a thousand waiting ranks asks the store about each rank
-            late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
-            line = f"ranks {late[:8]} did not finish checking their input within {timeout_s if is_last else TELL_LATE_S:.0f} s"
-            record = json.dumps(["hang", line, None])
-            if not is_last:
-                announce(f"{line}; the others wait for {timeout_s:.0f} s")
-            elif messages.put_first(VERDICT, record) == record:
-                announce(line)
+        if store.add(f"prepare/late/{is_last}", 1) > 1:
+            continue  # only one of a thousand waiting ranks asks the store about each rank
+        late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
+        line = f"ranks {late[:8]} did not finish checking their input within {timeout_s if is_last else TELL_LATE_S:.0f} s"
+        record = json.dumps(["hang", line, None])
+        if not is_last:
+            announce(f"{line}; the others wait for {timeout_s:.0f} s")
+        elif messages.put_first(VERDICT, record) == record:
+            announce(line)
     verdict = messages.get(VERDICT)
     if verdict == "ok":
         return

@@ -80,7 +80,7 @@ def _with_size(role: str, plan: RolePlan) -> str:
         return role
     size = shape_of(plan.spec, plan.worker.head).params
     unit = next((unit for unit in ("T", "B", "M") if size >= UNITS[unit]), "k")
-    adapters = f", of which adapters of rank {plan.config.lora.rank} learn" if plan.config.lora.rank else ""
+    adapters = f", of which adapters of rank {plan.config.lora.rank} learn" if plan.config.lora.rank and plan.trained else ""
     return f"{role} ({size / UNITS[unit]:.3g}{unit} parameters{adapters})"
 
 

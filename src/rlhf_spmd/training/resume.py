@@ -30,7 +30,7 @@ from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
 EXPERIMENT = re.compile(
-    r"algorithm\.name|models\.\w+\.(path|random_init|lora\.(rank|alpha|use_rslora|bits))|rewards?\.(\w+\.)?model|data\.path"
+    r"algorithm\.name|models\.\w+\.(path|random_init|lora\.(rank|alpha|use_rslora|bits|path))|rewards?\.(\w+\.)?model|data\.path"
 )  # keys that make it another experiment
 
 
@@ -124,8 +124,8 @@ def compare_runs(
         is_same = digest(value) == digests[key] if key in digests else was in (is_now, value)
         if not is_same and key not in ("run.dir", "run.resume"):
             changed[key] = f"{key}={is_now} (was {was if was != is_now else 'another value'})"
-    # null is "as the actor" of a path, but a choice of bits
-    meant = [key for key in changed if "null" not in pairs[key] or key.endswith(".lora.bits")]
+    # null is "as the actor" of a model's path, but a choice of bits and of the adapter that training begins with
+    meant = [key for key in changed if "null" not in pairs[key] or key.endswith((".lora.bits", ".lora.path"))]
     named = {key: changed[key] for key in meant if EXPERIMENT.fullmatch(key)}
     other = [text for key, text in named.items() if key in digests or not same_path(values.get(key, "null"), pairs[key][1])]
     for name, stream in present["data"].items():

@@ -19,6 +19,7 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.hub import local_directory
+from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.router_balance import check_balance
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
@@ -64,7 +65,7 @@ class RolePlan:
 
     ``spec``: None for roles without a model. ``calls``: methods that run on other ranks, or in another layout, than the role.
     ``is_added``: the configuration names it, not the algorithm. ``reads_text``: it reads text through its own tokenizer, not the rows'
-    tokens. ``serves``: roles of the algorithm that are this role's model without its adapters, and the same object.
+    tokens. ``serves``: roles of the algorithm that are this role's model as training began, and the same object.
     """
 
     worker: RoleClass
@@ -172,7 +173,7 @@ def describe_roles(
     if own.path is None:
         raise ValueError(f"models.{exported}.path must be given: a Hugging Face model directory")
     served = tuple(
-        role for role, worker in known.items() if issubclass(worker, ReferenceWorker) and _is_base(configs[role], own)
+        role for role, worker in known.items() if issubclass(worker, ReferenceWorker) and _is_served(configs[role], own)
     )
     for role in served:
         del known[role], configs[role]
@@ -187,6 +188,8 @@ def describe_roles(
                     raise ValueError(f"{reward_key(role)}.weight=0: nothing else is rewarded; leave it out")
         elif configs[role].path is None:
             configs[role] = replace(configs[role], path=own.path, random_init=configs[role].random_init or own.random_init)
+            if issubclass(worker, ReferenceWorker) and own.lora.path is not None and configs[role].lora == LoraConfig():
+                configs[role] = replace(configs[role], lora=own.lora)  # the policy that training begins with
     plans = {
         role: replace(_describe_role(role, known[role], config, weights), is_added=role not in roles)
         for role, config in configs.items()
@@ -198,11 +201,11 @@ def describe_roles(
     return plans
 
 
-def _is_base(config: RoleConfig, own: RoleConfig) -> bool:
-    """Return True if a reference is just the model beside which ``own`` trains adapters."""
+def _is_served(config: RoleConfig, own: RoleConfig) -> bool:
+    """Return True if a reference is just the policy with which ``own`` begins to train adapters."""
     usual = type(config)()
-    alike = replace(config, path=usual.path, dtype=usual.dtype) == usual
-    return own.lora.rank > 0 and alike and config.path in (None, own.path) and config.dtype in (usual.dtype, own.dtype)
+    alike = replace(config, path=usual.path, dtype=usual.dtype) == usual and config.dtype in (usual.dtype, own.dtype)
+    return own.lora.rank > 0 and alike and (config.path is None or (config.path == own.path and own.lora.path is None))
 
 
 def _check_lora(where: str, worker: type[ModelWorker], config: RoleConfig, spec: ModelSpec, weights: bool) -> None:
@@ -212,8 +215,9 @@ def _check_lora(where: str, worker: type[ModelWorker], config: RoleConfig, spec:
         raise ValueError(
             f"{where}.random_init=true: {key}.rank={lora.rank} trains beside weights that are read again; leave it out"
         )
-    if not worker.trained:
-        raise ValueError(f"{key}.rank={lora.rank}: this role is not trained; leave it out")
+    if not worker.trained and not (issubclass(worker, ReferenceWorker) and lora.path is not None):
+        needed = f"give {key}.path, or leave it out" if issubclass(worker, ReferenceWorker) else "leave it out"
+        raise ValueError(f"{key}.rank={lora.rank}: this role is not trained; {needed}")
     check_lora(spec, lora, key)
     if config.optim.name == "muon":
         raise ValueError(f"{where}.optim.name=muon is for whole matrices, and {key}.rank={lora.rank} trains none; use adamw")

@@ -62,7 +62,8 @@ class RoleConfig(ComputeConfig):
 
     - path: Hugging Face directory, or a name on the hub (`Qwen/Qwen2.5-0.5B-Instruct`), which one process of a host downloads into
       the hub's cache (`HF_HOME`, `HF_HUB_OFFLINE` and `hf auth login` count; fetch large ones before the job: `hf download NAME`);
-      critic and reference take the actor's if null; a reward has no model if null
+      critic and reference take the actor's if null, the reference with the adapter of the actor's `lora.path`; a reward has no model
+      if null
     - random_init: read configuration and tokenizer from `path` and draw the weights from `run.seed`
     - pool: a name in `placement.pools`; null: `placement.strategy` decides
     - activation_checkpointing: `none`, `selective` or `full`: what of a layer the backward pass computes again, see

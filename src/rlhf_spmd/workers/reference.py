@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.models.weights import keep_start
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS
 from rlhf_spmd.workers.train_engine import TrainEngine
@@ -17,9 +18,12 @@ from rlhf_spmd.workers.weight_sync import WeightSync
 
 
 @contextmanager
-def without_adapters(engine: TrainEngine) -> Iterator[None]:
-    """Run passes of the model without its low-rank adapters."""
+def as_training_began(engine: TrainEngine) -> Iterator[None]:
+    """Run passes of the model with the adapter that training began with, ``lora.path``, or without any."""
+    path = engine.lora.path if engine.lora is not None else None
     for chunk in engine.chunks:
+        if path is not None and any(adapter.start is None for adapter in chunk.adapters.values()):
+            keep_start(chunk, path)
         chunk.enable_adapters(False)
     try:
         yield
@@ -58,9 +62,9 @@ class ReferenceWorker(ModelWorker):
 
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True, streams=True)
     def compute_ref_log_prob(self, batch: Batch, temperature: float | None = None) -> Batch | None:
-        """``ref_log_prob``: ragged [response tokens], at ``temperature``, by default that of sampling. A role with adapters computes
-        without them.
+        """``ref_log_prob``: ragged [response tokens], at ``temperature``, by default that of sampling. A role that is trained computes
+        as it began.
         """
-        with without_adapters(self.engine):
+        with as_training_began(self.engine) if self.trained else nullcontext():
             result = self.log_probs(batch, temperature or self.context.temperature)
         return batch.with_fields(ref_log_prob=result) if result is not None else None
