@@ -289,6 +289,11 @@ class _Rendering:
         """
         *context, message = self.messages
         before, frame, content = self._before(len(context)), self.frame, str(message["content"])
+        if frame.tag and not frame.opens_thoughts and self._thoughts(message):
+            raise DataError(
+                f"{self.where}: the generation prompt ends with {frame.thoughts!r}, which closes the thoughts, and message "
+                f"{len(context)} has some; leave them out, or set data.chat_template_kwargs so that the model thinks"
+            )
         if text.startswith(before):
             return text
         plain = {key: value for key, value in message.items() if key not in THOUGHTS}
@@ -299,11 +304,6 @@ class _Rendering:
             return before + written
         body = text[len(header) :]
         if not frame.opens_thoughts:
-            if ending in content or thoughts_of(message).strip():
-                raise DataError(
-                    f"{self.where}: the generation prompt ends with {frame.thoughts!r}, which closes the thoughts, and message "
-                    f"{len(context)} has some; leave them out, or set data.chat_template_kwargs so that the model thinks"
-                )
             empty = re.match(rf"\s*({re.escape(opening)}\s*)?{re.escape(ending)}\s*", body)
             return before + (body[empty.end() :] if empty else body)
         if body.lstrip().startswith(opening):
@@ -313,6 +313,11 @@ class _Rendering:
         else:
             raise self._unclosed()
         return before + said.removeprefix("\n" * frame.thoughts.endswith("\n"))
+
+    def _thoughts(self, message: Message) -> str:
+        """Returns the thoughts in a message's field, or before its closing tag."""
+        thoughts, closed, _ = str(message["content"]).partition(f"</{self.frame.tag}>")
+        return (thoughts_of(message) or thoughts.replace(f"<{self.frame.tag}>", "") * bool(closed)).strip()
 
     def _check_thoughts(self, number: int, said: str) -> None:
         """Raises DataError for thoughts that are not closed, opened twice, or left out by the template."""
@@ -338,5 +343,6 @@ class _Rendering:
     def _not_nested(self, number: int) -> DataError:
         return DataError(
             f"{self.where}: the chat template renders the messages before message {number} otherwise than inside the whole "
-            "conversation, so the assistant's part cannot be told; set data.chat_template to one with {% generation %} around what the assistant says"
+            "conversation, so the assistant's part cannot be told; set data.chat_template to one with {% generation %} around "
+            "what the assistant says"
         )

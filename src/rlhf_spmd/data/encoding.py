@@ -26,7 +26,8 @@ from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, TurnFrame, added_ids, enco
 
 ENCODE_ROWS = 1024  # texts per call of the tokenizer
 LONG_TOKEN = 64  # characters; few tokens have more
-TEMPLATE_FILE = "chat_template.jinja"  # transformers' name, beside a tokenizer
+TEMPLATE_FILE = "chat_template.jinja"  # transformers' names, beside a tokenizer
+NAMED_TEMPLATES = "additional_chat_templates"  # a directory of further ones, such as tool_use.jinja
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the template marks what the assistant generates
 NOW = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")  # a template's call for today's date
 CharSpan = tuple[int, int]  # begin and end (exclusive) in the rendered text
@@ -62,6 +63,11 @@ class EncodingConfig:
                 date.fromisoformat(self.template_date)
             except ValueError as error:
                 raise ValueError(f"{where}.template_date={self.template_date!r} must be a day, such as 2026-01-31") from error
+
+    def asks_for_date(self, tokenizer: Any) -> bool:
+        """True if a template writes today's date. Raises DataError for a template's file."""
+        template = read_template(self.chat_template, "data.chat_template")
+        return "strftime_now" in str(template or getattr(tokenizer, "chat_template", None))
 
     def warnings(self, where: str, tokenizer: Any) -> list[str]:
         """Returns a line for each variable that the template never reads. Raises DataError for a template's file."""
