@@ -112,13 +112,24 @@ def _text(example: Example) -> str:
     """Returns the response to a text prompt as text. Raises DataError if text cannot hold it."""
     if isinstance(example.response, str):
         return example.response
-    messages = check_messages(example.response, example.row.where)
-    if len(messages) != 1 or messages[0]["role"] != "assistant" or not is_text(messages[0]):
+    message = single_answer(example.response, example.row.where)
+    if not is_text(message):
         raise DataError(
-            f"{example.row.where}: the prompt is text, so the response must be text or one message of the assistant with nothing "
-            "but its content; give messages as the prompt, or set data.apply_chat_template=true"
+            f"{example.row.where}: the prompt is text, so the response may have no thoughts, calls or weight beside its content; "
+            "give messages as the prompt, or set data.apply_chat_template=true"
         )
-    return str(messages[0]["content"])
+    return str(message["content"])
+
+
+def single_answer(response: Any, where: str) -> Message:
+    """Returns the one message of the assistant that a response is. Raises DataError."""
+    messages = check_messages(response, where)
+    if (roles := [message["role"] for message in messages]) != ["assistant"]:
+        raise DataError(
+            f"{where}: the response must be text or one message of the assistant, not messages of: {', '.join(roles)}; give the "
+            "whole conversation as messages"
+        )
+    return messages[0]
 
 
 def _not_empty(pair: MaskedPair | None, row: Row) -> MaskedPair:

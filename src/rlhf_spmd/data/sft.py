@@ -10,7 +10,7 @@ import torch
 
 from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.data.batch import ragged
-from rlhf_spmd.data.conversations import Example, MaskedPair, encode_examples, end_ids
+from rlhf_spmd.data.conversations import Example, MaskedPair, encode_examples, end_ids, single_answer
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Row
@@ -160,14 +160,8 @@ def _last_message(example: Example) -> Example:
             raise DataError(f"{where}: without a response, the last of two or more messages must be the assistant's")
         example = replace(example, prompt=messages[:-1], response=messages[-1:])
     if isinstance(example.response, list):
-        answers = check_messages(example.response, example.row.where)
-        if (roles := [message["role"] for message in answers]) != ["assistant"]:
-            raise DataError(
-                f"{example.row.where}: the response must be text or one message of the assistant, not messages of: "
-                f"{', '.join(roles)}; give the whole conversation as messages"
-            )
-        if is_text(answers[0]):
-            return replace(example, response=answers[0]["content"])
+        answer = single_answer(example.response, example.row.where)
+        return replace(example, response=answer["content"] if is_text(answer) else [answer])
     return example
 
 
