@@ -15,6 +15,8 @@ from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.sft import PromptResponseConfig, SftConfig, encode_pairs
+from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.workers.retokenize import Retokenizer
 
 MARKS = "<|im_start|> <|im_end|> <|endoftext|> <|system|> <|user|> <|assistant|> <|observation|> <|start|> <|end|> <|message|>"
 MARKS += " <|channel|> <|return|> <|call|> <|User|> <|Assistant|> <|eos|>"
@@ -283,6 +285,9 @@ def test_weights_of_messages_and_rows(tokenizer: Any) -> None:
         data = config.tokenize(rows, tokenizer)
         assert shown(tokenizer, data).partition("[[")[2] == f"{learnt}]]"
         assert "1 left out whose weight is 0 (the first is x:2)" in data.summary()
+    row = {"prompt": ASKED, "chosen": LOOP[3:], "rejected": THOUGHT}
+    pairs = [Row(row, "x:1"), Row({**row, "weight": 0}, "x:2")]
+    assert PreferencesConfig(path="x", chat_template=QWEN3).tokenize(pairs, tokenizer).summary().startswith("1 pairs")
     with pytest.raises(DataError, match=r"x:1: weight=0.5 must be 0, which leaves the row out, or 1"):
         config.tokenize([Row({"messages": talk, "weight": 0.5}, "x:1")], tokenizer)
     with pytest.raises(DataError, match=r"or all have the weight 0; there is nothing to learn from"):
@@ -352,6 +357,15 @@ def test_pairs_that_differ_in_a_call_are_two_responses(tokenizer: Any) -> None:
     same = [{**CALLS[0], "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"city": "Ulm"}}}]}]
     with pytest.raises(DataError, match="two responses are equal"):
         config.tokenize([Row({"prompt": ASKED, "chosen": CALLS, "rejected": same}, "x:1")], tokenizer)
+
+
+def test_a_reward_model_continues_what_the_prompt_began(tokenizer: Any) -> None:
+    reads = Retokenizer(tokenizer, tokenizer, RewardConfig(chat_template=GPT_OSS, retokenize=True), 999, 999, "reward")
+    begun = {"messages": [*ASKED, {"role": "assistant", "content": "It is: "}], "prompt": "<|user|>Sun?<|assistant|>It is: "}
+    other = {"messages": LOOP, "prompt": "Sun?"}  # a column of another use
+    texts = [tokenizer.decode(reads.encode(row, "Yes.", True)) for row in (begun, {"messages": LOOP[:3], "prompt": "?"}, other)]
+    assert texts[0].endswith("<|channel|>final<|message|>It is: Yes.<|return|>") and texts[0].count("Yes.") == 1
+    assert '<|message|>{"city": "Ulm"}<|call|>' in texts[1] and texts[2] == "Sun?Yes.<|endoftext|>"
 
 
 def test_objects_that_a_template_would_write_as_python_does(tokenizer: Any) -> None:

@@ -56,6 +56,14 @@ def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
     return ChatOptions((tools if schemas is None else schemas) or None, variables)
 
 
+def row_weight(row: Row) -> int:
+    """Returns the row's own ``weight``, 0 or 1, by default 1: a row of weight 0 is not learnt. Raises DataError."""
+    weight = row.values.get("weight")
+    if weight not in (None, 0, 1):
+        raise DataError(f"{row.where}: weight={weight!r} must be 0, which leaves the row out, or 1")
+    return 1 if weight is None else int(weight)
+
+
 def check_messages(prompt: Any, where: str) -> list[Message]:
     """Returns the messages of a list, each as :func:`normalise_message` returns it. Raises DataError."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
@@ -134,7 +142,7 @@ def _parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return parse_json(value)
+        return parse_json(value, unique_keys=True)
     except ValueError as error:
         raise DataError(f"{name} is not valid JSON: {first_line(error)}: {value[:80]!r}") from error
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from rlhf_spmd.data.conversations import Example, encode_examples
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.files import DataError, Row, RowOrError
-from rlhf_spmd.data.messages import Message, check_messages, is_text
+from rlhf_spmd.data.messages import Message, check_messages, is_text, row_weight
 from rlhf_spmd.data.sft import ResponsesConfig
 from rlhf_spmd.data.tokenizer import shared_length
 
@@ -225,6 +225,8 @@ class GroupDataset(TokenDataset):
 
 def unusable(group: tuple[Response, ...]) -> str:
     """Returns why a group teaches nothing, "" if it does."""
+    if not row_weight(group[0].row):
+        return "weight is 0"
     texts = [response.answer for response in group if isinstance(response.answer, str)]
     if not all(text.strip() for text in texts):
         return "response is empty"

@@ -14,7 +14,7 @@ from rlhf_spmd.data.conversations import Example, MaskedPair, encode_examples, e
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Row
-from rlhf_spmd.data.messages import check_messages, is_text
+from rlhf_spmd.data.messages import check_messages, is_text, row_weight
 
 ID_KEYS = ("prompt_ids", "response_ids")
 
@@ -74,8 +74,8 @@ class ResponseDataset(TokenDataset):
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
         vocab_size = None if tokenizer is None else len(tokenizer)
-        unlearnt = [row for row in rows if _weight(row) == 0]
-        rows = [row for row in rows if _weight(row)] if unlearnt else rows
+        unlearnt = [row for row in rows if row_weight(row) == 0]
+        rows = [row for row in rows if row_weight(row)] if unlearnt else rows
         if config.text_key is not None:
             learnt = _or_ids(rows, vocab_size, lambda texts: _encode_texts(texts, config, tokenizer))
         else:
@@ -85,14 +85,6 @@ class ResponseDataset(TokenDataset):
         self.row_fields["response_mask"] = ragged([learnt[i][2] for i in self.kept], torch.bool)
         if unlearnt:
             self.tally.left_out, self.tally.first_left_out = {"weight is 0": len(unlearnt)}, unlearnt[0].where
-
-
-def _weight(row: Row) -> int:
-    """Returns the row's own ``weight``, 1 without. Raises DataError."""
-    weight = row.values.get("weight")
-    if weight not in (None, 0, 1):
-        raise DataError(f"{row.where}: weight={weight!r} must be 0, which leaves the row out, or 1")
-    return 1 if weight is None else int(weight)
 
 
 def has_ids(row: Row) -> bool:
