@@ -161,7 +161,7 @@ class ConversationEncoder:
     def encode(self, talk: Conversation, closes: bool = True) -> tuple[list[int], list[bool]]:
         """Returns token ids and the mask of those to learn. ``closes``: the last turn is closed. Raises DataError."""
         messages = self.encoder.with_system(talk.messages, talk.where)
-        first = talk.first + (len(messages) - len(talk.messages) if talk.first else 0)
+        first = talk.first + len(messages) - len(talk.messages)
         turns = [n for n, each in enumerate(messages) if n >= first and each["role"] == "assistant" and "weight" not in each]
         if not turns:
             raise _nothing_to_learn(talk.where)
@@ -191,8 +191,9 @@ class ConversationEncoder:
         start, stop = max(mask.index(True), 1), len(mask) - mask[::-1].index(True)
         if start == stop:
             raise DataError(f"{talk.where}: the response has no tokens")
-        own = [] if ids[stop - 1] in self._special.values() else end
-        return ids[:start], [*ids[start:stop], *own], [*mask[start:stop], *(True for _ in own)]
+        if ids[stop - 1] in self._special.values():
+            end = []
+        return ids[:start], [*ids[start:stop], *end], [*mask[start:stop], *(True for _ in end)]
 
 
 def _nothing_to_learn(where: str) -> DataError:
@@ -271,8 +272,7 @@ class _Rendering:
         if text.startswith(through) and len(through) >= start:
             end = self._end(text, start, len(through))
             if self.frame.end_id is None:  # then the mark of the next role ends the turn, as GLM-4.5's <|user|> does
-                mark = next((name for name in self.special if text.startswith(name, end)), "")
-                end += len(mark)
+                end += max((len(name) for name in self.special if text.startswith(name, end)), default=0)
             return end
         # some templates write a last message otherwise than the same one followed by others
         following = [

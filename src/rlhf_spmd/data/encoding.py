@@ -285,10 +285,10 @@ class PromptEncoder:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         template, arguments = self.source(options, where), all_arguments(messages)
-        for told, what in ((options.tools, "tools"), (arguments, "tool_calls")):
-            if told and what not in template:
-                does = "tell the model of tools" if what == "tools" else "write the assistant's 'tool_calls'"
-                raise DataError(f"{where}: the chat template does not {does}; give {self.key}, one that does")
+        if options.tools and "tools" not in template:
+            raise DataError(f"{where}: the chat template does not tell the model of tools; give {self.key}, one that does")
+        if arguments and "tool_calls" not in template:
+            raise DataError(f"{where}: the chat template does not write 'tool_calls'; give {self.key}, one that does")
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         refusal: Exception | None = None
         for form in (plain, with_text_arguments(plain)) if arguments else (plain,):
