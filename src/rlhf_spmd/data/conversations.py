@@ -86,7 +86,7 @@ def encode_examples(examples: Sequence[Example], config: EncodingConfig, tokeniz
     if not examples:
         return []
     if tokenizer is None:
-        raise DataError(f"{examples[0].row.where}: messages and texts need a tokenizer; without one give token ids")
+        raise DataError(f"{examples[0].row.where}: messages and texts need a tokenizer")
     encoder, end = PromptEncoder(tokenizer, config), end_ids(tokenizer, append_eos)
     talks: ConversationEncoder | None = None
     pairs: list[MaskedPair | None] = [None] * len(examples)

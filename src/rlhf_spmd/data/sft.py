@@ -76,10 +76,8 @@ class ResponseDataset(TokenDataset):
         vocab_size = None if tokenizer is None else len(tokenizer)
         unlearnt = [row for row in rows if row_weight(row) == 0]
         rows = [row for row in rows if row_weight(row)] if unlearnt else rows
-        if config.text_key is not None:
-            learnt = _or_ids(rows, vocab_size, lambda texts: _encode_texts(texts, config, tokenizer))
-        else:
-            learnt = _or_ids(rows, vocab_size, lambda texts: _encode(texts, config, tokenizer))
+        encode = _encode if config.text_key is None else _encode_texts
+        learnt = _or_ids(rows, tokenizer, vocab_size, lambda texts: encode(texts, config, tokenizer))
         columns = {"prompt_ids": [prompt for prompt, _, _ in learnt], "response_ids": [response for _, response, _ in learnt]}
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         self.row_fields["response_mask"] = ragged([learnt[i][2] for i in self.kept], torch.bool)
@@ -104,11 +102,11 @@ def encode_pairs(
         examples = [replace(_last_message(_example(row, config)), verbatim=True) for row in texts]
         return encode_examples(examples, config, tokenizer, append_eos=False)
 
-    return [(prompt, response) for prompt, response, _ in _or_ids(rows, vocab_size, encoded)]
+    return [(prompt, response) for prompt, response, _ in _or_ids(rows, tokenizer, vocab_size, encoded)]
 
 
 def _or_ids(
-    rows: Sequence[Row], vocab_size: int | None, encode: Callable[[Sequence[Row]], list[MaskedPair]]
+    rows: Sequence[Row], tokenizer: Any, vocab_size: int | None, encode: Callable[[Sequence[Row]], list[MaskedPair]]
 ) -> list[MaskedPair]:
     """Returns what the rows give as ids, and what ``encode`` returns for the others. Raises DataError."""
 
@@ -116,7 +114,10 @@ def _or_ids(
         prompt, response = (check_ids(row.values[key], vocab_size, row.where, key) for key in ID_KEYS)
         return prompt, response, [True] * len(response)
 
-    encoded = iter(encode([row for row in rows if not has_ids(row)]))
+    texts = [row for row in rows if not has_ids(row)]
+    if texts and tokenizer is None:
+        raise DataError(f"{texts[0].where}: without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
+    encoded = iter(encode(texts))
     return [ids(row) if has_ids(row) else next(encoded) for row in rows]
 
 
@@ -159,7 +160,9 @@ def _last_message(example: Example) -> Example:
 
 def _encode_texts(rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> list[MaskedPair]:
     """The first token is the prompt, because nothing predicts it: the tokenizer's start token if it adds one."""
-    key, end = str(config.text_key), end_ids(tokenizer, config.append_eos) if rows else []
+    if not rows:
+        return []
+    key, end = str(config.text_key), end_ids(tokenizer, config.append_eos)
     texts = [row.get(key, "data.text_key") for row in rows]
     for row, text in zip(rows, texts, strict=True):
         if not isinstance(text, str) or not text:
