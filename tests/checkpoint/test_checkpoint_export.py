@@ -12,7 +12,6 @@ import torch
 from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data import sort_digits
-from rlhf_spmd.data.encoding import NAMED_TEMPLATES
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from saved_models import checkpoint_of, flip_bit, logits
 
@@ -173,15 +172,12 @@ def test_an_export_names_all_ends(tmp_path: Path, named: Any, chat: str | None, 
         change_json(source / file, eos_token_id=named)
     path = checkpoint_of(model.state_dict(), source, tmp_path / "run", "lm")
     tokenizer = write_tokenizer(source)
-    (source / NAMED_TEMPLATES).mkdir()
-    (source / NAMED_TEMPLATES / "tool_use.jinja").write_text("{{ tools }}")
     out = export_hugging_face(path, "actor", source, tmp_path / "out", tokenizer=tokenizer, chat_template=chat)
     assert [json.loads((out / f"{file}config.json").read_text())["eos_token_id"] for file in ("", "generation_")] == [
         wanted
     ] * 2
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == wanted
-    # a template of the run's own was used in place of all
-    assert load_tokenizer(out).chat_template == (chat if chat is not None else {"tool_use": "{{ tools }}"})
+    assert load_tokenizer(out).chat_template == chat
 
 
 def test_what_export_refuses(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
-from rlhf_spmd.data.encoding import NAMED_TEMPLATES, TEMPLATE_FILE
+from rlhf_spmd.data.encoding import TEMPLATE_FILE
 from rlhf_spmd.models.file_forms import file_forms
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.stored import read_json
@@ -94,8 +94,6 @@ def export_hugging_face(
                 shutil.copyfile(source / name, draft / name)
         if chat_template is not None:
             atomic_write_text(draft / TEMPLATE_FILE, chat_template)
-        elif (source / NAMED_TEMPLATES).is_dir():  # in place of which a template of the run's own was used
-            shutil.copytree(source / NAMED_TEMPLATES, draft / NAMED_TEMPLATES)
         spec = join_ends(read_spec(source), tokenizer, chat_template)
         name_ends(draft, spec.eos_token_ids)
         if adapters is None or merged:

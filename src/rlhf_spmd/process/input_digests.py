@@ -20,7 +20,6 @@ TEXT_FILES = (
     "generation_config.json",
     "tokenizer*",
     "*.jinja",
-    "additional_chat_templates/*",
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
