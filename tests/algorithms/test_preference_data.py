@@ -52,14 +52,14 @@ PKU = {
 def test_forms_of_pairs(row: dict[str, Any], prompt: Any, chosen: str, rejected: str) -> None:
     pair = PreferencesConfig(path="x").pair(Row(row, "x:1"))
     assert [response.prompt for response in pair] == [prompt, prompt]
-    assert [response.text for response in pair] == [chosen, rejected]
+    assert [response.answer for response in pair] == [chosen, rejected]
     assert [response.numbers for response in pair] == [{"chosen": 1.0, "margin": 0.0}, {"chosen": 0.0, "margin": 0.0}]
 
 
 def test_pku_s_fields_for_a_cost_model() -> None:
     """The safer response is the chosen one, whichever is better."""
     pair = SafetyPreferencesConfig(path="x").pair(Row(PKU, "x:1"))
-    assert [(response.text, response.numbers["safe"]) for response in pair] == [("one", 1.0), ("zero", -1.0)]
+    assert [(response.answer, response.numbers["safe"]) for response in pair] == [("one", 1.0), ("zero", -1.0)]
     flags = {**TEXTS, "safe_chosen": False, "safe_rejected": False}
     assert [r.numbers["safe"] for r in SafetyPreferencesConfig(path="x").pair(Row(flags, "x:1"))] == [-1.0, -1.0]
 

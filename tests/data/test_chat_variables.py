@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf_spmd.inference.inference_program import read_config as read_served
 from rlhf_spmd.inference.llm import LLM
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.serve import ServeConfig
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.train import prepare, read_config
 from rlhf_spmd.training.banner import _warnings
 
@@ -72,6 +74,20 @@ def test_a_run_that_trains_says_what_the_template_never_reads(tmp_path: Path) ->
     (line,) = [line for line in _warnings(job) if "chat_template" in line]
     assert line.startswith(f"{KEYS}.thinking does nothing")
     assert job.training["prompts"].row(0)["prompt"].endswith("A:high")  # type: ignore[attr-defined]
+
+
+def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chat.jsonl", [ROW] * 64)
+    template = json.dumps("{{ strftime_now('%Y') }}{{ messages[0].content }}")
+    given = tasks.settings(tmp_path, 1, f"data.path={path}", f"data.chat_template={template}")
+    for day in (str(date.today()), "2020-02-03"):
+        job = prepare(str(tasks.task() / "ppo.json"), given, 1)
+        assert job.config.data.template_date == day
+        assert job.training["prompts"].row(0)["prompt"] == f"{day[:4]}abd"  # type: ignore[attr-defined]
+        Path(job.config.run.dir).mkdir(exist_ok=True)
+        Path(job.config.run.dir, CONFIG_FILE).write_text("data: {template_date: '2020-02-03'}")
+    with pytest.raises(ConfigError, match=r"data\.template_date='tomorrow' must be a day, such as 2026-01-31"):
+        prepare(str(tasks.task() / "ppo.json"), [*given, "data.template_date=tomorrow"], 1)
 
 
 @pytest.mark.parametrize("program", [generate, evaluate, score])

@@ -96,6 +96,33 @@ def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
         read_rows(str(tmp_path / "saved"), "test")
 
 
+def test_what_arrow_adds_to_messages_goes_and_json_is_read(tmp_path: Path) -> None:
+    """Nulls of other rows' keys go from messages, tools and variables; those of JSON and of other columns stay."""
+    datasets, parquet, pyarrow = map(pytest.importorskip, ("datasets", "pyarrow.parquet", "pyarrow"))
+
+    def said(arguments: Any) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+
+    given, shown = [{"city": "Ulm"}, {"x": [1, None], "y": None}], [{"city": "Ulm"}, {"x": [1, None]}]
+    rows = [{"messages": [said(x)], "tools": [{"p": x}], "answer": x} for x in given]
+    without = [{"messages": [said(x)], "tools": [{"p": x}], "answer": {"city": None, "y": None, **x}} for x in shown]
+    without[0]["answer"]["x"] = None
+    for options, wanted in (({}, without), ({"on_mixed_types": "use_json"}, rows)):
+        table, saved = datasets.Dataset.from_list(rows, **options), tmp_path / f"saved{len(options)}"
+        table.to_parquet(tmp_path / "rows.parquet")
+        table.save_to_disk(saved)
+        for path in (tmp_path / "rows.parquet", saved):
+            assert [row.values for row in read_rows(str(path))] == wanted, (path, options)
+    mixed = [{"answer": ["1", 2]}, {"answer": {"a": None}}]
+    datasets.Dataset.from_list(mixed, on_mixed_types="use_json").to_parquet(tmp_path / "json.parquet")
+    assert [row.values for row in read_rows(str(tmp_path / "json.parquet"))] == mixed
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[1]))
+    assert read_rows(str(tmp_path / "a.jsonl"))[0].values == rows[1]
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["x", "x"]), tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice\.parquet' has two columns 'x'"):
+        read_rows(str(tmp_path / "twice.parquet"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -108,6 +135,7 @@ def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
         ("a.json", '[{"prompt": "1\\ud800"}]', r"a\.json, entry 1: not valid Unicode: the escape \\ud800 is half of a"),
         ("a.json", f'[{{"prompt": "1", "answer": {"9" * 5000}}}]', r"a\.json: Exceeds the limit \(4300 digits\)"),
         ("a.jsonl", f'{{"prompt": "1", "answer": {"9" * 5000}}}', r"a\.jsonl:1: Exceeds the limit \(4300 digits\)"),
+        ("a.jsonl", '{"prompt": "1", "m": {"a": 1, "a": 2}}', r"a\.jsonl:1: an object has the key 'a' twice"),
         ("a.csv", "x", "suffix that is not known; allowed: .jsonl"),
         ("a.jsonl.gz", "plain text", "cannot be read: Not a gzipped file"),
         ("a.jsonl", '{"question": "1"}\n', r"a\.jsonl:1: no key 'prompt' \(data\.prompt_key=prompt\); this row has: question"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from places import ROOT
-from rlhf_spmd.data.encoding import ConversationEncoder, EncodingConfig, PromptEncoder
+from rlhf_spmd.data.conversations import Conversation, ConversationEncoder
+from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import PromptsConfig
@@ -153,7 +154,7 @@ def test_a_token_of_the_header_that_takes_the_blanks_behind_it_is_not_learnt() -
 
 def test_a_conversation_that_the_assistant_begins_does_not_train_its_header(llama: Any) -> None:
     encoder = ConversationEncoder(PromptEncoder(llama, EncodingConfig(chat_template=CHATML)))
-    ids, mask = encoder.encode([TALK[1], *TALK], 0, "x")
+    ids, mask = encoder.encode(Conversation([TALK[1], *TALK], "x"))
     shown = [[i for i, is_learnt in zip(ids, mask, strict=True) if is_learnt == wanted] for wanted in (True, False)]
     assert pieces(llama, shown[0]) == "T w o <|im_end|> T w o <|im_end|>"
     assert "a s s i s t a n t" in pieces(llama, shown[1])

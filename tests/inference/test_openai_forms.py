@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.tokenizer import byte_alphabet, token_bytes
 from rlhf_spmd.inference.openai_forms import TextDelta, TextOffsets, choice_of, prompts_of, read_body, read_request
 from rlhf_spmd.inference.sampling_params import Logprob
@@ -104,6 +105,19 @@ def test_what_cannot_be_asked_is_one_line(chat: bool, raw: str, message: str) ->
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
         read()
     assert str(refusal.value).startswith(message)
+
+
+def test_messages_of_a_request_are_those_of_data() -> None:
+    """Text parts are joined, and calls need no content."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    asked = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    for said in ({"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "tool_calls": [call]}):
+        (prompt,) = prompts_of({"messages": [asked, said]}, True)
+        user, assistant = check_messages(prompt, "prompt 0")
+        assert user["content"] == "ab" and assistant["content"] == ""
+        assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    with pytest.raises(ValueError, match="the content of message 0 must be text, not NoneType"):
+        check_messages(prompts_of({"messages": [{"role": "user"}]}, True)[0], "prompt 0")
 
 
 def test_what_a_request_asks_for() -> None:

@@ -14,7 +14,8 @@ import torch
 import tasks
 from places import ROOT
 from ranks import run_ranks
-from rlhf_spmd.data.encoding import ConversationEncoder, EncodingConfig, PromptEncoder
+from rlhf_spmd.data.conversations import Conversation, ConversationEncoder
+from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.sft import PromptResponseConfig, SftConfig, encode_pairs
 
@@ -62,8 +63,8 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
-def conversation(rng: random.Random) -> list[dict[str, str]]:
-    turns = [{"role": "system", "content": "be kind"}] if rng.random() < 0.3 else []
+def conversation(rng: random.Random) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}] if rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 4)):
         for role in ("user", "assistant"):
             turns.append({"role": role, "content": "".join(rng.choices(WORDS[:-1], k=rng.randint(1, 6)))})
@@ -80,7 +81,7 @@ def test_masks_are_those_of_transformers(tokenizer: Any, name: str) -> None:
         expected = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True, **options)
         for template in (TEMPLATES[name], unmarked(TEMPLATES[name])):
             encoder = ConversationEncoder(PromptEncoder(tokenizer, EncodingConfig(chat_template=template)))
-            ids, mask = encoder.encode(messages, 0, "row 1")
+            ids, mask = encoder.encode(Conversation(messages, "row 1"))
             assert ids == expected["input_ids"]
             assert mask == [bool(mark) for mark in expected["assistant_masks"]], messages
 

@@ -7,7 +7,9 @@ Floor F2: may import config, objectives, rewards, telemetry; must not know ranks
 - ``files``: reads rows from jsonl, json, parquet or ``datasets``; DataError
 - ``tokenizer``: load_tokenizer, encode, decode, and the tokens that end a response
 - ``chat_variables``: variables of chat templates, checked; which ones a template reads
-- ``encoding``: prompts and conversations to token ids
+- ``messages``: messages, tools and variables of rows and requests in the form that templates read; check_messages
+- ``encoding``: prompts to token ids; PromptEncoder renders messages
+- ``conversations``: prompts with responses to token ids and a mask of those to learn
 - ``reasoning``: reasoning between tags, and what follows it
 - ``dataset``: what all data sets share: RowsConfig, DatasetConfig, TokenDataset
 - ``prompts``, ``sft``, ``preferences``: the data sets and their configurations

@@ -21,6 +21,8 @@ from rlhf_spmd.telemetry.run_dir import json_value
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
+ARROW_ROWS = 1024  # per batch
+CHAT_COLUMNS = ("tools", "chat_template_kwargs")  # beside messages, which are known by their roles
 HUB_LIMIT_S = 5.0
 
 
@@ -204,7 +206,7 @@ def _json_rows(file: Path) -> Iterable[RowOrError]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return parse_json(text)
+        return parse_json(text, unique_keys=True)
     except json.JSONDecodeError as error:
         line = f":{error.lineno}" if "\n" in text.rstrip() else ""
         raise DataError(f"{where}{line}: not valid JSON: {error.msg} at column {error.colno}") from error
@@ -238,11 +240,55 @@ def _parquet_rows(file: Path) -> Iterable[RowOrError]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            rows = chain.from_iterable(batch.to_pylist() for batch in parquet.iter_batches(batch_size=1024))
-            for number, values in enumerate(rows, 1):
-                yield _row(values, f"{file}, row {number}")
+            names = parquet.schema_arrow.names
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise DataError(f"data file '{file}' has two columns '{twice}'; rename one")
+            yield from _arrow_rows(parquet.iter_batches(batch_size=ARROW_ROWS), str(file))
     except pyarrow.ArrowException as error:
         raise DataError(f"data file '{file}' is not readable parquet: {first_line(error)}") from error
+
+
+def _arrow_rows(tables: Iterable[Any], source: str) -> Iterator[RowOrError]:
+    """Yields the rows of Arrow's tables or batches. Columns of the type Json are the values of their text.
+
+    In Arrow all objects of a column have the same keys, so one has nulls for those of the others: in messages and tools
+    they are left out. Nulls inside Json stay.
+    """
+    number = 0
+    for table in tables:
+        json_columns = {field.name: field.type for field in table.schema if "arrow.json" in str(field.type)}
+        try:
+            rows = table.to_pylist()
+        except ValueError as error:  # two fields of an object have one name
+            raise DataError(f"{source} cannot be read: {first_line(error)}") from error
+        for row in rows:
+            number += 1
+            where, values = f"{source}, row {number}", _without_nulls(row, is_chat=False)
+            try:
+                decoded = {key: _decoded(values[key], kind, f"{where}: '{key}'") for key, kind in json_columns.items()}
+                yield _row({**values, **decoded}, where)
+            except DataError as error:
+                yield error
+
+
+def _without_nulls(value: Any, is_chat: bool) -> Any:
+    """Returns the value without the nulls in its messages (objects with a role), tools and variables of templates."""
+    if isinstance(value, dict):
+        is_chat = is_chat or "role" in value
+        named = {key: is_chat or key in CHAT_COLUMNS for key in value}
+        return {key: _without_nulls(each, named[key]) for key, each in value.items() if each is not None or not is_chat}
+    if isinstance(value, list) and value and not isinstance(value[0], str | int | float):
+        return [_without_nulls(each, is_chat) for each in value]
+    return value
+
+
+def _decoded(value: Any, kind: Any, where: str) -> Any:
+    """Returns a value of Arrow's type ``kind`` with Json decoded, at any depth. Raises DataError."""
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return _parse(value, where) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        return {key: _decoded(each, kind.field(key).type, where) for key, each in value.items()}
+    return [_decoded(each, kind.value_type, where) for each in value] if isinstance(value, list) else value
 
 
 def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
@@ -268,8 +314,7 @@ def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrEr
         if split not in loaded:
             raise DataError(f"data set '{path}' has no split '{split}'; it has: {', '.join(loaded)}")
         loaded = loaded[split]
-    for number, values in enumerate(loaded, 1):
-        yield _row(dict(values), f"{path}, row {number}")
+    yield from _arrow_rows(loaded.with_format("arrow").iter(batch_size=ARROW_ROWS), path)
 
 
 def _hub_answers() -> bool:

@@ -38,7 +38,7 @@ from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.data.dataset import DatasetConfig, RowTally, StoredRowsConfig, TokenDataset, joined
-from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.data.encoding import NAMED_TEMPLATES, read_template
 from rlhf_spmd.data.files import DataError, Row, RowOrError, local_files
 
 CHUNK_ROWS = 256
@@ -46,7 +46,7 @@ SHOWN_ROWS = 3  # bad rows that an error names
 # settings that change neither tokens nor rows; the paths are hashed as files
 ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
 UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
-TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", "config.json")
+TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", f"{NAMED_TEMPLATES}/*", "config.json")
 WAIT_S = 3600.0  # longest wait for another process that makes the file
 POLL_S = 0.2
 TELL_S = 30.0  # between two progress lines of the process that makes it

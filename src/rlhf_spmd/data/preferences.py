@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rlhf_spmd.data.conversations import Example, encode_examples
 from rlhf_spmd.data.dataset import TokenDataset
-from rlhf_spmd.data.encoding import ConversationEncoder, PromptEncoder, check_messages, end_ids
 from rlhf_spmd.data.files import DataError, Row, RowOrError
+from rlhf_spmd.data.messages import Message, check_messages, is_text, row_weight
 from rlhf_spmd.data.sft import ResponsesConfig
+from rlhf_spmd.data.tokenizer import shared_length
 
 PKU = "PKU-SafeRLHF's"  # stands for a setting that names a column
 HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # speaker marks of dialogues that are one text, as in hh-rlhf
@@ -23,13 +25,14 @@ HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # speaker marks of dialogues that 
 
 @dataclass(frozen=True)
 class Response:
-    """One response. ``prompt``: text or messages. ``numbers``: the row's fields.
+    """One response. ``prompt``: text or messages. ``answer``: text, or a message that is more than its text.
+    ``numbers``: the row's fields.
 
     ``from_dialogue``: prompt and response are one dialogue in the data.
     """
 
     prompt: Any
-    text: str
+    answer: str | Message
     row: Row
     numbers: dict[str, float]
     from_dialogue: bool = False
@@ -147,10 +150,11 @@ class UnpairedConfig(ResponsesConfig):
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         responses = [response for row in rows for response in self.single(row)]
-        groups = [(one, replace(one, text=text)) for one, text in zip(responses, self._partners(responses), strict=True)]
+        partners = self._partners(responses)
+        groups = [(one, replace(one, answer=answer)) for one, answer in zip(responses, partners, strict=True)]
         return GroupDataset(groups, self, tokenizer, "responses", cut_second=True)
 
-    def _partners(self, responses: Sequence[Response]) -> list[str]:
+    def _partners(self, responses: Sequence[Response]) -> list[str | Message]:
         """Returns for each response the next completion to another prompt, of the same label if there is one.
 
         So both labels enter the baseline as often as they occur in the data. Raises DataError.
@@ -163,10 +167,10 @@ class UnpairedConfig(ResponsesConfig):
                 raise DataError(f"'{self.path}': all responses are {kind}; KTO needs {key} ones, too (data.label_key)")
             for at, other in zip(its, _next_with_other_prompt([responses[at] for at in its]), strict=True):
                 found[at] = other or found[at]
-        texts = [other.text for other in found if other]
-        if len(texts) < len(responses):
+        answers = [other.answer for other in found if other]
+        if len(answers) < len(responses):
             raise DataError(f"'{self.path}' has one prompt only; KTO compares with responses to other prompts")
-        return texts
+        return answers
 
 
 def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | None]:
@@ -221,20 +225,22 @@ class GroupDataset(TokenDataset):
 
 def unusable(group: tuple[Response, ...]) -> str:
     """Returns why a group teaches nothing, "" if it does."""
-    if not all(response.text.strip() for response in group):
+    if not row_weight(group[0].row):
+        return "weight is 0"
+    texts = [response.answer for response in group if isinstance(response.answer, str)]
+    if not all(text.strip() for text in texts):
         return "response is empty"
-    if any(HUMAN in response.text for response in group):
+    if any(HUMAN in text for text in texts):
         return "dialogues part before their last turn"
     is_pair = "chosen" in group[0].numbers
-    return "two responses are equal" if is_pair and group[0].text == group[-1].text else ""
+    return "two responses are equal" if is_pair and group[0].answer == group[-1].answer else ""
 
 
 def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
     """Returns the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
     one, other = dialogues
     if isinstance(one, str) and isinstance(other, str):
-        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        end = one.rfind(TURN, 0, same)
+        end = one.rfind(TURN, 0, shared_length(one, other))
         if end < 0:
             raise DataError(
                 f"{where}: without a prompt two texts must be dialogues that begin alike, up to a turn {TURN!r}; name the prompt's "
@@ -244,15 +250,14 @@ def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
     if isinstance(one, str) or isinstance(other, str):
         raise DataError(f"{where}: of the two responses one is text and one is messages")
     first, second = check_messages(one, where), check_messages(other, where)
-    same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    return first[: min(same, len(first) - 1, len(second) - 1)]
+    return first[: min(shared_length(first, second), len(first) - 1, len(second) - 1)]
 
 
 def whole_prompt(prompt: Any, responses: list[Any], where: str) -> Any:
     """Returns the common beginning of two message dialogues if it ends with the given text prompt, else ``prompt``."""
     if isinstance(prompt, str) and all(isinstance(response, list) and len(response) > 1 for response in responses):
         messages = common_prompt(responses, where)
-        if messages and messages[-1]["content"] == prompt:
+        if messages and messages[-1].get("content") == prompt:
             return messages
     return prompt
 
@@ -273,36 +278,23 @@ def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages) or "none"
         raise DataError(f"{row.where}: a response must be one message of the assistant after the prompt; there are: {roles}")
-    return Response(prompt, str(messages[0]["content"]), row, numbers, is_dialogue)
+    if "weight" in messages[0]:
+        raise DataError(f"{row.where}: the response has the weight 0; leave the row out")
+    return Response(prompt, str(messages[0]["content"]) if is_text(messages[0]) else messages[0], row, numbers, is_dialogue)
 
 
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
     """Renders and tokenises each distinct pair once, however many rows it is in."""
-    end, encoder = end_ids(tokenizer, config.append_eos), PromptEncoder(tokenizer, config)
-    keys = [
-        (response.prompt if isinstance(response.prompt, str) else json.dumps(response.prompt), response.text)
-        for response in responses
-    ]
+    options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
+    keys = [json.dumps([each.prompt, each.answer, its]) for each, its in zip(responses, options, strict=True)]
     distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
-    found: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-    texts: list[tuple[str, str]] = []
-    talks: ConversationEncoder | None = None
-    for key, response in distinct.items():
-        if isinstance(response.prompt, str) and config.apply_chat_template is not True:
-            texts.append((encoder.render(response.prompt, response.row.where)[0], response.text))
-            continue
-        talks = talks or ConversationEncoder(encoder)
-        given = response.prompt
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else check_messages(given, response.row.where)
-        answer = {"role": "assistant", "content": response.text}
-        found[key] = talks.encode_pair([*messages, answer], len(messages), response.row.where, end)[:2]
-    pairs = encoder.tokenize_pairs(texts, special_tokens=True)
-    found |= {key: (prompt, [*ids, *end]) for key, (prompt, ids) in zip(texts, pairs, strict=True)}
-    both = [found[key] for key in keys]
-    for (prompt, _), response in zip(both, responses, strict=True):
-        if not prompt:
-            raise DataError(f"{response.row.where}: the prompt has no tokens")
-    return {"prompt_ids": [prompt for prompt, _ in both], "response_ids": [ids for _, ids in both]}
+    examples = [
+        Example(each.prompt, each.answer if isinstance(each.answer, str) else [each.answer], each.row)
+        for each in distinct.values()
+    ]
+    encoded = dict(zip(distinct, encode_examples(examples, config, tokenizer, config.append_eos), strict=True))
+    pairs = [encoded[key] for key in keys]
+    return {"prompt_ids": [prompt for prompt, _, _ in pairs], "response_ids": [response for _, response, _ in pairs]}
 
 
 def _response(row: Row, key: str, setting: str) -> Any:

@@ -17,6 +17,7 @@ from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Row, RowOrError, list_paths, set_names, stream_rows
+from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.tokenizer import prompt_texts
 
 LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns with a row's own limits, and their least values
@@ -170,8 +171,8 @@ def encode_prompts(
             raise DataError(f"{texts[0].where}: without a tokenizer a row must have 'prompt_ids'")
         prompts = [row.get(config.prompt_key, "data.prompt_key") for row in texts]
         known = getattr(config, "tools", {})
-        tools = [known.get(row.values.get("environment") or "environment") for row in texts]
-        encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts], tools)
+        options = [chat_options(row, known.get(row.values.get("environment") or "environment")) for row in texts]
+        encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts], options)
     given = [check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids") for row in rows if has_ids(row, config)]
     from_ids, from_texts = zip(given, prompt_texts(tokenizer, given), strict=True), iter(encoded)
     return [next(from_ids if has_ids(row, config) else from_texts) for row in rows]

@@ -104,6 +104,11 @@ def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     return dressed[: len(dressed) - len(end)], end
 
 
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how many first characters, tokens or messages are the same."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 @lru_cache(maxsize=8)
 def longest_token(tokenizer: Any) -> int:
     """Returns the characters of the vocabulary's longest token, which bound those of its text."""
@@ -180,13 +185,21 @@ class TurnFrame(NamedTuple):
 
     ``opening`` precedes the content (Llama 2 has a space). ``closing`` follows it up to the first token that was added
     to the vocabulary (``<|im_end|>``), whose id is ``end_id``; without such a token it is everything and ``end_id`` is
-    None. ``rest`` follows the closing.
+    None. ``rest`` follows the closing. ``thoughts`` is the generation prompt from its first tag of thoughts on
+    (``<think>\\n``), and ``tag`` the name in that tag; both are "" if it has none.
     """
 
     opening: str
     closing: str
     rest: str
     end_id: int | None
+    thoughts: str = ""
+    tag: str = ""
+
+    @property
+    def opens_thoughts(self) -> bool:
+        """True if the generation prompt leaves the thoughts open."""
+        return bool(self.tag) and self.thoughts.rfind(f"<{self.tag}>") > self.thoughts.rfind(f"</{self.tag}>")
 
 
 NO_TURN = TurnFrame("", "", "", None)
@@ -205,6 +218,7 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     answered = [*question, {"role": "assistant", "content": PROBE}]
     options = {"tokenize": False, "chat_template": template, **arguments}
     try:
+        asked = tokenizer.apply_chat_template(question, add_generation_prompt=False, **options)
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, **options)
         whole = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
     except (TemplateError, *REFUSALS):
@@ -214,11 +228,26 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     places = [(after.find(text), -len(text), text) for text in added if text in after]
     opening = before[len(prompt) :] if before.startswith(prompt) else ""
+    thoughts = _thoughts(asked, prompt, whole)
     if not places:
-        return TurnFrame(opening, after, "", None)
+        return TurnFrame(opening, after, "", None, *thoughts)
     at, _, text = min(places)
     stop = at + len(text)
-    return TurnFrame(opening, after[:stop], after[stop:], added[text])
+    return TurnFrame(opening, after[:stop], after[stop:], added[text], *thoughts)
+
+
+def _thoughts(asked: str, prompt: str, answered: str) -> tuple[str, str]:
+    """Returns the generation prompt from its first tag of thoughts on, and the tag's name; "" and "" without.
+
+    ``asked``: a question without a generation prompt, ``prompt`` with it, ``answered`` with an answer. Marks of roles
+    may look like tags: they are in the question, or open the answer and are never closed.
+    """
+    start = shared_length(asked, prompt)
+    for mark in re.finditer(r"</?(\w[\w:-]*)>", prompt[start:]):
+        opening, closing = f"<{mark[1]}>", f"</{mark[1]}>"
+        if opening not in asked and (opening not in answered or closing in answered):
+            return prompt[start + mark.start() :], mark[1]
+    return "", ""
 
 
 def end_token_ids(tokenizer: Any, template: str | None = None) -> tuple[int, ...]:

@@ -78,16 +78,13 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
-    """The prompts of a request. A message's content may be a list of text parts. Raises ValueError."""
+    """The prompts of a request. Raises ValueError for messages that are no list."""
     if not chat:
         prompt = body.get("prompt")
         return [prompt] if not isinstance(prompt, list) or is_ids(prompt) else prompt
-    try:
-        contents = [message["content"] for message in body["messages"]]
-        texts = ["".join(part["text"] for part in each) if isinstance(each, list) else each for each in contents]
-        return [[{**message, "content": text} for message, text in zip(body["messages"], texts, strict=True)]]
-    except (KeyError, TypeError) as error:
-        raise ValueError("messages must be a list of objects with 'role' and 'content', text or a list of texts") from error
+    if not isinstance(messages := body.get("messages"), list):
+        raise ValueError("messages must be a list of objects with 'role' and 'content', text or a list of texts")
+    return [messages]
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
+from rlhf_spmd.config.load import resolved_key
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
+from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
+from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.workers import RewardWorker
 
@@ -26,6 +31,20 @@ def with_tools(sections: Mapping[str, Any], environments: Mapping[str, Environme
         name: replace(data, tools=tools_of(environments, data.tools)) if isinstance(data, PromptsConfig) else data
         for name, data in sections.items()
     }
+
+
+def with_dates(config: Any, tokenizer: Any) -> Any:
+    """Return the configuration with the day that templates write, where they ask for today's: that of the run's ``config.yaml``, so
+    that a run which goes on on another day has the same data.
+    """
+    written = Path(config.run.dir) / CONFIG_FILE
+    dated = {}
+    for section in config.algorithm.streams.values():
+        data = getattr(config, section.key)
+        if isinstance(data, EncodingConfig) and data.template_date is None and data.asks_for_date(tokenizer):
+            before = resolved_key(written, f"{section.key}.template_date") if written.is_file() else None
+            dated[section.key] = replace(data, template_date=str(before or date.today()))
+    return replace(config, **dated)
 
 
 def scored_rows(

@@ -98,10 +98,12 @@ def describe(config: TrainConfig, algorithm: ModuleType, world_size: int) -> Unp
     for role, model in config.models.items():
         model.generation.check_device(f"models.{role}.generation")
     sections, rewards, plans = describe_run(config, config.models)
-    environments = named_environments(config.environment, config.environments)
-    sections = data_checks.with_tools(sections, environments)
     exported = config.algorithm.exported
     tokenizer = load_tokenizer(roles.model_directory(plans, exported))
+    config = data_checks.with_dates(config, tokenizer)
+    sections = {name: getattr(config, config.algorithm.streams[name].key) for name in sections}
+    environments = named_environments(config.environment, config.environments)
+    sections = data_checks.with_tools(sections, environments)
     plans = roles.find_text_readers(plans, rewards, exported, tokenizer, config.data)
     return UnplacedRun(config, epochs, algorithm, sections, rewards, environments, plans, tokenizer)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
+from rlhf_spmd.data.conversations import conversation
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer
 from rlhf_spmd.rewards.binding import chat_messages
@@ -36,6 +39,8 @@ class Retokenizer:
     ) -> None:
         self.own, self.actor, self.limit, self.vocab_size, self.where = own, actor, limit, vocab_size, where
         rendering = EncodingConfig(config.apply_chat_template, config.chat_template, config.chat_template_kwargs)
+        if encoding is not None:
+            rendering = replace(rendering, template_date=encoding.template_date)
         rendering.check(where)
         self.encoder = PromptEncoder(own, rendering, where)
         self.tags = config.reasoning_tags if config.strip_reasoning else None
@@ -52,12 +57,13 @@ class Retokenizer:
         Raises DataError if there is no template, or it refuses the messages.
         """
         applies = self.encoder.config.apply_chat_template
-        messages = None if applies is False else chat_messages(row)
-        if messages is None and applies is True:
-            messages = [{"role": "user", "content": row["prompt"]}]
-        if messages is not None:
-            chat = [*messages, {"role": "assistant", "content": response.removeprefix(self.opening)}]
-            text = self.encoder.apply_template(chat, f"{self.where}.model, row {row.get('id')}", add_generation_prompt=False)
+        prompt = None if applies is False else chat_prompt(row)
+        if prompt is None and applies is True:
+            prompt = row["prompt"]
+        if prompt is not None:
+            where = f"{self.where}.model, row {row.get('id')}"
+            chat = conversation(prompt, response.removeprefix(self.opening), where).messages
+            text = self.encoder.apply_template(chat, where, add_generation_prompt=False)
             return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.rest)], special_tokens=False))
         ids = next(self.encoder.tokenize([row["prompt"] + response], special_tokens=True))
         end = self.own.eos_token_id
@@ -121,14 +127,15 @@ class JudgePrompts(Retokenizer):
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """The question's tokens. Raises DataError if there is no chat template, or it refuses a user's message."""
-        messages = chat_messages(row)
+        where = f"{self.where}.judge, row {row.get('id')}"
+        messages = None if (chat := chat_prompt(row)) is None else check_messages(chat, where)
         prompt = row["prompt"] if messages is None else messages[0]["content"]
         if messages is not None and len(messages) > 1:
             prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
         values = {"prompt": prompt, "response": response, "answer": str(row.get("answer"))}
         text = self.judge.render({name: self._without_special(value) for name, value in values.items()})
         if self.chats:
-            text = self.encoder.apply_template([{"role": "user", "content": text}], f"{self.where}.judge, row {row.get('id')}")
+            text = self.encoder.apply_template([{"role": "user", "content": text}], where)
         return next(self.encoder.tokenize([text], special_tokens=not self.chats))
 
     def _without_special(self, text: str) -> str:
@@ -136,6 +143,16 @@ class JudgePrompts(Retokenizer):
         while (less := self.special.sub("", text)) != text:
             text = less
         return text
+
+
+def chat_prompt(row: Mapping[str, Any]) -> list[Any] | None:
+    """The row's prompt as chat messages, None for text. The last may be the beginning of the assistant's answer."""
+    if (messages := chat_messages(row)) is not None:
+        return messages
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping) else {}
+    begun = str(last.get("content") or "").rstrip()  # other columns of this name hold answers, which no prompt ends with
+    return messages if begun and row["prompt"].rstrip().endswith(begun) else None
 
 
 def build_retokenizer(

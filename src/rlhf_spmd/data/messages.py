@@ -1,0 +1,178 @@
+"""Chat messages, tools and template variables as rows and requests have them, in the one form that chat templates read.
+
+Pure. Every message of prompts, SFT, pairs, KTO, score, chat and serve passes :func:`normalise_message`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_spmd.config.json_input import parse_json
+from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.data.chat_variables import check_variables
+from rlhf_spmd.data.files import DataError, Row
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the field with a message's thoughts
+Message = dict[str, Any]
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call that were JSON text in the data, ``text``: some templates write it as it is."""
+
+    text = "{}"
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a row adds to its messages: schemas of ``tools`` (None: no tools), and ``variables`` of the chat template."""
+
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+NO_OPTIONS = ChatOptions()
+
+
+def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
+    """Returns the row's columns ``tools``, by default the configuration's ``tools``, and ``chat_template_kwargs``.
+
+    Both may be JSON text. Raises DataError.
+    """
+    schemas = _parsed(row.values.get("tools"), f"{row.where}: 'tools'")
+    if schemas is not None:
+        schemas = [_parsed(each, f"{row.where}: 'tools'") for each in schemas] if isinstance(schemas, list) else [schemas]
+        if not all(isinstance(each, Mapping) for each in schemas):
+            raise DataError(f"{row.where}: 'tools' must be a list of schemas, each an object, or its JSON text")
+    variables = _parsed(row.values.get("chat_template_kwargs"), f"{row.where}: 'chat_template_kwargs'") or {}
+    if not isinstance(variables, Mapping):
+        raise DataError(f"{row.where}: 'chat_template_kwargs' must be an object or its JSON text, not {variables!r}")
+    try:
+        check_variables("chat_template_kwargs", variables)
+    except ValueError as error:
+        raise DataError(f"{row.where}: {error}") from error
+    return ChatOptions((tools if schemas is None else schemas) or None, variables)
+
+
+def row_weight(row: Row) -> int:
+    """Returns the row's own ``weight``, 0 or 1, by default 1: a row of weight 0 is not learnt. Raises DataError."""
+    weight = row.values.get("weight")
+    if weight not in (None, 0, 1):
+        raise DataError(f"{row.where}: weight={weight!r} must be 0, which leaves the row out, or 1")
+    return 1 if weight is None else int(weight)
+
+
+def check_messages(prompt: Any, where: str) -> list[Message]:
+    """Returns the messages of a list, each as :func:`normalise_message` returns it. Raises DataError."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+        raise DataError(f"{where}: a prompt must be text or a list of chat messages, not {type(prompt).__name__}")
+    if not prompt:
+        raise DataError(f"{where}: the prompt is an empty list of messages")
+    return [normalise_message(message, where, number) for number, message in enumerate(prompt)]
+
+
+def normalise_message(message: Any, where: str, number: int = 0) -> Message:
+    """Returns ``{"role": ..., "content": text}`` with the message's other fields, as chat templates read them.
+
+    Fields that are None are left out. Text parts of the content are joined. A message of the assistant that only calls
+    tools has the content "". Arguments of calls are objects. ``weight`` is there only if it is 0. ``number``: the
+    message's place, for errors. Raises DataError.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
+    fields = {key: value for key, value in message.items() if value is not None}
+    if calls := _calls(fields.pop("tool_calls", None), f"{where}: 'tool_calls' of message {number}"):
+        fields["tool_calls"] = calls
+    content = fields.get("content")
+    if isinstance(content, list | tuple):
+        content = _joined(content, where, number)
+    if content is None and calls and fields["role"] == "assistant":
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where}: the content of message {number} must be text, not {type(content).__name__}")
+    for key in THOUGHTS:
+        if not isinstance(fields.get(key, ""), str):
+            raise DataError(f"{where}: '{key}' of message {number} must be text, not {type(fields[key]).__name__}")
+    weight = fields.pop("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"{where}: the weight of message {number} must be 0 or 1, not {weight!r}")
+    return {**fields, "content": content} | ({} if weight else {"weight": 0})
+
+
+def _joined(parts: Sequence[Any], where: str, number: int) -> str:
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise DataError(f"{where}: the content of message {number} has a part of the type {kind!r}; only text is supported")
+    return "".join(part["text"] for part in parts)
+
+
+def _calls(value: Any, name: str) -> list[Message]:
+    """Returns the calls of a message with their arguments as objects; ``name`` stands before what is wrong."""
+    calls = _parsed(value, name)
+    if calls is not None and not isinstance(calls, list):
+        raise DataError(f"{name} must be a list of calls, not {type(calls).__name__}")
+    return [_call(call, name) for call in calls or ()]
+
+
+def _call(call: Any, name: str) -> Message:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{name}: a call must be an object with a function's 'name' and 'arguments', not {call!r}")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":  # no arguments, as some servers write it
+        arguments = {}
+    elif isinstance(arguments, str):
+        text, value = arguments, _parsed(arguments, f"{name}: the arguments of {function['name']!r}")
+        if isinstance(value, Mapping):
+            arguments = Arguments(value)
+            arguments.text = text
+        else:
+            arguments = value
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{name}: the arguments of {function['name']!r} must be an object or its JSON text, not {arguments!r}")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """Returns the value of JSON text; another value as it is. Raises DataError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value, unique_keys=True)
+    except ValueError as error:
+        raise DataError(f"{name} is not valid JSON: {first_line(error)}: {value[:80]!r}") from error
+
+
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with the arguments of their calls as JSON text, for templates that do not encode them."""
+
+    def written(call: Message) -> Message:
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        text = arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
+        function = {**function, "arguments": text}
+        return {**call, "function": function} if "function" in call else function
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
+        for message in messages
+    ]
+
+
+def all_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns the arguments of all calls."""
+    return [call.get("function", call)["arguments"] for message in messages for call in message.get("tool_calls", ())]
+
+
+def thoughts_of(message: Message) -> str:
+    """Returns the thoughts that a message has in a field of their own, "" without."""
+    return next((message[key] for key in THOUGHTS if message.get(key)), "")
+
+
+def is_text(message: Message) -> bool:
+    """True if the message's content is all that the assistant says in it."""
+    return not message.get("tool_calls") and not thoughts_of(message).strip() and "weight" not in message
