@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def run_tests(copy: Path, files: list[str], tier: str, deselected: list[str]) ->
     return (failed[0] if failed else None), time.monotonic() - start
 
 
-def try_mutation(copy: Path, mutation: dict[str, str], tests: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the tests make of one break; the copy is as before afterwards."""
+def try_mutation(copy: Path, mutation: dict[str, str], tests: list[str], arguments: argparse.Namespace) -> list[Any]:
+    """Return the row of one break; the copy is as before afterwards."""
     path = copy / SOURCE / mutation["file"]
     source = path.read_text()
     assert source.count(mutation["old"]) == 1, f"{mutation['name']}: {mutation['file']} does not have the text once"
@@ -89,13 +90,34 @@ def try_mutation(copy: Path, mutation: dict[str, str], tests: list[str], argumen
                 seconds += more
     finally:
         path.write_text(source)
-    return {
-        "name": mutation["name"],
-        "file": mutation["file"],
-        "found_by": failed,
-        "seconds": round(seconds),
-        "files": len(candidates),
+    return [
+        mutation["name"],
+        mutation["file"],
+        mutation["origin"],
+        tier_name(arguments),
+        failed,
+        round(seconds),
+        len(candidates),
+    ]
+
+
+def tier_name(arguments: argparse.Namespace) -> str:
+    return str(arguments.label or arguments.tier)
+
+
+def write(path: Path, rows: list[list[Any]]) -> None:
+    """Write the figures, one row a line, and how many breaks each tier has found."""
+    counts = {tier: [row[4] is not None for row in rows if row[3] == tier] for tier in dict.fromkeys(row[3] for row in rows)}
+    head = {
+        "name": "Breaks of the source that the tests find",
+        "date": str(date.today()),
+        "machine": f"{os.cpu_count()}-core x86 virtual machine; torch for CPUs, gloo, one thread per rank",
+        "command": "python scripts/results/mutations.py --tier short --out docs/figures/mutations.json",
+        "columns": ["break", "file", "origin", "tier", "found by", "wall s", "test files"],
     }
+    notes = [f"{tier}: {sum(found)} of {len(found)} found" for tier, found in counts.items()]
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    path.write_text(json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{lines}\n  ],\n  "notes": {json.dumps(notes)}\n}}\n')
 
 
 def main() -> None:
@@ -103,16 +125,15 @@ def main() -> None:
     parser.add_argument("--tier", choices=["short", "long", "all"], default="short")
     parser.add_argument("--mutations", type=Path, default=HERE / "mutations.json")
     parser.add_argument("--repo", type=Path, default=HERE.parent.parent)
-    parser.add_argument("--reach", type=Path, help="directory that reach.py has written")
+    parser.add_argument("--label", help="in place of the tier")
+    parser.add_argument("--reach", type=Path, help="directory that test_costs.py --reach has written")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the breaks, from 0 on")
     parser.add_argument("--deselect", nargs="*", default=[], help="tests that fail without a break")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     mutations = json.loads(arguments.mutations.read_text())
     numbers = range(len(mutations)) if arguments.only is None else arguments.only
-    results = {}
-    if arguments.out.is_file():
-        results = json.loads(arguments.out.read_text())
+    rows: list[list[Any]] = json.loads(arguments.out.read_text())["rows"] if arguments.out.is_file() else []
     with tempfile.TemporaryDirectory(prefix="rlhf_spmd_mutation_") as directory:
         copy = Path(directory) / "copy"
         shutil.copytree(
@@ -121,12 +142,10 @@ def main() -> None:
         (Path(directory) / "shared").symlink_to(arguments.repo.resolve().parent / "shared")
         tests = sorted(str(path.relative_to(copy)) for path in (copy / "tests").rglob("test_*.py"))
         for number in numbers:
-            result = try_mutation(copy, mutations[number], tests, arguments)
-            results.setdefault(mutations[number]["name"], {})[arguments.tier] = result
-            print(f"{number:3} {mutations[number]['name'][:60]:60} {result['seconds']:5} s  {result['found_by']}", flush=True)
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    found = sum(result[arguments.tier]["found_by"] is not None for result in results.values() if arguments.tier in result)
-    print(f"{found} of {sum(arguments.tier in result for result in results.values())} found by the {arguments.tier} tier")
+            new = try_mutation(copy, mutations[number], tests, arguments)
+            rows = [row for row in rows if (row[0], row[3]) != (new[0], new[3])] + [new]
+            print(f"{number:3} {new[0][:60]:60} {new[5]:5} s  {new[4]}", flush=True)
+            write(arguments.out, rows)
 
 
 if __name__ == "__main__":
