@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 tests=(config data/test_data.py models/test_families.py models/test_models_weights.py generation/test_generation.py
   programs/test_notebook.py programs/test_command.py checkpoint/test_checkpoint_export.py telemetry/test_telemetry_report.py)
-packages=(torch transformers safetensors datasets omegaconf wandb numpy tqdm starlette uvicorn)
+packages=(torch transformers safetensors datasets omegaconf wandb numpy tqdm math-verify starlette uvicorn)
 out=runs/versions
 mkdir -p "$out"
 echo "${TORCH:+torch==$TORCH}" >"$out/constraints.txt"

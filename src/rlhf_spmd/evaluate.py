@@ -40,7 +40,7 @@ from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.eval_metrics import final_answer, interval, measure
+from rlhf_spmd.rewards.eval_metrics import interval, measure
 from rlhf_spmd.telemetry.run_dir import atomic_write_json
 
 RESULTS_FILE, ROWS_FILE = "results.json", "rows.jsonl"
@@ -194,7 +194,7 @@ def output_rows(prompts: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict
         named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"]}
         place = {"set": prompts.name, "data_source": given["data_source"]}
         nothing = {"response": "", "score": 0.0 if prompts.reward.chooses(given) else None, "finish_reason": None, "length": 0}
-        got = {key: row[key] for key in (*nothing, *("stripped" for _ in row.keys() & {"stripped"}))} if row else nothing
+        got = {key: row[key] for key in (*nothing, "stripped", "extracted") if key in row} if row else nothing
         rows.append({**named, **got, **place, **({} if row else {"error": prompts.errors[number]})})
     return rows
 
@@ -218,8 +218,13 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
         scored = [group for group in part if all(row["score"] is not None for row in group)]
         if scored:
             scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
-            answers = [[final_answer(seen_response(row), row["answer"]) for row in group] for group in scored]
+            reads = [any("extracted" in row for row in group) for group in scored]
+            votes = [[row.get("extracted") for row in group] for group in scored]
+            answers = [its if read else None for its, read in zip(votes, reads, strict=True)]
             found |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
+            if any(reads):
+                read = [row["extracted"] for group in scored for row in group if "extracted" in row]
+                found[f"{name}/num_no_answer"] = read.count(None)
             ci95 = interval(scores)
             found[f"{name}/ci95"] = None if ci95 is None else list(ci95)
             found[f"{name}/length_mean"] = float(np.mean([row["length"] for group in scored for row in group]))
@@ -233,11 +238,6 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
         found[f"{name}/num_unscored"] = len(part) - len(scored)
         found[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
     return found
-
-
-def seen_response(row: Mapping[str, Any]) -> str:
-    """The part of a response that the reward saw."""
-    return str(row.get("stripped", row["response"]) or "")
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -19,15 +19,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
-from rlhf_spmd.rewards.binding import BoundReward
+from rlhf_spmd.rewards.binding import TURNS, BoundReward
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.worker import read_result
 
 
 def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
     """Return a score for each row, null where the function does not apply or fails."""
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in request["completions"]]
-    rows = [(row.get("prompt", ""), text, row) for row, text in zip(request["rows"], texts, strict=True)]
+    pairs = zip(request["rows"], request["completions"], strict=True)
+    rows = [(row.get("prompt", ""), *((c, row) if isinstance(c, str) else ("", row | {TURNS: c}))) for row, c in pairs]
     calls = [rows] if bound.batched else [[row] for row in rows]
     return [None if value is None else read_result(value)[0] for call in calls for value in bound.call(call, 60.0)]
 

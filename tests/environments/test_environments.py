@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -453,7 +455,9 @@ def test_losses_see_the_models_tokens_only(stepped: tuple[dict[str, Any], dict[s
     assert 0 < mask.sum() < sum(map(len, batch["response_ids"]))
     old, kl = log_probs.detach(), ((log_probs - ref) * mask).detach()
     for i, response in enumerate(batch["response_ids"]):
-        text = "".join(tasks.VOCABULARY[token] for token in response if token != tasks.EOS)
+        pairs = itertools.groupby(zip(batch["response_mask"][i], response, strict=True), key=itemgetter(0))
+        turns = ["".join(tasks.VOCABULARY[token] for _, token in run if token != tasks.EOS) for drawn, run in pairs if drawn]
+        text = "\n".join(turns)
         score = tasks.even_share("", text, {}) + 0.5 * batch["environment_reward"][i]
         assert batch["scores"][i] == pytest.approx(score, abs=1e-6)
         last = int(mask[i].nonzero()[-1])

@@ -187,24 +187,14 @@ def test_a_turn_that_did_not_end_its_message_is_ended_in_the_observation() -> No
     closed = f"\n{START}user\ngo? on{END}\n{START}assistant\n"
     for text, _ in first:
         assert f"{END}{closed}" in text or END not in text[:-1]
-    assert behind_a_cut_turn(talker(), {}).startswith(f"{END}{closed}")
-
-
-def test_an_observation_is_written_with_its_rows_variables() -> None:
-    moody = TEMPLATE.replace("assistant\n", "assistant{{ mood }}\n")
-    text = behind_a_cut_turn(talker(moody), {"chat_template_kwargs": '{"mood": "!"}'})
-    assert text.startswith(f"{END}\n{START}user\ngo? on{END}\n{START}assistant!\n")
-
-
-def behind_a_cut_turn(model: Path, row: dict[str, Any]) -> str:
-    """What follows a turn that a stop token ended."""
-    path, mesh = str(model), alone()[1]
+    path, mesh = str(talker()), alone()[1]
     config = EnvironmentConfig(cls="test_several:Answering", args={"role": "user"}, max_turns=2)
-    environments = Environments({"environment": config}, {0: row}, load_tokenizer(path))
-    generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(environments.tokenizer))
+    found = Environments({"environment": config}, {0: {}}, load_tokenizer(path))
+    generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(found.tokenizer))
     cut = SamplingConfig(allowed_token_ids=[60, 61], stop_token_ids=[61])
-    (completion,) = generator.generate([Request(0, 0, [50], 200)], cut, 1, 2, environments=environments)
-    return "".join(WORDS[token] for token in completion.token_ids).partition(WORDS[61])[2]
+    (done,) = generator.generate([Request(0, 0, [50], 200)], cut, 1, 2, environments=found)
+    text = "".join(WORDS[token] for token in done.token_ids)
+    assert text.partition(WORDS[61])[2].startswith(f"{END}{closed}")
 
 
 def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:
@@ -309,9 +299,14 @@ def mixed(path: Path, *names: str | None) -> Path:
     return path
 
 
+def text_of(turns: list[dict[str, Any]]) -> str:
+    """What a reward for one text sees: the model's turns."""
+    return "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
+
+
 def share_of_turns(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The task's reward, if the turns make the response."""
-    if "".join(turn["content"] for turn in row["completion_messages"]) != response:
+    """The task's reward, if the model's turns make the response."""
+    if text_of(row["completion_messages"]) != response:
         raise ValueError(row["completion_messages"])
     return tasks.even_share(prompt, response, row)
 
@@ -343,7 +338,8 @@ def test_rows_of_one_run_have_different_environments_in_any_layout(tmp_path: Pat
             assert all({a, b} == {"model", "environment"} for a, b in itertools.pairwise(speakers))
             several_turns += len(speakers) > 1
         if row["step"] == 1 and name != "parrot":  # prompts 0 to 7, two responses each
-            paid = row["score"] - tasks.even_share("", row["response"], {})
+            drawn = "\n".join(text for who, text in row.get("turns", [("model", row["response"])]) if who == "model")
+            paid = row["score"] - tasks.even_share("", drawn, {})
             assert min(abs(paid - possible) for possible in ((0, 3) if name == "zeds" else (0,))) < 1e-5, row
             ended.add((name, paid > 1))
     assert ended >= {("zeds", True), ("short", False), (None, False)} and several_turns
@@ -382,10 +378,9 @@ def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:
 
 
 def long_river(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Whether the model read it; the turns are all of the response, between what the template writes."""
-    turns, at = row["completion_messages"], 0
-    for turn in turns:
-        at = response.index(turn["content"], at) + len(turn["content"])
+    """Whether the model read it; the response is what the model wrote."""
+    turns = row["completion_messages"]
+    assert text_of(turns) == response
     assert {turn["role"] for turn in turns} <= {"assistant", "tool"}
     return float(any(turn["content"] == "6650 km" for turn in turns if turn["role"] == "tool"))
 

@@ -14,7 +14,7 @@ HANGS = r"(a+)+$"
 
 
 def even_length(prompt, response, row):
-    return float(len(response) % 2 == 0)
+    return {"score": float(len(response) % 2 == 0), "pred": response or None}
 
 
 def length(prompt, response, row):
@@ -105,6 +105,14 @@ def trl_chat(prompts, completions):
     """Both are lists of messages."""
     rows = zip(prompts, completions, strict=True)
     return [float(said[0] == {"role": "assistant", "content": prompt[-1]["content"]}) for prompt, said in rows]
+
+
+def trl_turns(prompts, completions):
+    """Completions are the turns of the episode, with their roles."""
+    return [
+        float([turn["role"] for turn in turns] == ["assistant", "tool"] * 2 and turns[1]["content"] == "it is 9")
+        for turns in completions
+    ]
 
 
 def trl_short(completions):

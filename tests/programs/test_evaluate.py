@@ -69,11 +69,12 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
         assert results[f"{name}/pass@{K}"] == pytest.approx((table.max(1) == 1).mean())
         low, high = results[f"{name}/ci95"]
         assert 0 <= low < table.mean() < high <= 1
-    odd = [row["response"] for row in rows if row["set"] == "first" and row["data_source"] == "odd"]
+    odd = [row["extracted"] for row in rows if row["set"] == "first" and row["data_source"] == "odd"]
     groups = [odd[start : start + K] for start in range(0, len(odd), K)]
     majority = [max(texts, key=lambda text, texts=texts: (Counter(texts)[text], -texts.index(text))) for texts in groups]
-    # no answer in the data: the whole text is the answer
-    assert results[f"first/odd/maj@{K}"] == pytest.approx(np.mean([text != "" and len(text) % 2 == 0 for text in majority]))
+    assert results[f"first/odd/maj@{K}"] == pytest.approx(np.mean([bool(text) and len(text) % 2 == 0 for text in majority]))
+    assert results["first/odd/num_no_answer"] == odd.count(None)
+    assert "extracted" not in rows[0] and not {"long/maj@1", "long/num_no_answer"} & set(results), "its reward reads no answers"
     for row in rows:
         size = len(row.get("response") or "")
         if "error" not in row:
@@ -225,6 +226,7 @@ def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
         write_rows(tmp_path / f"{name}.jsonl", [{"prompt": f"{word}{i}", "id": i, "answer": "7"} for i in range(3)])
     paths = f"data.val_path={{short: {tmp_path}/short.jsonl, other: {tmp_path}/long.jsonl}}"
     more = [paths, "run.test_freq=1", "val_sampling.n=4", "run.log_samples=2", "run.seed=5"]
+    more.append("reward.function=reward_functions:even_length")
     train(tmp_path / "alone", 2, *more)
     metrics = read_output(tmp_path / "alone" / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1, 2]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_spmd.rewards import math
+from rlhf_spmd.rewards import math, multiple_choice
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.eval_metrics import (
-    final_answer,
+    answer_code,
     interval,
     majority,
     measure,
@@ -90,41 +89,24 @@ def test_the_majority_is_the_first_of_the_most_frequent() -> None:
     assert majority([None, None]) is None
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "expected"),
-    [
-        ("so \\boxed{\\frac{1}{2}}, no: \\boxed{3{4}5}", None, "3{4}5"),
-        ("so \\boxed{1,2}", "12", " 1,2"),
-        ("so \\boxed{5-3}", "2", "5-3"),
-        ("so 1.2.3", None, "so 1.2.3"),
-        ("\\boxed{1.2.3}", None, "1.2.3"),
-        ("\\boxed{3,-2}", "1,-2", " -2,3"),
-        ("it is 3,-2", "1,-2", "it is 3,-2"),
-        ("#### 72 apples", 72, "72"),
-        ("#### none", 72, "none"),
-        ("1,000.", None, "1000"),
-        ("the sum\n#### 1,000\n", "#### 5", "1000"),
-        ("it costs $72.00 then.", "2+70 #### 72", "72"),
-        ("it costs 72", "72", "72"),
-        ("no number", "72", None),
-        ("  Paris. ", "Paris", "Paris"),
-        ("take 2", "B2", "take 2"),
-        ("", None, None),
-        ("\\boxed{never closed", None, "\\boxed{never closed"),
-    ],
-)
-def test_the_final_answer(response: str, answer: Any, expected: str | None) -> None:
-    assert final_answer(response, answer) == expected
-
-
-def test_the_majority_is_of_answers_that_the_reward_takes_for_the_same() -> None:
-    responses = ["\\boxed{3}"] * 3 + ["\\boxed{\\frac{1}{2}}", "\\boxed{\\dfrac12}", "\\boxed{0.5}", "\\boxed{ 1/2 }"]
-    answers = [final_answer(response, "\\frac{1}{2}") for response in responses]
-    assert answers == ["3"] * 3 + ["1/2"] * 4
-    assert measure(np.array([[math.score(r, "\\frac{1}{2}") for r in responses]]), [answers])["maj@7"] == 1.0
-    different = [f"\\boxed{{{text}}}" for text in ("1,-2", "3,-2", "(1,-2)", "(-2,1)", "-2", "1-2", "12")]
-    assert len({final_answer(response, "1,-2") for response in different}) == len(different)
-    assert final_answer("\\boxed{-2, 1.0}") == final_answer("\\boxed{1,-2}")
+def test_votes_are_for_the_answers_that_the_reward_reads() -> None:
+    sentences = ["So the answer is A.", "After a check, the answer is B.", "I say: the answer is B.", "Answer: B"]
+    boxes = [f"\\boxed{{{text}}}" for text in ("7", "x=5", "5", "7 ", "x = 5")]
+    halves = [f"\\boxed{{{text}}}" for text in ("3", "3", "3.0", "\\frac{1}{2}", "\\dfrac12", "0.5", " 1/2 ")]
+    for reward, answer, responses, score in (
+        (multiple_choice.sentences, "B", sentences, 1.0),
+        (multiple_choice.sentences, "A", sentences, 0.0),
+        (math.score, "5", boxes, 1.0),
+        (math.score, "\\frac{1}{2}", halves, 1.0),
+        (math.score, "3", halves, 0.0),  # wrong ones in other writings are one answer too
+        (math.score, "1", [*halves, "none", "none"], 0.0),
+    ):
+        verdicts = [reward(response, answer) for response in responses]
+        measured = measure(np.array([verdicts]), [[verdict.answer for verdict in verdicts]])
+        assert measured[f"maj@{len(responses)}"] == score
+    assert "maj@2" not in measure(np.eye(2), [None, None]), "a reward that reads no answers"
+    assert measure(np.ones((2, 2)), [None, ["a", "a"]])["maj@2"] == 0.5
+    assert answer_code(None) == -1 and answer_code("5") == answer_code("5") != answer_code("6")
 
 
 def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:

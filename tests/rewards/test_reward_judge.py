@@ -182,18 +182,32 @@ def test_mistakes_are_named(tmp_path: Path, more: str, message: str) -> None:
         ("Rating: 7.", 7, None),
         ("Rating: 7\nbecause", 7, 7),
         ("8/10", 8, None),
-        ("6 of 9 points, so 8 out of 10 here", 8, None),
+        ("6 of 9 points, so 8 out of 10.", 8, None),
+        ("8 of 10", 8, None),
+        ("[[8]]/10", 8, None),
+        ("Rating: **8**/10", 8, None),
+        ("Clarity: 7\nRating: 8", 8, None),
+        ('{"why": "1/2", "score": 8}', 8, None),
+        ("1/2 of it was right. Score: .5", 0.5, None),
+        ("Score: 1e-1", 0.1, None),
+        ("Rating: 7-8", None, None),
+        ("I'd give 8/10. On reflection, 7/10.", None, None),
+        ("I give it an 8, out of 12 things", None, None),
         ("none", None, None),
     ],
 )
 def test_numbers_of_verdicts_that_were_cut(verdict: str, number: float | None, of_a_cut_one: float | None) -> None:
-    judge = JudgeConfig("{response}", r"Rating: (\d+)") if "Rating" in verdict else JudgeConfig("{response}")
+    judge = JudgeConfig(
+        "{response}", r"Rating: (\d+)" if verdict.startswith(("Rating: 1", "Rating: 7.", "Rating: 7\n")) else None
+    )
     for cut, expected in ((False, number), (True, of_a_cut_one)):
         if expected is not None:
             assert judge.score(verdict, cut) == expected
             continue
         with pytest.raises(ValueError, match=r"no number in the verdict|max_response_length=256 cut the verdict"):
             judge.score(verdict, cut)
+    with pytest.raises(ValueError, match="no number from 1 to 10 in the verdict '4/5'"):
+        JudgeConfig("{response}", range=[1, 10]).score("4/5")
 
 
 def test_braces_of_rows_and_of_json_are_text(tmp_path: Path) -> None:

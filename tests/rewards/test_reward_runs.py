@@ -45,8 +45,8 @@ class Shares:
 def thoughts(completions, completion_ids):
     return [len(c) + len(ids) / 64 for c, ids in zip(completions, completion_ids)]
 
-def token_sum(completion_ids):
-    return [sum(ids) / 64 for ids in completion_ids]
+def token_sum(completions, completion_ids):
+    return [{"score": sum(ids) / 64, "pred": c or None} for c, ids in zip(completions, completion_ids)]
 
 def some(prompts, completions):
     return [len(c) / 10 if int(p[0], 36) % 2 else None for p, c in zip(prompts, completions)]

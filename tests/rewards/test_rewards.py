@@ -16,7 +16,7 @@ import pytest
 from rlhf_spmd import reward_server
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.config.schema import check_section
-from rlhf_spmd.rewards import auto, gsm8k, http, json_schema, math_verify, worker
+from rlhf_spmd.rewards import auto, gsm8k, http, json_schema, worker
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.results import RewardError, check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -32,7 +32,7 @@ def scores(function: str, rows: list[Any], **settings: Any) -> list[Any]:
 def test_names() -> None:
     assert available("rlhf_spmd.rewards", "score") == [
         *("aime", "auto", "code", "exact_match", "format", "gsm8k", "happy_words", "http", "json_schema", "length", "math"),
-        *("math_verify", "multiple_choice", "regex"),
+        *("multiple_choice", "regex"),
     ]
     for name in ("gsm8k", "rlhf_spmd.rewards.gsm8k:score", "rlhf_spmd.rewards.gsm8k"):
         assert resolve_reward(name) is gsm8k.score
@@ -103,6 +103,8 @@ def test_a_constructor_that_raises_and_a_runner_without_a_function() -> None:
 
 VERL_ROW = {"answer": None, "data_source": "sums", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "answer": None}
+CONTENTS = [("assistant", "7"), ("tool", "it is 9"), ("assistant", "8"), ("tool", "9")]
+TURNS = {"completion_messages": [{"role": role, "content": content} for role, content in CONTENTS]}
 ANSWERED = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]}  # not the prompt
 SEVEN, NINE = ({"answer": answer, "data_source": None} for answer in "79")
 
@@ -122,6 +124,9 @@ SEVEN, NINE = ({"answer": answer, "data_source": None} for answer in "79")
         ),
         ("trl_chat", [("<hi>", "hi", CHAT), ("<hi>", "ho", CHAT)], [1.0, 0.0]),
         ("trl_one_bad", [("p", "5", ANSWERED)], [5.0]),
+        ("trl_turns", [("<hi>", "all", CHAT | TURNS), ("p", "all", TURNS)], [1.0, 1.0]),
+        ("by_columns", [("p", "all", {"answer": "7\n8"} | TURNS)], [1.0]),
+        ("verl", [("p", "all", VERL_ROW | {"reward_model": {"ground_truth": "7\n8"}} | TURNS)], [{"score": 1.0, "index": 3}]),
         ("scaled", [("p", "4", {})], [{"score": 8.0, "made": 1}]),
         ("later", [("p", "1", {}), ("p", "2", {})], [1.0, 2.0]),
         ("later_batched", [("p", "1", {}), ("p", "2", {})], [1.0, 2.0]),
@@ -223,7 +228,7 @@ ROUTED = [
     ("math_dapo", "Answer: 5", "5"),
     ("aime2024", "\\boxed{25}", "025"),
     ("numina_olympiads", "\\boxed{x}", "x"),
-    ("Idavidrein/gpqa", "The answer is B", "B"),
+    ("Idavidrein/gpqa", "Answer: B", "B"),
 ]
 
 
@@ -259,17 +264,23 @@ def test_rows_without_answers_are_refused_before_the_start(function: str, messag
 
 def test_a_library_that_is_absent_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for module in (math_verify, json_schema):
-        with pytest.raises(ValueError, match=r"needs the library: pip install 'rlhf_spmd\[rewards\]'"):
-            module.check("reward.kwargs")
+    with pytest.raises(ValueError, match=r"needs the library: pip install 'rlhf_spmd\[rewards\]'"):
+        json_schema.check("reward.kwargs")
 
 
-def test_math_verify() -> None:
-    pytest.importorskip("math_verify")
-    rows = [("", "\\boxed{(x-1)(x+1)}", {"answer": "x^2-1"}), ("", "\\boxed{3}", {"answer": "4"}), ("", "no", {"answer": "1"})]
-    rows += [("", "\\boxed{−5}", {"answer": ["4", "-5"]}), ("", "\\boxed{5}", {"answer": ["4", "-5"]})]  # noqa: RUF001
-    with RewardRunner(RewardConfig(function="math_verify", timeout_s=60.0)) as runner:
-        assert runner.score(rows).scores == [1.0, 0.0, 0.0, 1.0, 0.0]
+def test_answers_come_back_with_the_scores() -> None:
+    """A built-in reward's, and verl's ``pred``; a row whose call fails has none. Math is imported before the first call's time."""
+    texts = ("\\boxed{(x-1)(x+1)}", "\\boxed{3}", "no", "\\boxed{x^2-1}")
+    rows = [("", text, {"answer": "x^2-1"}) for text in texts] + [("", "5", {"answer": {"a": 1}})]
+    with RewardRunner(RewardConfig(function="math", timeout_s=5.0)) as runner:
+        result = runner.score(rows)
+    assert result.scores == [1.0, 0.0, 0.0, 1.0, None] and result.failures == 1
+    assert result.answers == {0: "x^2-1", 1: "3", 2: None, 3: "x^2-1"}
+    assert [worker.read_answer(value) for value in ({"score": 1, "pred": 5}, {"score": 0, "pred": None}, 1.0)] == [
+        ["5"],
+        [None],
+        [],
+    ]
 
 
 def test_json_schema() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt
 from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
+from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
@@ -224,30 +225,31 @@ def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Referen
 
 
 def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
-    """Return ``scores`` of the responses, and the calls that made them.
+    """Return ``scores`` and ``answer_codes`` of the responses, and the calls that made them.
 
     A score is the sum of all rewards in ``models.rewards``. It is nan where none of them scores the response, or where the call of
-    one failed.
+    one failed. The answer in a response is that of the first reward that reads one.
     """
     calls = [reward.compute_reward(rows) for reward in models.rewards]
     if len(calls) == 1:
-        return calls[0].select("scores"), calls
-    names = [(f"{reward.name}_scores", f"{reward.name}_failed") for reward in models.rewards]
-    scored = [
-        call.rename(scores=score, failed=fail).select(score, fail) for call, (score, fail) in zip(calls, names, strict=True)
-    ]
-    reads = tuple(name for pair in names for name in pair)
-    total = models.compute.apply(rows.union(*scored), add_scores, reads, outputs=("scores",))
+        return calls[0].select("scores", "answer_codes"), calls
+    fields = ("scores", "failed", "answer_codes")
+    names = [{field: f"{reward.name}_{field}" for field in fields} for reward in models.rewards]
+    scored = [call.rename(**named).select(*named.values()) for call, named in zip(calls, names, strict=True)]
+    reads = tuple(name for named in names for name in named.values())
+    total = models.compute.apply(rows.union(*scored), add_scores, reads, outputs=("scores", "answer_codes"))
     return total, [*calls, total]
 
 
 def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-    """Return the sum of the fields ``*_scores``. It is nan if no reward scores the row, or if any call for the row failed.
+    """Return the sum of the fields ``*_scores``, nan if no reward scores the row, or if any call for the row failed; and the first
+    of ``*_answer_codes`` that is no nan.
 
     Raises RewardError if no reward has scored any row of the run so far.
     """
-    given, failed = (
-        torch.stack([field.double() for name, field in fields.items() if name.endswith(end)]) for end in ("_scores", "_failed")
+    given, failed, codes = (
+        torch.stack([field.double() for name, field in fields.items() if name.endswith(end)])
+        for end in ("_scores", "_failed", "_answer_codes")
     )
     scored = ~given.isnan().all(0) & ~failed.any(0)
     total = given.masked_fill(given.isnan(), 0.0).cumsum(0)[-1]  # in order, whatever the number of rows
@@ -257,7 +259,9 @@ def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Co
             f"no reward scores any of the first {sums[2]:.0f} rows; look at what the functions return, and at data_sources"
         )
     whole.state["scored"] = True
-    return {"scores": total.where(scored, torch.nan)}, {"reward/total_mean": sums[0] / sums[1]} if sums[1] else {}
+    first = (~codes.isnan()).int().argmax(0, keepdim=True)
+    computed: dict[str, Field] = {"scores": total.where(scored, torch.nan), "answer_codes": codes.gather(0, first)[0]}
+    return computed, {"reward/total_mean": sums[0] / sums[1]} if sums[1] else {}
 
 
 def validate(models: Any, data: Any, config: Any, global_step: int, stream: str = "prompts") -> dict[str, float]:
@@ -270,11 +274,11 @@ def validate(models: Any, data: Any, config: Any, global_step: int, stream: str 
 
 
 def _answer_and_score(
-    models: Any, global_step: int, rows: Reference, sampling: SamplingConfig, read_answers: Function
+    models: Any, global_step: int, rows: Reference, sampling: SamplingConfig, read_samples: Function
 ) -> tuple[Reference, list[Reference]]:
-    """Return ``scores`` with what ``read_answers`` makes of the responses, and the calls whose values are reported."""
+    """Return ``scores`` and ``answer_codes`` of the responses, and the calls whose values are reported."""
     answered = rows.union(models.actor.generate_sequences(rows, sampling, global_step))
     scores, calls = score(models, answered)
     answered = answered.union(scores)
-    read = models.compute.apply(answered, read_answers, ("response_ids", "scores", "stopped"), outputs=("answer_codes",))
-    return scores.union(read), [*calls, read]
+    read = models.compute.apply(answered, read_samples, ("response_ids", "scores", "stopped"))
+    return scores, [*calls, read]

@@ -39,6 +39,7 @@ from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.input_digests import sample_of
+from rlhf_spmd.rewards.binding import TURNS
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -281,7 +282,7 @@ class PromptSetRun:
         tags = reward.reasoning_tags if reward.strip_reasoning else None
         of_turns = completion.token_ids, completion.mask, completion.observations, tags
         messages = turn_messages(self.ready.tokenizer, self.set.prompts[number], *of_turns)
-        return self.set.rows[number] | {"completion_messages": messages}
+        return self.set.rows[number] | {TURNS: messages}
 
     def _write_down(self, completions: Sequence[Completion]) -> list[Record]:
         """Score ``completions`` and write them to the journal, on the thread that the reward's processes belong to."""
@@ -297,9 +298,9 @@ class PromptSetRun:
                 answers = [strip_reasoning(tokenizer, *pair, tags) for pair in zip(asked, ids, strict=True)]
                 for row, stripped in zip(rows, answers, strict=True):
                     row["stripped"] = stripped
-            scores = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
-            for row, text, score in zip(rows, texts, scores, strict=True):
-                row |= {"response": text, "score": score}
+            scored = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
+            for row, text, verdict in zip(rows, texts, scored, strict=True):
+                row |= {"response": text, **verdict}
         made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
         self.ready.journal.append(made)
         return made
@@ -317,10 +318,11 @@ class RewardScorer:
         if self.runner is not None:
             self.runner.close()
 
-    def score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[float | None]:
-        """The scores of responses; None for rows that the reward does not score. Raises RewardError."""
+    def score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[dict[str, Any]]:
+        """For each response its ``score``, None if the reward does not score the row, and, if the reward reads answers, the one
+        that it has ``extracted``, None for none. Raises RewardError."""
         reward = self.set.reward
-        scores: list[float | None] = [None] * len(texts)
+        scores: list[dict[str, Any]] = [{"score": None} for _ in texts]
         chosen = [i for i, row in enumerate(prompts) if reward.chooses(row)]
         if not chosen:
             return scores
@@ -340,8 +342,9 @@ class RewardScorer:
             action = f"{self.set.key}.function {reward.function!r} failed; {self.set.key}.{reward.after_failure}"
             print(f"{action}: {error}", file=sys.stderr)
             self.reported = True
-        for i, score in zip(chosen, result.scores, strict=True):
-            scores[i] = None if score is None else reward.weight * score
+        for at, (i, score) in enumerate(zip(chosen, result.scores, strict=True)):
+            scores[i]["score"] = None if score is None else reward.weight * score
+            scores[i] |= {"extracted": result.answers[at]} if at in result.answers else {}
         return scores
 
 

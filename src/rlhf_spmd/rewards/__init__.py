@@ -9,7 +9,8 @@ Read in this order:
 
 - ``config``: ``reward.*`` (``RewardConfig``); ``binding``: a function's arguments by their names, of this project, verl or TRL
 - ``runner``: :class:`~runner.RewardRunner` deals rows to worker processes; ``worker``: one of them; ``results``: what comes back
-- built-in rewards: ``gsm8k``, ``math``, ``aime``, ``multiple_choice``, ``exact_match`` and others, on ``answers`` and ``latex``
+- built-in rewards: ``gsm8k``, ``math``, ``aime``, ``multiple_choice``, ``exact_match`` and others, on ``answers`` and ``latex``;
+  they return a ``Verdict``, a score with the answer that was read
 - ``auto``: the reward that a row's ``data_source`` names
 - ``code``: tests of programs; ``sandbox`` and ``code_judge`` run them
 - ``http``: scores from a server; ``eval_metrics``: pass@k and its kind

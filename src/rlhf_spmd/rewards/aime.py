@@ -1,13 +1,17 @@
-"""AIME: the answer is a whole number from 0 to 999, boxed or after "answer:"."""
+"""AIME: the answer is a whole number from 0 to 999, boxed or stated as ``math:flexible`` reads it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.rewards import answers
-from rlhf_spmd.rewards.latex import normalise, number
-from rlhf_spmd.rewards.math import final_answer, is_right, right_answers
+from rlhf_spmd.rewards.answers import Verdict
+from rlhf_spmd.rewards.math import final_answer, right_answers
+
+_AROUND = r"(?:\*\*|\\?[\s$(){}\[\]]|\\text|\^\s*\\circ)*"
+_NUMBER = re.compile(rf"{_AROUND}(?:[a-zA-Z]\w*\s*=)?{_AROUND}([-+]?\d{{1,20}})(?:\.0*)?{_AROUND}[.,]?{_AROUND}")
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
@@ -15,14 +19,20 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
     answers.check_rows(where, rows, places, _whole_numbers)
 
 
-def _whole_numbers(ground_truth: object) -> list[str]:
-    found = right_answers(ground_truth)
-    for value in (number(normalise(text)) for text in found):
-        if value is None or value.denominator != 1:
-            raise ValueError(f"the row's answer {str(ground_truth)[-80:]!r} is not a whole number")
-    return found
+def _number(text: str) -> int | None:
+    number = _NUMBER.fullmatch(answers.plain(text)[:100])
+    return int(number[1]) if number else None
 
 
-def score(response: str, ground_truth: object) -> float:
+def _whole_numbers(ground_truth: object) -> list[int]:
+    numbers = [_number(text) for text in right_answers(ground_truth)]
+    if None in numbers:
+        raise ValueError(f"the row's answer {str(ground_truth)[-80:]!r} is not a whole number")
+    return [number for number in numbers if number is not None]
+
+
+def score(response: str, ground_truth: object) -> Verdict:
     """Returns 1.0 if the final answer is the row's number (``025`` is 25), else 0.0. Raises ValueError for another answer."""
-    return float(is_right(final_answer(response), _whole_numbers(ground_truth)))
+    rights, answer = _whole_numbers(ground_truth), final_answer(response)
+    number = None if answer is None else _number(answer)
+    return Verdict(number in rights, str(number) if number is not None else answer)

@@ -35,6 +35,18 @@ def _character(one: str) -> str:
     return chr(ord(one) - _FULL_WIDTH) if "\uff01" <= one <= "\uff5e" else one
 
 
+class Verdict(float):
+    """A score, and the answer that the reward has read in the response, as a text that is equal for equal answers; None if
+    it has read none. Votes (maj@k), metrics and samples use this answer."""
+
+    answer: str | None
+
+    def __new__(cls, score: float, answer: str | None) -> Verdict:
+        verdict = super().__new__(cls, score)
+        verdict.answer = answer
+        return verdict
+
+
 def plain(text: str) -> str:
     """Returns ``text`` with ASCII forms of minus, slash, quotes, spaces, digits and full-width characters."""
     return text if text.isascii() else "".join(map(_character, _GROUPED.sub("", text)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_spmd.rewards import aime, code, gsm8k, math, multiple_choice
 from rlhf_spmd.rewards.binding import right_answer
+from rlhf_spmd.rewards.math import load as load
 
 _CODE = ("codecontests", "apps", "codeforces", "taco", "openai_humaneval", "mbpp")
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")

@@ -5,10 +5,14 @@
 | ``prompt``, ``response``, ``row`` | this project | texts, and the row's columns |
 | ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info`` | verl | the response; the answer; ``extra_info`` or ``{}`` |
 | ``prompts``, ``completions``, ``completion_ids`` | TRL | lists over rows; any of them makes the function a batched one |
+| ``completion_messages`` | all | the turns of a multi-turn response, with roles; absent for others |
 | any other | all | its value in ``kwargs``, else the row's column of that name; for a batched function the list of them |
 
 ``**kwargs`` takes all the others. An argument with a default keeps it if there is no value. A class is made once per
 process with ``kwargs``; its ``__call__`` is the function. An ``async def`` function is awaited for many rows together.
+
+The environment writes a part of a multi-turn response. Such a row's ``completions`` are its turns, as in TRL; ``response``
+and ``solution_str`` are the model's turns alone, joined by line breaks.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +31,7 @@ RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's colum
 
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
 FROM_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
+TURNS = "completion_messages"  # of a row: the turns of a multi-turn response, messages with role and content
 OVERRUN = object()  # stands for the result of an awaited function that did not return in time
 ALLOWED = (
     "prompt, response, row; or verl's data_source, solution_str, ground_truth, extra_info; or TRL's prompts, completions, "
@@ -68,9 +74,11 @@ class BoundReward:
         return "completion_ids" in self.required + self.optional
 
     def ready(self) -> BoundReward:
-        """Returns the reward ready to be called, a class instantiated. Raises ValueError, one line, if its constructor
-        raises."""
+        """Returns the reward ready to be called: a class instantiated, a built-in one's libraries imported (its module's
+        ``load``). Raises ValueError, one line, if a constructor raises."""
         function, kwargs = self.function, self.kwargs
+        if not self.is_own:
+            getattr(sys.modules[function.__module__], "load", lambda: None)()
         if self.is_class:
             try:
                 function, kwargs = function(**kwargs), {}
@@ -95,7 +103,7 @@ class BoundReward:
         chats = [chat_messages(values["row"]) for values in each]
         columns["prompts"] = [chat or values["prompt"] for chat, values in zip(chats, each, strict=True)]
         columns["completions"] = [
-            [{"role": "assistant", "content": values["response"]}] if chat else values["response"]
+            values["row"].get(TURNS) or ([{"role": "assistant", "content": values["response"]}] if chat else values["response"])
             for chat, values in zip(chats, each, strict=True)
         ]
         returned = self.function(**self._keywords(columns))
@@ -207,6 +215,8 @@ def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any
     """Returns every name that the row has a value for. Missing answers are left out."""
     columns = {**row, "ground_truth": right_answer(row), "extra_info": row.get("extra_info") or {}}
     values = {key: value for key, value in columns.items() if value is not None or key not in ("answer", "ground_truth")}
+    if turns := row.get(TURNS):
+        response = "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
     return values | {"prompt": prompt, "response": response, "solution_str": response, "row": row}
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range, Seconds
 from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.rewards.answers import plain
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
 from rlhf_spmd.rewards.format import check as check_pattern
 
@@ -28,21 +29,23 @@ class JudgeConfig:
 
     - template: the question: text with `{prompt}`, `{response}`, `{answer}` (recognised by a brace), or a file with it
     - pattern: regular expression of the number in a verdict; of the last match the first group counts, or all without a
-      group. By default a number; of `8/10` and `8 out of 10` the first
+      group. Null: the number that the verdict states as `[[8]]`, `"score": 8`, a line `Rating: 8`, `8/10`, `8 out of 10`, or
+      alone, see [a judge](data_and_rewards.md#a-judge)
     - range: `[lowest, highest]` become 0 and 1, and a number outside is no verdict; null: the number as it is
     - max_response_length: tokens of a verdict
     - temperature: temperature of verdicts; 0: greedy
     """
 
     template: str = ""
-    pattern: str = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
+    pattern: str | None = None
     range: list[float] | None = None
     max_response_length: PositiveInt = 256
     temperature: NonNegativeFloat = 0.0
 
     def check(self, where: str) -> None:
         """Raises ValueError that names the key and the value; reads the template's file."""
-        check_pattern(where, self.pattern)
+        if self.pattern is not None:
+            check_pattern(where, self.pattern)
         limits = self.range
         if limits is not None and not (len(limits) == 2 and -LARGEST <= limits[0] < limits[1] <= LARGEST):
             raise ValueError(f"{where}.range={limits} must be [lowest, highest], two finite numbers in this order, or null")
@@ -74,18 +77,16 @@ class JudgeConfig:
     def score(self, verdict: str, cut: bool = False) -> float:
         """Returns the score. Raises ValueError with the reason if the verdict cannot be read.
 
-        ``cut``: the verdict was cut at ``max_response_length``, so its last number may be incomplete, or by the default
-        pattern not the last.
+        ``cut``: the verdict was cut at ``max_response_length``, so its last number may be incomplete, or without a pattern
+        not the last.
         """
-        matches = list(re.finditer(self.pattern, verdict, re.DOTALL))
-        group = min(1, re.compile(self.pattern).groups)
-        found = matches[-1].group(group) if matches else None
-        if cut and found and (self.pattern == JudgeConfig.pattern or not verdict[matches[-1].end(group) :].lstrip(".,")):
+        text, is_sure = self._match(verdict) if self.pattern is not None else (stated_number(verdict, self.range), False)
+        if cut and text and not is_sure:
             raise ValueError(
                 f"max_response_length={self.max_response_length} cut the verdict before its number was sure: {verdict[-200:]!r}"
             )
         try:
-            number = float(found or "")
+            number = float(text or "")
         except ValueError:
             number = float("nan")
         lowest, highest = self.range or (-LARGEST, LARGEST)
@@ -93,6 +94,46 @@ class JudgeConfig:
             wanted = f"no number from {lowest:g} to {highest:g}" if self.range else "no number"
             raise ValueError(f"{wanted} in the verdict {verdict[-200:]!r}")
         return (number - lowest) / (highest - lowest) if self.range else number
+
+    def _match(self, verdict: str) -> tuple[str | None, bool]:
+        """Returns what ``pattern`` finds, and whether text follows it."""
+        assert self.pattern is not None, "there is a pattern to search for"
+        matches = list(re.finditer(self.pattern, verdict, re.DOTALL))
+        group = min(1, re.compile(self.pattern).groups)
+        return (matches[-1].group(group), bool(verdict[matches[-1].end(group) :].lstrip(".,"))) if matches else (None, False)
+
+
+_NUMBER = r"([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
+_SCALE = r"(?:\s*\(?\s*(?:/|out\s+of\b|of\b)\s*(\d+(?:\.\d+)?)(?![\d.]*\d)\s*\)?)"  # /10, out of 10, (out of 10)
+_LABEL = r"(?:(?:overall|final|total|my)\s+)*(?:rating|score|grade|reward|mark|points|verdict|result|total|overall)(?:\s+is)?"
+# How a verdict may state its number. Of the first form that occurs all must say the same.
+STATED = tuple(
+    re.compile(form, re.MULTILINE | re.IGNORECASE)
+    for form in (
+        rf"\[\[\s*{_NUMBER}\s*\]\]{_SCALE}?",
+        rf"[\"'](?:\w+_)?(?:rating|score|grade|reward)[\"']\s*:\s*[\"']?{_NUMBER}{_SCALE}?[\"']?\s*(?=[,}}\n]|\Z)",
+        rf"(?:^\W{{0,4}}|[.!?;]\s+){_LABEL}\s*[:=]\s*{_NUMBER}{_SCALE}?\s*(?:points?)?\s*[.!]?\s*$",
+        rf"(?<![\w.,/-]){_NUMBER}\s*(?:/|out\s+of\b)\s*(\d+(?:\.\d+)?)(?=\s*(?:[.,;!)](?!\d)|$))",
+        rf"\A\s*{_NUMBER}{_SCALE}?\s*(?:points?)?\s*[.!]?\s*\Z",
+    )
+)
+
+
+def stated_number(verdict: str, limits: Sequence[float] | None) -> str | None:
+    """Returns the number that a verdict states in one of the forms ``STATED``, or None: without one, and where two differ.
+
+    ``limits``: lowest and highest rating; a number of another scale (``4/5`` of 1 to 10) is none.
+    """
+    text = re.sub(r"\*\*|__|`", "", plain(verdict))
+    for form in STATED:
+        pairs = {(match[1], match[2]) for match in form.finditer(text)}
+        if not pairs:
+            continue
+        if len({float(number) for number, _ in pairs}) > 1:
+            return None
+        scales = {float(scale) for _, scale in pairs if scale}
+        return next(iter(pairs))[0] if limits is None or scales <= {float(limits[1])} else None
+    return None
 
 
 FLOAT32_MAX = 3.4028234e38

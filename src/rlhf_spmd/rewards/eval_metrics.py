@@ -3,8 +3,8 @@
 - ``mean@k``: the mean score of all k responses to a prompt, over prompts.
 - ``pass@k``: the chance that one of k responses passes, ``1 - C(n - c, k) / C(n, k)`` if c of a prompt's n pass:
   unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1).
-- ``maj@k``: the score of the answer that most of the k responses give (:func:`final_answer`); of ties the answer that
-  came first; 0 if none gives an answer.
+- ``maj@k``: the score of the answer that most of the k responses give, as the reward reads it in them; of ties the answer
+  that came first; 0 if none gives an answer. A reward that reads no answers has no such measure.
 - ``ci95``: a 95 % interval of ``mean@k`` over prompts. If all scores are 0 or 1 it is Wilson's with the effective
   number of samples (Korn and Graubard 1998: a prompt's responses are not independent), which is not too narrow if all
   are right. Otherwise it is Student's t of the prompts' means; if these are all equal, or there is one prompt, there is
@@ -13,8 +13,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -22,34 +22,15 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.gsm8k import last_number, marked_number
-from rlhf_spmd.rewards.math import boxed, canonical
 from rlhf_spmd.rewards.results import source_metric
 
 NORMAL_95 = 1.959963984540054
 STUDENT_95 = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # by degrees of freedom
-_MARKED = re.compile(r"####[ \t]*([^\n]+)")
-_DECIMAL = re.compile(r"[-+]?\$?[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)%?")
 
 
-def final_answer(response: str, answer: Any = None) -> str | None:
-    """Returns the answer that a response ends with, for :func:`majority`, or None.
-
-    It is the last ``\\boxed{...}``. Otherwise, if the row's ``answer`` is a decimal number (or a solution that ends in
-    one after ``####``), it is the number after the last ``####``, or the last number. Otherwise it is the rest of the
-    line after the last ``####``, or the whole text. Answers other than the whole text are compared as ``rewards.math``
-    does.
-    """
-    found, marked = boxed(response), _MARKED.findall(response)
-    number = _DECIMAL.fullmatch(str(answer).rpartition("####")[2].strip()) is not None
-    if not found and number:
-        value = marked_number(response) if marked else last_number(response)
-        found = None if value is None else f"{value:f}"
-    found = found or (marked[-1] if marked else None)
-    if found is None and number:
-        return None
-    text = response.strip().strip("$").strip().rstrip(".") if found is None else found
-    return (canonical(text) if found is not None or _DECIMAL.fullmatch(text) else text) or None
+def answer_code(answer: str | None) -> float:
+    """Returns a number for an answer that a reward has read, equal for equal answers: 48 bits of a hash; -1 for none."""
+    return -1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6]))
 
 
 def majority(answers: Sequence[Hashable | None]) -> int | None:
@@ -98,9 +79,10 @@ def student_95(degrees: int) -> float:
     return z + sum(term / degrees ** (i + 1) for i, term in enumerate(terms))
 
 
-def measure_sets(
-    scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]], sets: Mapping[str, np.ndarray]
-) -> dict[str, float]:
+Votes = Sequence[Hashable | None]  # the answer in each response to a prompt, None for none
+
+
+def measure_sets(scores: np.ndarray, answers: Sequence[Votes | None], sets: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns validation metrics beyond the overall mean; no number appears twice.
 
     If there are several ``sets`` (positions of prompts) each has its mean; with k > 1 responses per prompt, also
@@ -131,17 +113,20 @@ def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequenc
     return frozenset(found)
 
 
-def measure(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]], pass_score: float = 1.0) -> dict[str, float]:
+def measure(scores: np.ndarray, answers: Sequence[Votes | None], pass_score: float = 1.0) -> dict[str, float]:
     """Returns ``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k`` of ``scores`` float64 [prompts,
     k].
 
-    A response passes with a score of at least ``pass_score``.
+    A response passes with a score of at least ``pass_score``. ``answers``: None for a prompt whose reward reads no answers;
+    without any others there is no ``maj@k``, else such a prompt has none that wins.
     """
     k = scores.shape[1]
     right = (scores >= pass_score).sum(1).tolist()
     found = {f"mean@{k}": float(scores.mean())}
     for size in sorted({*(2**power for power in range(k.bit_length())), k}):
         found[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in right]))
-    chosen = [majority(its) for its in answers]
+    if all(votes is None for votes in answers):
+        return found
+    chosen = [majority(votes or ()) for votes in answers]
     found[f"maj@{k}"] = float(np.mean([0.0 if i is None else row[i] for i, row in zip(chosen, scores, strict=True)]))
     return found

@@ -13,6 +13,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from rlhf_spmd.rewards import answers
+from rlhf_spmd.rewards.answers import Verdict
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"  # 1,000 and 1,00,000, but 7,2 are two
 _MONEY = r"(?:\\?[$€£])?"
@@ -68,11 +69,15 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
     answers.check_rows(where, rows, places, right_numbers)
 
 
-def score(response: str, ground_truth: object) -> float:
+def _judge(number: Decimal | None, ground_truth: object) -> Verdict:
+    return Verdict(number in right_numbers(ground_truth), None if number is None else f"{number.normalize():f}")
+
+
+def score(response: str, ground_truth: object) -> Verdict:
     """Returns 1.0 if the response's last ``#### number`` equals the answer as a number (72.0 is 72), else 0.0."""
-    return float(marked_number(response) in right_numbers(ground_truth))
+    return _judge(marked_number(response), ground_truth)
 
 
-def flexible(response: str, ground_truth: object) -> float:
+def flexible(response: str, ground_truth: object) -> Verdict:
     """Returns 1.0 if the last number in the response, marked or not, equals the answer, else 0.0."""
-    return float(last_number(response) in right_numbers(ground_truth))
+    return _judge(last_number(response), ground_truth)

@@ -1,47 +1,58 @@
-r"""MATH: is the last ``\boxed{}`` of the response the answer?
+r"""Mathematical answers: is the last ``\boxed{}`` of a response the answer? By the library math-verify.
 
-The data set (Hendrycks et al. 2021, arXiv 2103.03874) ends its solutions with ``\boxed{\frac{3}{4}}``. Two answers are
-equal if they are the same text without spacing, units and notation (``latex``), the same number (``0.75``, ``3/4``), or
-lists of equal entries in the same brackets. No algebra is done; ``math_verify`` does it.
+``math`` reads the last box only, as data sets in the form of MATH (Hendrycks et al. 2021, arXiv 2103.03874) have it.
+``math:flexible`` also reads an answer that a response without a box states ("the answer is", "answer:", a heading).
+``math:exact`` compares the boxed text itself, white space aside.
+
+math-verify (Kydlíček et al., github.com/huggingface/Math-Verify) parses both answers and compares them with sympy: numbers
+to 6 decimals, expressions by algebra, lists and sets in any order, tuples and intervals in theirs. Only the answer itself
+is given to it, so its own search for an answer in a text is not used. It is imported where it is needed, in the reward's
+worker; ``reward.timeout_s`` ends and counts slow calls, because the library's own alarms do not work in threads.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
+from contextlib import suppress
+from typing import Any
 
-from rlhf_spmd.rewards.answers import alternatives, plain
+from rlhf_spmd.rewards.answers import Verdict, alternatives, plain
 from rlhf_spmd.rewards.answers import check_rows as check_rows
-from rlhf_spmd.rewards.latex import normalise, number, split, unit
+from rlhf_spmd.rewards.latex import spell
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_SPACE = r"(?:[\s$,]|\\[()\[\]]|\\q?quad(?![a-z]))"
 # Boxes with no more than this between them are one list.
-_BETWEEN = re.compile(
-    r"(?:[\s$]|\\[()\[\]]|\\q?quad)*(?:,|;|\\text\s*\{[,\s]*(?:and|or)\s*\}|\b(?:and|or)\b)(?:[\s$,]|\\[()\[\]]|\\q?quad|\b(?:and|or)\b|\\text\s*\{\s*(?:and|or)\s*\})*"
-)
+_BETWEEN = re.compile(rf"{_SPACE}*(?:,|;|\\text\s*\{{[,\s]*(?:and|or)\s*\}}|\b(?:and|or)\b){_SPACE}*(?:(?:and|or)\b{_SPACE}*)?")
 _BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
-_SAID = re.compile(  # possessive: white space is not tried in all its parts
-    r"(?i)\banswer\b\**+(?:\s+is\b)?\s*+[:=]?\s*+\**+\s*+(?:(?:\\\[|\$\$)\s*+)?((?:(?!\banswer\b|\.(?:\s|\Z))[^\n])+)"
-)
-_ASSIGNED = re.compile(
-    r"(\\?[a-zA-Z]\w*(?:\([a-z]\))?|\((?:[a-zA-Z],)+[a-zA-Z]\))(?:=|\\in(?![a-z]))(.*)"
-)  # x = ..., f(x) = ...
-_UNORDERED = ("", r"\{\}", r"\cup")
+LONGEST = 400  # characters of an answer that is parsed
+
+
+def load() -> None:
+    """Imports math-verify, which takes a second or two."""
+    import math_verify
+
+    logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its alarms are off
+
+
+# -- reading
 
 
 def boxed(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{...}``, braces balanced, or None if there is none or it is cut off.
 
-    Boxes joined by a comma, "and" or "or", such as ``\boxed{1}, \boxed{2}``, give the list, unless they are the same
-    answer.
+    Boxes joined by a comma, "and" or "or", such as ``\boxed{1}, \boxed{2}``, give the list, unless they are the same text.
     """
-    found, before = list[str](), len(text)
+    entries, before = list[str](), len(text)
     for box in reversed(list(_BOX.finditer(text))):
         inside, end = _box(text, box.end())
-        if inside is None or (found and not _BETWEEN.fullmatch(text, end, before)):
+        if inside is None or (entries and not _BETWEEN.fullmatch(text, end, before)):
             break
-        found.insert(0, inside)
+        entries.insert(0, inside)
         before = box.start()
-    return found[-1] if len({canonical(one) for one in found}) == 1 else ", ".join(found) if found else None
+    return entries[-1] if len({"".join(entry.split()) for entry in entries}) == 1 else ", ".join(entries) if entries else None
 
 
 def _box(text: str, start: int) -> tuple[str | None, int]:
@@ -57,89 +68,182 @@ def _box(text: str, start: int) -> tuple[str | None, int]:
     return None, len(text)
 
 
+# "answer" and what links it to an answer. "This answer is" says something of an answer that was given before.
+_STATEMENT = re.compile(
+    r"(?im)(?<!\bthis )(?<!\bthat )\banswer\b\s?\**(?:\s+is\b\s?\**\s?:?|\s?[:=])\**"  # answer is, answer:, **answer**:
+    r"|^[ \t]*(?:#+|\*\*)[ \t]*(?:\w+[ \t]+)?answer[ \t]*(?:\*\*)?[ \t]*$"  # a heading
+)
+_DELIMITED = re.compile(
+    r"\s*(?:\\\[(?P<a>.+?)\\\]|\$\$(?P<b>.+?)\$\$|\\\((?P<c>.+?)\\\)|(?<!\\)\$(?P<d>[^$\n]+?)(?<!\\)\$|\*\*(?P<e>[^*\n]+)\*\*)",
+    re.DOTALL,
+)
+# Behind $5$ or **5**: the answer goes on, as a list or a formula.
+_GOES_ON = re.compile(
+    r"[ \t]*(?:,[ \t]*)?(?:(?:or|and|to|times)\b|[-+*/^=<>%\d$\\(]|,\s*\d|(?:hundred|thousand|million|billion|trillion|dozen)\b)"
+)
+# An answer begins with a number, a sign, a bracket, LaTeX, or a letter that no word follows.
+_ANSWER = re.compile(r"[-+\u2212±]?\s*(?:[\d.,({\[|\\$€£√]|[^\W\d_](?![^\W\d_]|\s+[a-z]{2})|pi\b|sqrt\b)")
+_SENTENCE = re.compile(r"\s*([^\n]*?)(?:\.(?=\s|\*|\Z)|\n|\Z|[!?](?=\s|\Z)|\s(?:because|since|which|so|where|when|as)\b)")
+_REMARK = re.compile(r"(?i)(?<!\\)\b(?:correct|right|wrong|sure|certain|verified|checked)\b")
+
+
 def final_answer(text: str) -> str | None:
-    """Returns the last boxed text, else what follows the last "answer:" or "answer is" in its sentence, else None."""
-    said = _SAID.findall(plain(text))
-    found = boxed(text)
-    return found if found is not None else said[-1] if said else None
+    """Returns the last boxed text, else the answer that a response states last, else None.
 
-
-def canonical(text: str) -> str:
-    """Returns the same text for equal answers, as the module says. Entries without brackets may come in any order."""
-    text = normalise(text)
-    value = number(text)
-    if value is not None:
-        return str(value)
-    entries, brackets = _entries(text)
-    if len(entries) == 1:
-        return entries[0] if brackets == "" else text
-    each = [canonical(entry) for entry in entries]
-    return f"{brackets} {','.join(sorted(each) if brackets in _UNORDERED else each)}"
-
-
-def equal(one: str, other: str) -> bool:
-    """True if two answers are equal, as the module says. Entries without brackets may come in any order, unless several
-    are named.
-
-    If both answers have a name (``y = 2``) or a unit, these must be equal.
+    A statement is "answer is", "answer:" or a heading "Answer" with an answer right behind it, up to the end of its
+    sentence. A plain word is an answer only behind "answer:"; "this answer is" states none.
     """
-    units = {unit(one), unit(other)} - {""}
-    if len(units) > 1:
+    if (box := boxed(text)) is not None:
+        return box
+    text, stated, start = plain(text), None, 0
+    for anchor in _STATEMENT.finditer(text):
+        if anchor.start() >= start:
+            found = _stated(text, anchor.end(), anchor[0].rstrip("* ").endswith((":", "=")))
+            stated, start = (stated, start) if found is None else found
+    return stated
+
+
+def _stated(text: str, start: int, with_colon: bool) -> tuple[str, int] | None:
+    """Returns the answer that a text states from ``start`` on, and where it ends; None without an answer there."""
+    delimited = _DELIMITED.match(text, start)
+    if delimited and not _GOES_ON.match(text, delimited.end()):
+        content = delimited[delimited.lastgroup or 0].strip()
+        return None if _REMARK.search(content) else (content, delimited.end())
+    sentence = _SENTENCE.match(text, start)
+    content = sentence[1].strip() if sentence else ""
+    is_word = with_colon and re.fullmatch(r"[^\W\d_]+", content) is not None
+    if sentence is None or not (is_word or _ANSWER.match(content)) or _REMARK.search(content):
+        return None
+    return content, sentence.end(1)
+
+
+# -- comparing
+
+
+@functools.lru_cache(4096)  # the responses to a prompt share its answer
+def _parse(text: str) -> list[Any]:
+    """Returns what math-verify makes of an answer: an expression, if it can be parsed, and its text."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    load()
+    normalisation = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last")
+    extraction = LatexExtractionConfig(
+        try_extract_without_anchor=False, boxed_match_priority=0, normalization_config=normalisation
+    )
+    return list(parse(f"\\boxed{{{text}}}", [extraction], parsing_timeout=None))
+
+
+_WORDS = re.compile(r"(?:\\text\s*\{)?\s*\(?([^\W\d_][^\W\d_\s]*(?:\s[^\W\d_\s]+)*)\)?\s*\}?")
+# What an answer may be called, and its name left out: x, f(x), (x, y).
+_NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?|\^\{?-1\}?|')?\s*(?:\([^()]*\))?\s*=|\(\s*\w+(?:\s*,\s*\w+)+\s*\)\s*=")
+_BASE = re.compile(r"[0-9A-Fa-f]+_\s*\{?\s*\d+\s*\}?")  # 1011_2
+_HUGE = re.compile(r"[\d)]\s*\^\s*(?:\{[^{}]*\d\s*\^|\d+\s*\^)|\^\s*\{?\s*-?\d{5}|\d{5}\s*!|!\s*!")  # 9^{9^9}, 2^{99999}
+_NAMED = re.compile(r"(?:^|,)\s*(\\?[a-zA-Z]\w*)\s*=")
+
+
+def equal(answer: str, truth: str) -> bool:
+    """True if an answer is the right one, ``truth``, by math-verify; words are compared as texts.
+
+    math-verify takes ``X`` for ``x``, a set for an interval, ``x=1,y=2`` for ``1,2``, ``0`` for ``D^k=0``, ``12_5`` for
+    ``12_6``, and small numbers for each other; these are different here. So are answers whose units differ.
+    """
+    if not (_is_parsable(answer) and _is_parsable(truth)):
+        return answer.strip() == truth.strip() != ""
+    (one, unit), (right, right_unit) = spell(answer), spell(truth)
+    if not one or not right or len({unit, right_unit} - {""}) > 1:
         return False
-    if canonical(one) == canonical(other) != "":
+    if _squeezed(one) == _squeezed(right):
         return True
-    one, other = normalise(one), normalise(other)
-    if None not in (number(one), number(other)):
+    words = [match for match in map(_WORDS.fullmatch, (one, right)) if match]
+    if len(words) == 2 and len({_word(match[1]) for match in words}) == 1:
+        return True
+    # One letter is compared as it is; two or three may be a product.
+    if any(len(match[1]) > 3 or "\\text" in match[0] for match in words) or [len(match[1]) for match in words] == [1, 1]:
         return False
-    (ones, around), (others, around_other) = _entries(one), _entries(other)
-    (name, value), (name_other, value_other) = _assigned(ones), _assigned(others)
-    if name or name_other:
-        values = value if name else one, value_other if name_other else other
-        return (not name or not name_other or name == name_other) and equal(*values)
-    if around != around_other or len(ones) != len(others) or len(ones) < 2:
+    names, right_names = set(_NAMED.findall(one)), set(_NAMED.findall(right))
+    if _is_set(one) != _is_set(right) and _in_brackets(one) and _in_brackets(right):
         return False
-    if around in _UNORDERED:
-        names = [{_assigned([entry])[0] for entry in entries} - {""} for entries in (ones, others)]
-        if max(map(len, names)) < 2 or names[0] == names[1]:
-            ones, others = sorted(ones, key=_order), sorted(others, key=_order)
-    return all(map(equal, ones, others))
+    if len(names | right_names) > 1 and names != right_names:
+        return False
+    if "=" in right and "=" not in one and not _NAME.match(right):
+        return False
+    if _BASE.fullmatch(one) or _BASE.fullmatch(right):
+        return re.sub(r"[{}\s]", "", one) == re.sub(r"[{}\s]", "", right)
+    from math_verify import verify
+
+    return bool(verify(_parse(right), _parse(one), timeout_seconds=None)) and _are_close(_parse(right), _parse(one))
 
 
-def _entries(text: str) -> tuple[list[str], str]:
-    r"""Like ``split``, but a set is a list, and ``1 \pm x`` in a list gives two entries."""
-    entries, brackets = split(text)
-    if brackets not in ("", r"\{\}"):
-        return entries, brackets
-    signed = ([entry.replace(r"\pm", sign) for sign in "+-"] if entry.count(r"\pm") == 1 else [entry] for entry in entries)
-    return [entry for both in signed for entry in both], ""
+def _are_close(*parsed: list[Any]) -> bool:
+    """False for two numbers that differ in their sixth digit, however small they are."""
+    try:
+        one, other = (complex(value) for value, *_ in parsed if getattr(value, "is_number", False))
+    except (ValueError, TypeError, OverflowError):  # not two numbers, or too large for floats
+        return True
+    return abs(one - other) <= 2e-6 * max(abs(one), abs(other))
 
 
-def _assigned(entries: list[str]) -> tuple[str, str]:
-    """Returns name and value of a single ``x=3``; empty texts without a name."""
-    found = _ASSIGNED.fullmatch(entries[0]) if len(entries) == 1 else None
-    return (found.group(1), found.group(2)) if found else ("", "")
+def _is_parsable(text: str) -> bool:
+    """False for what may take minutes: texts too long for an answer, brackets that do not match, and towers of powers."""
+    pairs = ((text.count("{"), text.count("}")), (len(re.findall(r"[(\[]", text)), len(re.findall(r"[)\]]", text))))
+    return len(text) <= LONGEST and all(opened == closed for opened, closed in pairs) and not _HUGE.search(text)
 
 
-def _order(entry: str) -> str:
-    return canonical(_assigned([entry])[1] or entry)
+def _squeezed(text: str) -> str:
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 2 3 is not 23
+
+
+def _word(text: str) -> str:
+    return text.lower() if len(text) > 1 else text
+
+
+def _is_set(text: str) -> bool:
+    return text.startswith("\\{")
+
+
+def _in_brackets(text: str) -> bool:
+    return text.startswith(("\\{", "(", "[")) and text.endswith(("\\}", ")", "]"))
 
 
 def right_answers(ground_truth: object) -> list[str]:
     """Returns the answers of which any is right, also of whole solutions. Raises ValueError as ``alternatives`` does."""
-    return [text if (found := boxed(text)) is None else found for text in alternatives(ground_truth)]
+    return [text if (box := boxed(text)) is None else box for text in alternatives(ground_truth)]
 
 
-def is_right(found: str | None, ground_truth: object) -> bool:
-    """True if an answer is any of the right ones."""
+def judge(answer: str | None, ground_truth: object) -> Verdict:
+    """Returns the verdict on an answer, or on none. All right answers are one vote, as the row's first answer."""
     rights = right_answers(ground_truth)
-    return found is not None and any(equal(found, right) for right in rights)
+    if answer is None:
+        return Verdict(0.0, None)
+    if any(equal(answer, right) for right in rights):
+        return Verdict(1.0, rights[0])
+    return Verdict(0.0, _vote(answer))
 
 
-def score(response: str, ground_truth: object) -> float:
+def _vote(answer: str) -> str:
+    """Returns a text that is equal for equal wrong answers: the value of a number, else the answer as it is parsed."""
+    if not _is_parsable(answer) or not (text := spell(answer)[0]):
+        return answer.strip()
+    parsed = next(iter(_parse(text)), text)
+    if getattr(parsed, "is_number", False):
+        with suppress(TypeError, OverflowError):  # complex, or large
+            return f"{float(parsed):.9g}"
+    return _squeezed(str(parsed))
+
+
+def score(response: str, ground_truth: object) -> Verdict:
     r"""Returns 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0."""
-    return float(is_right(boxed(response), ground_truth))
+    return judge(boxed(response), ground_truth)
 
 
-def flexible(response: str, ground_truth: object) -> float:
-    """Like ``score``, but a response without a box is judged by its words, see ``final_answer``."""
-    return float(is_right(final_answer(response), ground_truth))
+def flexible(response: str, ground_truth: object) -> Verdict:
+    """Like ``score``, but a response without a box is judged by what it states, see ``final_answer``."""
+    return judge(final_answer(response), ground_truth)
+
+
+def exact(response: str, ground_truth: object) -> Verdict:
+    r"""Returns 1.0 if the text in the last ``\boxed{}`` is the answer's text, white space aside, else 0.0."""
+    box = boxed(response)
+    text = None if box is None else "".join(plain(box).split())
+    return Verdict(text is not None and text in ["".join(plain(right).split()) for right in right_answers(ground_truth)], text)

@@ -1,109 +1,93 @@
-"""Multiple choice: is the letter that the response settles on the right one?"""
+"""Multiple choice: is the letter that the response states the right one?
+
+``multiple_choice`` reads stated forms only: a box, ``[[B]]``, ``"answer": "B"`` in JSON, a line ``Answer: B``, a heading
+"Answer" with the letter below, or a response that is the letter (``B``, ``(B)``, ``B) Rome``). If two of them
+differ, there is no answer. ``multiple_choice:sentences`` reads sentences as well, if there is no such form: the last one
+of "the answer is B", "B is correct", "option B is the best answer". It errs where a sentence speaks of something else:
+"Option B is correct." about a part of a question counts, and a letter that is denied in other words ("B would be
+correct") does not end an answer given before.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.rewards import answers
+from rlhf_spmd.rewards.answers import Verdict
 from rlhf_spmd.rewards.math import boxed
 
-# Removed before the search for a letter: bold, code, LaTeX commands, and quotes or brackets around a letter.
+CHOICES = "ABCDEFGHIJ"
+# Removed before the search for a letter: bold, code, LaTeX commands and delimiters, and quotes around a letter.
 _CLEAN: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"), r"\1"),
-    (re.compile(r"\*\*|[`$\"]|\\[()\[\]]"), ""),
-    (re.compile(r"(?<!\w)'([A-Z][).:]?)'"), r"\1"),
-    (re.compile(r"\[+([A-Z])\]+"), r"(\1)"),
+    (re.compile(r"\*\*|__|[`$]|\\[()\[\]]"), ""),
+    (re.compile(r"(?<!\w)[\"']([A-Z][).:]?)[\"']"), r"\1"),
 ]
-_SMALL = re.compile(  # a small letter is one in brackets, or at a line's end
-    r"(?P<said>\b(?i:answer|option|choice)(?:\s+is\b)?\s*+[:=]?\s*+)(?:\((?P<a>[a-z])\)|(?P<b>[a-z])(?=\s*\.?\s*(?:\n|\Z)))"
+_LETTER = r"(?:\(([A-Za-z])\)|\[\[?([A-Za-z])\]\]?|([A-Za-z])(?!\w))"
+# The letter alone, or with its text: B, (B), b., B) Rome, B: Rome.
+_CHOICE = rf"\s*(?:(?:option|choice)\s+)?{_LETTER}(?:[ \t]*[.!]?[ \t]*$|[ \t]*(?:(?<=\))|[).:])[ \t]+(?!or\b|and\b)\S[^\n]*$)"
+_ALONE = re.compile(rf"(?mi){_CHOICE}")
+_LINE = re.compile(
+    rf"(?mi)^[ \t>#-]*(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|my|your)\s+)?(?:(?:final|correct|best|right)\s+){{0,2}}"
+    rf"(?:answer|choice|option)(?:\s+is)?\s*:{_CHOICE}|^[ \t]*#*[ \t]*(?:final\s+)?answer[ \t]*\n{_CHOICE}"
 )
+_JSON = re.compile(r'"(?:answer|choice|letter|final_answer)"\s*:\s*"?\s*\(?([A-Za-z])\)?[.)]?\s*"?\s*(?=[,}\n]|\Z)')
+_DOUBLE = re.compile(r"\[\[\s*([A-Z])\s*\]\]")
 
 # "A" and "I" before other words are words: "a good choice", "I think".
-_LETTER = r"(?:\(([A-Z])\)|\b([A-Z])\b(?!(?<=[AI])\s+(?!(?:because|since|as|is|which|and|but|so|for|or|nor)\b)[a-z])(?!'))"
-_KINDS = r"(?i:answer|choice|option|statement|choose|pick)\b"
-# A clause ends with its sentence, and where another begins: "A is wrong, so the answer".
-_ANCHOR = re.compile(
-    rf"(?<!\bnot )(?<!n't )(?<!\bdoubt )(?<!\bdoubt the )(?<!\bdoubt that the )"
-    rf"\b(?P<kind>{_KINDS})(?P<clause>(?:\**\s*\(?[A-Z]\b\)?|(?!,\s+(?:\w+\s+){{0,3}}{_KINDS})[^\n.;])*)"
+_NAME = r"(?:\(([A-Z])\)|\b([A-Z])\b(?!(?<=[AI])\s+(?!(?:because|since|as|is|which|and|but|so|for|or|nor)\b)[a-z])(?!'))"
+_OTHER = r"\)?\s*(?:,\s*)?(?:\bor\b|\band\b|/|,|&)\s*(?:perhaps\s+|maybe\s+|possibly\s+)?(?:option\s+)?['\"]?\(?[A-Z]\b"
+_DENIED = r"(?<!\bnot )(?<!n't )(?<!\bdoubt )(?<!\bdoubt the )(?<!\bdoubt that the )(?<!\bdoubt that )"
+_END = r"(?=\s*(?:[.,;!]|\n|\Z|(?:because|since|as|and|but)\b))"
+_SENTENCES = re.compile(
+    rf"{_DENIED}\b(?i:answer|choice|option)\s+(?i:is|must be)\s*:?\s+(?:(?i:option|choice|clearly|therefore)\s+)?{_NAME}(?!{_OTHER})"
+    rf"|\b(?i:answer|choice)\s*:\s*(?:(?i:option|choice)\s+)?{_NAME}(?!{_OTHER})"
+    rf"|{_DENIED}{_NAME}\s+(?i:is)\s+(?i:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option|one))?|the\s+answer){_END}"
+    rf"|\b(?i:i\s+(?:choose|pick|select))\s+(?:(?i:option|choice)\s+)?{_NAME}(?!{_OTHER})"
 )
-# Another letter next to the given one: "A or B", "A, B".
-_OTHER = r"(?:(?:(?:,\s*)?\bor\b|/)[^\n.;]{0,20}?(?<!\w)\(?[A-Z]\b|(?:,|&|\band\b)\s*\(?[A-Z]\b\)?(?=\s*(?:[.,;!&\n]|\Z|and\b|or\b)))"
-_DIRECT = re.compile(rf"(?P<link>(?:\s+is\b)?\s*+[:=]?)\s*+\**+\s*+{_LETTER}(?!\)?\s*{_OTHER})")
-_NOT = r"(?:not\b|n't\b|\b(?:wrong|incorrect|except|never|false|distractor|anything but|one of|unlikely|doubt)\b)"
-# A statement about a letter ends at a comma, a reason or another letter.
-_END = re.compile(r"(?i)[,;]|\b(?:because|since|as|but|while)\b|\bnot\s+\(?(?-i:[A-Z])\b")
-_VERDICT = re.compile(rf"(?i)(?P<denied>{_NOT})|\b(?:correct|right|best|answer)\b")
-# "B is the correct answer."
-_NAMED = re.compile(
-    rf"(?:\A|[.\n:,]|\b(?:therefore|thus|so|hence|is)\b)\s*{_LETTER}\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b",
-    re.MULTILINE,
-)
-_INSTEAD = re.compile(r"\bnot\s+\(?[A-Z]\)?,?\s+but\s+\(?([A-Z])\b")  # "not A but B"
-_ALONE = re.compile(r"\s*\(?([A-Za-z])\)?[.:]?\s*")
-_BEGINS = re.compile(r"^\s*\(?([A-Z])[).:][.:]?\s+\S", re.MULTILINE)
-_BRACKETS = re.compile(r"(?<!\bnot )(?<!n't )\(([A-Z])\)(?!\s+(?:is|are)\s+(?:not|wrong|incorrect|false)\b)")
-
-
-def _said(anchor: re.Match[str]) -> tuple[bool, str] | None:
-    """Returns the letter after "answer" and the like, and whether it is given as the answer or only named ("option B").
-
-    It is the letter that comes first in the clause, else the only one there; a denied letter does not count.
-    """
-    clause, answers = anchor["clause"], anchor["kind"].lower() == "answer"
-    direct = _DIRECT.match(clause)
-    if direct is None:
-        letters = {one or other for one, other in re.findall(_LETTER, clause)}
-        return (answers, letters.pop()) if len(letters) == 1 and not re.search(f"(?i){_NOT}", clause) else None
-    verdict, linked = _VERDICT.search(_END.split(clause[direct.end() :])[0]), bool(direct["link"].strip())
-    if verdict and verdict["denied"] and not linked:
-        return None
-    return answers or linked or verdict is not None, direct[2] or direct[3]
-
-
-def letter(response: str, choices: str = "ABCDEFGHIJ") -> str | None:
-    """Returns the letter that a response settles on, or None. The first of these rules that applies decides:
-
-    the boxed letter, or the whole response; the last letter given as the answer ("answer B", "option is B", "option B
-    is right"); the last letter that is named ("option B") and not denied; the letter that the response begins with
-    (``B) Paris``), unless another line begins with another; its only ``(X)`` that is not denied.
-    """
-    box = boxed(response)
-    text = _clean(response if box is None else box)
-    alone = _ALONE.fullmatch(text) or (box is not None and _begun(text))
-    if alone:
-        found: str | None = alone[1].upper()
-    else:
-        text = _clean(response)
-        said = sorted((one for one in map(_said, _ANCHOR.finditer(text)) if one), key=itemgetter(0))
-        begins, brackets = set(_BEGINS.findall(text)), set(_BRACKETS.findall(text))
-        begun = begins if _BEGINS.match(text) and brackets <= begins else set()
-        named = [one or other for one, other in _NAMED.findall(text)] or _INSTEAD.findall(text)
-        only = next((letters.pop() for letters in (begun, brackets) if len(letters) == 1), None)
-        found = said[-1][1] if said and said[-1][0] else named[-1] if named else said[-1][1] if said else only
-    return found if found is not None and found in choices else None
 
 
 def _clean(text: str) -> str:
     text = answers.plain(text)
     for pattern, to in _CLEAN:
         text = pattern.sub(to, text)
-    return _SMALL.sub(lambda match: f"{match['said']}({(match['a'] or match['b']).upper()})", text)
+    return text.strip()
 
 
-def _begun(text: str) -> re.Match[str] | None:
-    """Returns the letter that a text begins with, unless another line or bracket has another."""
-    return _BEGINS.match(text) if len({*_BEGINS.findall(text), *_BRACKETS.findall(text)}) == 1 else None
+def _only(match: re.Match[str] | None) -> list[str]:
+    """Returns the letter of a match in capitals, as a list; empty without a match."""
+    return [letter.upper() for letter in match.groups() if letter] if match else []
+
+
+def stated(response: str, choices: str = CHOICES) -> str | None:
+    """Returns the letter that the forms of the module state, or None: without a form, and where two differ."""
+    box, text = boxed(response), _clean(response)
+    letters = {letter for form in (_LINE, _JSON, _DOUBLE) for match in form.finditer(text) for letter in _only(match)}
+    letters.update(_only(_ALONE.fullmatch(text)))
+    if box is not None:
+        letters.update(_only(_ALONE.fullmatch(_clean(box))) or ("",))  # another box is an answer, and no letter
+    return letters.pop() if len(letters) == 1 and letters <= set(choices) else None
+
+
+def letter(response: str, choices: str = CHOICES) -> str | None:
+    """Returns the letter that the forms state; without any form the last letter that a sentence gives, or None."""
+    if (found := stated(response, choices)) is not None or boxed(response) is not None:
+        return found
+    text = _clean(response)
+    if _LINE.search(text) or _JSON.search(text) or _DOUBLE.search(text):  # two that differ
+        return None
+    letters = [letter for match in _SENTENCES.finditer(text) for letter in _only(match)]
+    return letters[-1] if letters and letters[-1] in choices else None
 
 
 def right_letters(ground_truth: object) -> list[str]:
     """Returns the letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
-    found = [(_ALONE.fullmatch(text) or _begun(text)) for text in map(_clean, answers.alternatives(ground_truth))]
-    if not all(found):
+    letters = [_only(_ALONE.fullmatch(_clean(text))) for text in answers.alternatives(ground_truth)]
+    if not all(letters):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is not a letter")
-    return [letter[1].upper() for letter in found if letter]
+    return [found[0] for found in letters]
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
@@ -111,12 +95,23 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
     answers.check_rows(where, rows, places, right_letters)
 
 
-def score(response: str, ground_truth: object, choices: str = "ABCDEFGHIJ") -> float:
-    """Returns 1.0 if the response's letter is the answer's, or any of a list, else 0.0.
-
-    Raises ValueError for an answer that is not among ``choices``.
-    """
+def _judge(read: Callable[[str, str], str | None], response: str, ground_truth: object, choices: str) -> Verdict:
     rights = right_letters(ground_truth)
     if not set(rights) <= set(choices):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is not one of the choices {choices}")
-    return float(letter(response, choices) in rights)
+    answer = read(response, choices)
+    return Verdict(answer in rights, answer)
+
+
+def score(response: str, ground_truth: object, choices: str = CHOICES) -> Verdict:
+    """Returns 1.0 if the letter that the response states is the answer's, or any of a list, else 0.0.
+
+    Raises ValueError for an answer that is not among ``choices``.
+    """
+    return _judge(stated, response, ground_truth, choices)
+
+
+def sentences(response: str, ground_truth: object, choices: str = CHOICES) -> Verdict:
+    """Like ``score``, but a response without a stated form is judged by its sentences, with the errors that the module
+    names."""
+    return _judge(letter, response, ground_truth, choices)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 
+from rlhf_spmd.rewards.answers import Verdict
 from rlhf_spmd.rewards.answers import check_rows as check_rows
 from rlhf_spmd.rewards.format import check as check
-from rlhf_spmd.rewards.math import is_right
+from rlhf_spmd.rewards.math import judge
+from rlhf_spmd.rewards.math import load as load
 
 
-def score(response: str, ground_truth: object, pattern: str) -> float:
+def score(response: str, ground_truth: object, pattern: str) -> Verdict:
     """Returns 1.0 if the last match is the answer, as ``math`` compares, else 0.0. Its first group counts, if there is
     one."""
     matches = list(re.finditer(pattern, response, re.DOTALL))
-    found = matches[-1].group(min(1, len(matches[-1].groups()))) if matches else None
-    return float(is_right(found, ground_truth))
+    answer = matches[-1].group(min(1, len(matches[-1].groups()))) if matches else None
+    return judge(answer, ground_truth)

@@ -45,6 +45,8 @@ class RewardResult:
 
     ``calls``: the rows of each call. ``scores``: the function's scores without weights, ``default`` if a call failed,
     None if the function does not apply. ``extras``: the other numeric entries that the function returned, per row.
+    ``answers``: by row the answer that the function has read in the response, None if it found none; rows of functions that
+    read no answers, and failed ones, are not in it.
     ``late``: rows whose call overran, for which ``overrun`` is the message. ``errors``: why a row's call failed.
     ``names``: what each row is called outside.
     """
@@ -54,6 +56,7 @@ class RewardResult:
         self.calls: list[Sequence[int]] = []
         self.scores: list[float | None] = []
         self.extras: list[dict[str, float]] = []
+        self.answers: dict[int, str | None] = {}
         self.errors: dict[int, str] = {}
         self.names: list[Any] = []
         self.late: set[int] = set()
@@ -76,6 +79,7 @@ class RewardResult:
         found = RewardResult(self.default, self.overrun)
         found.scores, found.extras = [self.scores[row] for row in rows], [self.extras[row] for row in rows]
         found.names = [self.names[row] for row in rows]
+        found.answers = {at: self.answers[row] for at, row in enumerate(rows) if row in self.answers}
         found.errors = {at: self.errors[row] for at, row in enumerate(rows) if row in self.errors}
         found.late = {at for at, row in enumerate(rows) if row in self.late}
         return found
@@ -106,7 +110,9 @@ class RewardResult:
             elif isinstance(result, str):
                 self.errors[index] = result
             else:
-                self.scores[index], self.extras[index] = result
+                self.scores[index], self.extras[index], *answer = result
+                if answer:
+                    self.answers[index] = answer[0]
         self.unanswered -= 1
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:

@@ -7,7 +7,8 @@ did.
 
 Protocol: lines of JSON over two pipes. In: ``[call, rows]``, each row ``[prompt, response, columns]``. Out: once
 ``["ready"]`` or ``["broken", message]``, then for every line, in order, ``[call, seconds, results]``. Results are
-``[score, extras]``, a message, or null (overrun) per row, or one message in place of the list. ``seconds`` is 0 if each
+``[score, extras]``, with the answer that the reward has read (null: none) as a third entry if it reads answers, a
+message, or null (overrun) per row, or one message in place of the list. ``seconds`` is 0 if each
 row had its own time limit. The next call starts as soon as an answer is written, so an answer also reports that the
 next call has started. Standard input is empty, and what the function prints goes to standard error, so neither can
 disturb the pipes.
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.schema import printable
+from rlhf_spmd.rewards.answers import Verdict
 from rlhf_spmd.rewards.binding import OVERRUN, BoundReward
 from rlhf_spmd.rewards.config import FLOAT32_MAX, RewardConfig
 from rlhf_spmd.rewards.results import RewardError
@@ -269,6 +271,16 @@ def read_result(value: Any) -> tuple[float, dict[str, float]]:
     return _number(value["score"]), extras
 
 
+def read_answer(value: Any) -> list[str | None]:
+    """Returns the answer that a reward function has read in the response, None if it found none; empty if it says nothing
+    of answers. It is that of a :class:`Verdict`, or verl's entry ``pred`` of a dict."""
+    if isinstance(value, Verdict):
+        return [value.answer]
+    if isinstance(value, dict) and "pred" in value:
+        return [None if value["pred"] is None else str(value["pred"])]
+    return []
+
+
 _told: set[str] = set()  # places in the user's code whose tracebacks were written
 
 
@@ -284,14 +296,14 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[: 2000 - len(place)] + place
 
 
-def _read(value: Any) -> tuple[float | None, dict[str, float]] | str | None:
+def _read(value: Any) -> tuple[Any, ...] | str | None:
     """Returns a row's result as the protocol has it. None from the function means that it does not apply to the row."""
     if value is OVERRUN:
         return None
     try:
         if isinstance(value, BaseException):
             raise value
-        return (None, {}) if value is None else read_result(value)
+        return (None, {}) if value is None else (*read_result(value), *read_answer(value))
     except Exception as error:  # the process boundary: the value's class is the user's too
         return _said(error)
 

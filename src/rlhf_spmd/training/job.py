@@ -111,8 +111,7 @@ def build_data(job: TrainJob, controller: Controller) -> Data:
         )
         for name, dataset in job.validation.items()
     }
-    tags = next((reward.reasoning_tags for reward in job.rewards.values() if reward.strip_reasoning), None)
-    validation = Validation(controller, rows, job.sampling(validates=True), job.tokenizer, config.run.log_samples, tags)
+    validation = Validation(controller, rows, job.sampling(validates=True), job.tokenizer, config.run.log_samples)
     return Data(controller, streams, validation, job.sampling())
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,10 +13,9 @@ from torch import Tensor
 from rlhf_spmd.controller import Controller, Reference, source
 from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.loader import validation_batches
-from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.rewards.eval_metrics import final_answer, measure_sets
+from rlhf_spmd.rewards.eval_metrics import measure_sets
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.workers import Function, GlobalReduce, Rows
 
@@ -41,7 +39,6 @@ class Validation:
     """Evaluates an algorithm's calls on validation rows.
 
     - rows: validation rows by stream; their row ids are positions in the data set
-    - reasoning_tags: final answers are looked for behind them; None: in whole responses
     - num_shown: prompts of each set whose responses are kept in ``shown`` until they are taken, for people to read
     """
 
@@ -50,7 +47,6 @@ class Validation:
     sampling: SamplingConfig
     tokenizer: Any
     num_shown: int
-    reasoning_tags: Sequence[str] | None = None
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def take_shown(self) -> list[dict[str, Any]]:
@@ -86,7 +82,7 @@ class Validation:
         fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
         for batch in validation_batches(given.dataset, given.batch_size):
             repeated = batch.repeat(self.sampling.n)
-            found, calls = self._controller.run(script, source(repeated), self.sampling, self._reader(given))
+            found, calls = self._controller.run(script, source(repeated), self.sampling, self._sampler(given))
             for wanted, parts in fields.items():
                 parts.append(self._controller.get_field(found, wanted))
             reports += [report for members in self._controller.get(*calls) for report in members]
@@ -97,43 +93,33 @@ class Validation:
         scored = ~np.isnan(scores)
         if not scored.any():
             raise RewardError(f"no reward scores any of the {scores.size} responses to validation prompts")
-        answers = [[None if code < 0 else code for code in row] for row in codes.tolist()]
+        read = (~np.isnan(codes)).any(1).tolist()  # by prompt: the reward reads answers
+        votes = [[code if code >= 0 else None for code in row] for row in codes.tolist()]  # nan is None too
+        answers = [row if reads else None for row, reads in zip(votes, read, strict=True)]
         numbers, whole = given.dataset.sources.numpy(), scored.all(1)
         sets = {name: np.flatnonzero((numbers == number) & whole) for number, name in enumerate(given.sets)}
         means = {"reward_mean": float(scores[scored].mean(dtype=np.float64)), **means, **measure_sets(scores, answers, sets)}
         return {f"val/{key}": value for key, value in means.items()}
 
-    def _reader(self, given: ValidationRows) -> Function:
-        """Returns a function for ``compute.apply`` that computes ``answer_codes``.
-
-        ``answer_codes``: float64 [rows], equal for equal final answers, -1 for a response without one.
-        """
+    def _sampler(self, given: ValidationRows) -> Function:
+        """Returns a function for ``compute.apply`` that reports responses for people to read."""
         n, sources = self.sampling.n, given.dataset.sources
         firsts = [int((sources < number).sum()) for number in range(len(given.sets))]
         shown = {first + i for first in firsts for i in range(self.num_shown)}
 
-        def read_answers(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, Any]]:
+        def read_samples(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, Any]]:
             ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
-            texts = decode(self.tokenizer, ids)
-            answers = texts
-            if self.reasoning_tags is not None:
-                prompts = given.dataset.columns["prompt_ids"].take(rows.group_ids.long()).rows() if len(rows) else ()
-                pairs = [(prompt.tolist(), response.tolist()) for prompt, response in zip(prompts, ids, strict=True)]
-                answers = [strip_reasoning(self.tokenizer, *pair, self.reasoning_tags) or "" for pair in pairs]
-            codes, samples = [], []
+            samples = []
             of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
-            values = zip(texts, answers, *(x.tolist() for x in of_rows), strict=True)
-            for text, stripped, row_id, number, length, score, stopped in values:
-                seen = given.dataset.row(number)
-                answer = final_answer(stripped, seen["answer"])
-                codes.append(-1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6])))
+            for response, row_id, number, length, score, stopped in zip(ids, *(x.tolist() for x in of_rows), strict=True):
                 if number in shown and row_id == number * n:
+                    seen, text = given.dataset.row(number), decode(self.tokenizer, [response])[0]
                     named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}
                     named |= {"response": text, "answer": seen["answer"], "score": score, "length": length}
                     samples.append({**named, "finish_reason": "stop" if stopped else "length"})
-            return {"answer_codes": torch.tensor(codes, dtype=torch.float64)}, {"answers": samples}
+            return {}, {"answers": samples}
 
-        return read_answers
+        return read_samples
 
 
 def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:

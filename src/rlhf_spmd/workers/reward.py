@@ -17,8 +17,9 @@ from rlhf_spmd.environments.config import ChatMessage, environment_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.multi_turn import turn_messages
 from rlhf_spmd.generation.sequence import Request
-from rlhf_spmd.rewards.binding import RewardRow, chat_messages
+from rlhf_spmd.rewards.binding import TURNS, RewardRow, chat_messages
 from rlhf_spmd.rewards.config import reward_key
+from rlhf_spmd.rewards.eval_metrics import answer_code
 from rlhf_spmd.rewards.results import RewardError, check_failures, merge_sums, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.telemetry.progress import equal_runs, pick_samples, say
@@ -27,7 +28,7 @@ from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.rollout_engine import build_generating
 
-COUNTED = ("calls", "failures", "timeouts", "clipped", "unclosed")  # in what each run notes
+COUNTED = ("calls", "failures", "timeouts", "clipped", "unclosed", "answered", "no_answer")  # in what each run notes
 
 
 class RewardWorker(ModelWorker):
@@ -83,6 +84,7 @@ class RewardWorker(ModelWorker):
         super().enter(call)
         rows = call.rows if self.first else None
         self.shown: frozenset[int] = frozenset()
+        self.extracted: dict[int, str | None] = {}
         if rows is not None:
             self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.context.num_samples)].tolist())
 
@@ -97,6 +99,7 @@ class RewardWorker(ModelWorker):
         report: dict[str, Any] = {name: sum(note[name] for note in noted) for name in COUNTED}
         report["first_error"] = next((note["first_error"] for note in noted if note["first_error"]), None)
         text_of = {row: text for note in noted for row, text in note["texts"].items()}
+        self.extracted = {row: text for note in noted for row, text in note["extracted"].items()}
         texts = [text_of[row] for row in batch.row_ids.tolist()] if text_of else []
         scores = torch.zeros(len(batch)) if made is None else made["scores"]
         scored = ~scores.isnan()
@@ -113,7 +116,7 @@ class RewardWorker(ModelWorker):
             *("prompt_ids", "response_ids", "row", "stopped?"),
             *("response_mask?", "environment_reward?", "observations?", "rollout_versions?"),
         ),
-        outputs=("scores", "failed"),
+        outputs=("scores", "failed", "answer_codes"),
         streams=True,
         report=_report,
     )
@@ -122,13 +125,15 @@ class RewardWorker(ModelWorker):
 
         ``scores`` [rows]: weight * function + model_weight * model; nan for rows that this reward does not score. The first reward
         adds weight * reward of the row's environment. ``failed`` bool [rows]: a call failed, so the row has no score, whatever other
-        rewards say. Raises RewardError for a score beyond float32.
+        rewards say. ``answer_codes`` float64 [rows]: equal for responses in which the function read equal answers, -1 if it read
+        none, nan if it reads no answers. Raises RewardError for a score beyond float32.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         # weighted scores are summed at least in float32, also for a model in bfloat16
         dtype = torch.promote_types(self.config.torch_dtype(torch.device("cpu")), torch.float32)
         scores = torch.zeros(len(batch), dtype=dtype)
+        codes = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         failed, refused = torch.zeros(len(batch), dtype=torch.bool), dict[int, str]()
         if self.spec is not None:
             by_model, refused = self.score_by_model(batch)
@@ -136,7 +141,7 @@ class RewardWorker(ModelWorker):
                 given, failed[list(refused)] = by_model.to(dtype), True
                 given[failed] = self.reward.default or 0.0
                 scores += self.reward.model_weight * given
-        note = self._score_text(batch, scores, failed, refused)
+        note = self._score_text(batch, scores, failed, codes, refused)
         failed &= self.reward.default is None
         if self.first and "environment_reward" in batch:
             known = self.context.environments
@@ -150,7 +155,8 @@ class RewardWorker(ModelWorker):
             raise RewardError(
                 f"{reward_key(self.name)}: the score of row {row} is beyond float32; lower the weights, or what the function returns"
             )
-        return (batch.with_fields(scores=scores, failed=failed) if self.mesh.last_stage and len(batch) else None), note
+        made = batch.with_fields(scores=scores, failed=failed, answer_codes=codes)
+        return (made if self.mesh.last_stage and len(batch) else None), note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
         """The model's value of each row [rows] (None except on the last stage, and without rows), and why it cannot read some rows.
@@ -172,7 +178,8 @@ class RewardWorker(ModelWorker):
         """The i-th row for people to read.
 
         ``versions``: runs of tokens as [step whose weights drew them, length]. ``messages``: the prompt, if the data have it as a
-        chat. ``turns``: who wrote which part of the response, if the model did not write all of it.
+        chat. ``turns``: who wrote which part of the response, if the model did not write all of it. ``extracted``: the answer
+        that the reward read in the response (None: none), if it reads answers.
         """
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
         sample["length"] = int(batch["response_ids"].lengths[i])
@@ -183,6 +190,8 @@ class RewardWorker(ModelWorker):
             sample["versions"] = torch.stack(torch.unique_consecutive(versions, return_counts=True), 1).tolist()
         if messages := chat_messages(text[2]):
             sample["messages"] = messages
+        if sample["row_id"] in self.extracted:
+            sample["extracted"] = self.extracted[sample["row_id"]]
         if MASK in batch:
             ids, mask = batch["response_ids"].rows()[i].tolist(), batch[MASK].rows()[i].tolist()
             parts = equal_runs(mask)
@@ -199,13 +208,13 @@ class RewardWorker(ModelWorker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        sums = torch.zeros(12, dtype=torch.float64)
+        sums = torch.zeros(14, dtype=torch.float64)
         largest = torch.full((7,), -torch.inf, dtype=torch.float64)
         prompt_limit = self.context.max_prompt_length
         if self.answers and len(batch):
             x, lengths, prompts = scores.double(), model_tokens(batch).double(), batch["prompt_ids"].lengths.double()
-            counts = [*(report[name] for name in ("calls", "failures", "timeouts", "unclosed")), len(batch), len(x)]
-            counts += [report["clipped"]]
+            named = ("calls", "failures", "timeouts", "unclosed", "answered", "no_answer")
+            counts = [*(report[name] for name in named), len(batch), len(x), report["clipped"]]
             counts += [int((prompts >= prompt_limit).sum()) if prompt_limit else 0]
             totals = torch.stack([lengths.sum(), prompts.sum(), x.sum(), x.square().sum()])
             sums = torch.cat([torch.tensor(counts).double(), totals])
@@ -215,7 +224,9 @@ class RewardWorker(ModelWorker):
             if report["first_error"]:
                 largest[6] = -self.mesh.pool.rank
         local = sums.tolist()
-        calls, failures, timeouts, _, rows, scored, *_ = self.mesh.pool.all_reduce(sums, "control").tolist()
+        calls, failures, timeouts, _, answered, no_answer, rows, scored, *_ = self.mesh.pool.all_reduce(
+            sums, "control"
+        ).tolist()
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
         step, all_failed = self.controller.timeline.step, failures + timeouts == calls
         again = self.failing_since is not None and self.failing_since < step
@@ -229,9 +240,12 @@ class RewardWorker(ModelWorker):
                 f"{reward_key(self.name)}.{self.reward.scorer} returned None for all of the first {int(calls)} rows"
             )
         self.called = self.called or calls > 0
-        _, failed, late, unclosed, local_rows, local_scored, *clipped, tokens, prompt_tokens, score, squares = local
+        _, failed, late, unclosed, read, unread, local_rows, local_scored, *clipped, tokens, prompt_tokens, score, squares = (
+            local
+        )
         found: dict[str, Any] = {"failures": [failed], "timeouts": [late], "unscored": [local_rows - local_scored]}
         found |= {"unclosed_reasoning": [unclosed]} if self.reward.strip_reasoning else {}
+        found |= {"answered": [read], "no_answer": [unread]} if answered or no_answer else {}
         if scored:
             found |= {"mean": [score, local_scored], "std": [score, local_scored, squares], "max": highest, "min": -lowest}
         found = {f"{self.name}/{key}": value for key, value in found.items()}
@@ -288,7 +302,7 @@ class RewardWorker(ModelWorker):
         if "observations" in batch:
             turns = self._turns(batch)
             both = zip(texts, turns, strict=True)
-            texts = [(prompt, text, row | {"completion_messages": messages}) for (prompt, text, row), messages in both]
+            texts = [(prompt, text, row | {TURNS: messages}) for (prompt, text, row), messages in both]
         rows = [texts[i] for i in chosen.tolist()]
         if self.runner.bound.takes_ids:
             ids = batch["response_ids"].rows()
@@ -296,13 +310,15 @@ class RewardWorker(ModelWorker):
             rows = [(prompt, text, row | its) for (prompt, text, row), its in zip(rows, more, strict=True)]
         return batch.row_ids[chosen].tolist(), rows, batch.group_ids[chosen].tolist()
 
-    def _score_text(self, batch: Batch, scores: Tensor, failed: Tensor, refused: dict[int, str]) -> dict[str, Any]:
-        """Add the function's scores to ``scores`` and its failures to ``failed`` (bool [rows]), in place.
+    def _score_text(
+        self, batch: Batch, scores: Tensor, failed: Tensor, codes: Tensor, refused: dict[int, str]
+    ) -> dict[str, Any]:
+        """Add the function's scores to ``scores``, its failures to ``failed`` (bool [rows]) and its answers to ``codes``, in place.
 
         Rows that are not scored get nan. All ranks of the last stage get the same. Returns what :meth:`_report` needs to know, on tp
         0 with the texts of each row id. ``refused``: why the model cannot read some rows.
         """
-        report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}}
+        report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}, "extracted": {}}
         if not self.mesh.last_stage or not len(batch):
             return report
         if self.answers:
@@ -324,16 +340,23 @@ class RewardWorker(ModelWorker):
             given = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
             scores[scored] += self.reward.weight * (given if self.spec is None else given.nan_to_num(0.0))
             failed[scored.nonzero()[list(result.errors), 0]] = True
+            if result.answers:
+                coded = [answer_code(answer) for answer in result.answers.values()]
+                codes[scored.nonzero()[list(result.answers), 0]] = torch.tensor(coded, dtype=torch.float64)
+                report["extracted"] = {keys[at]: answer for at, answer in result.answers.items()}
+                report["no_answer"] = list(result.answers.values()).count(None)
+                report["answered"] = len(result.answers) - report["no_answer"]
             report |= {"calls": len(rows), "timeouts": result.timeouts}
             extras = {f"{self.name}/extra/{name}": sums for name, sums in result.extra_sums().items()}
             report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
         report["failures"] = int(failed.sum()) - report["timeouts"] if self.answers else 0
         if self.reward.function is not None or self.reward.data_sources is not None:
-            both = torch.stack([scores, failed.to(scores.dtype)])
+            fields = torch.stack([scores.double(), failed.double(), codes])
             for group in (self.mesh.tp, self.mesh.cp):  # cp last: only its first rank has what tp sends
-                group.broadcast(both, 0, "batch")
-            scores.copy_(both[0])
-            failed.copy_(both[1] > 0)
+                group.broadcast(fields, 0, "batch")
+            scores.copy_(fields[0])
+            failed.copy_(fields[1] > 0)
+            codes.copy_(fields[2])
         return report
 
 
