@@ -103,6 +103,7 @@ def test_a_constructor_that_raises_and_a_runner_without_a_function() -> None:
 
 VERL_ROW = {"answer": None, "data_source": "sums", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "answer": None}
+BEGUN = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "h"}]}
 CONTENTS = [("assistant", "7"), ("tool", "it is 9"), ("assistant", "8"), ("tool", "9")]
 TURNS = {"completion_messages": [{"role": role, "content": content} for role, content in CONTENTS]}
 ANSWERED = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]}  # not the prompt
@@ -123,6 +124,7 @@ SEVEN, NINE = ({"answer": answer, "data_source": None} for answer in "79")
             [3.0, None],
         ),
         ("trl_chat", [("<hi>", "hi", CHAT), ("<hi>", "ho", CHAT)], [1.0, 0.0]),
+        ("trl_chat", [("<hi>h", "i", BEGUN)], [1.0]),
         ("trl_one_bad", [("p", "5", ANSWERED)], [5.0]),
         ("trl_turns", [("<hi>", "all", CHAT | TURNS), ("p", "all", TURNS)], [1.0, 1.0]),
         ("by_columns", [("p", "all", {"answer": "7\n8"} | TURNS)], [1.0]),

@@ -100,12 +100,9 @@ class BoundReward:
                 return self.loop.run(self._together(each, timeout_s))
             return [self.function(**self._keywords(values)) for values in each]
         columns = {key: [values.get(key) for values in each] for key in {*self.required, *(key for row in each for key in row)}}
-        chats = [chat_messages(values["row"]) for values in each]
-        columns["prompts"] = [chat or values["prompt"] for chat, values in zip(chats, each, strict=True)]
-        columns["completions"] = [
-            values["row"].get(TURNS) or ([{"role": "assistant", "content": values["response"]}] if chat else values["response"])
-            for chat, values in zip(chats, each, strict=True)
-        ]
+        pairs = [_as_trl(values) for values in each]
+        columns["prompts"] = [prompt for prompt, _ in pairs]
+        columns["completions"] = [completion for _, completion in pairs]
         returned = self.function(**self._keywords(columns))
         given = self.loop.run(returned) if self.loop is not None else returned
         if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping | Set):
@@ -220,8 +217,30 @@ def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any
     return values | {"prompt": prompt, "response": response, "solution_str": response, "row": row}
 
 
-def chat_messages(row: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the row's prompt as chat messages, None for text. ``messages`` that end in an answer are some other column."""
+def _as_trl(values: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns prompt and completion as TRL passes them: messages where the prompt is a chat, text otherwise.
+
+    What the prompt's last message begins of the answer belongs to the completion.
+    """
+    row, response = values["row"], values["response"]
+    chat = chat_messages(row, values["prompt"])
+    if chat is None:
+        return values["prompt"], row.get(TURNS) or response
+    is_begun = chat[-1]["role"] == "assistant"
+    content = (str(chat[-1]["content"]) if is_begun else "") + response
+    return chat[:-1] if is_begun else chat, row.get(TURNS) or [{"role": "assistant", "content": content}]
+
+
+def chat_messages(row: Mapping[str, Any], prompt: str) -> list[Any] | None:
+    """Returns the row's prompt as chat messages, None for text.
+
+    A last message of the assistant is the beginning of its answer if ``prompt``, the prompt's text, ends with it; other
+    columns of the name ``messages`` hold whole conversations.
+    """
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
-    return messages if isinstance(last, Mapping) and last.get("role") != "assistant" else None
+    if not isinstance(last, Mapping):
+        return None
+    begun = str(last.get("content") or "").rstrip()
+    is_prompt = last.get("role") != "assistant" or (begun and prompt.rstrip().endswith(begun))
+    return messages if is_prompt else None

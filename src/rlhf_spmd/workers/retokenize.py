@@ -57,7 +57,7 @@ class Retokenizer:
         Raises DataError if there is no template, or it refuses the messages.
         """
         applies = self.encoder.config.apply_chat_template
-        prompt = None if applies is False else chat_prompt(row)
+        prompt = None if applies is False else chat_messages(row, row["prompt"])
         if prompt is None and applies is True:
             prompt = row["prompt"]
         if prompt is not None:
@@ -128,7 +128,7 @@ class JudgePrompts(Retokenizer):
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """The question's tokens. Raises DataError if there is no chat template, or it refuses a user's message."""
         where = f"{self.where}.judge, row {row.get('id')}"
-        messages = None if (chat := chat_prompt(row)) is None else check_messages(chat, where)
+        messages = None if (chat := chat_messages(row, row["prompt"])) is None else check_messages(chat, where)
         prompt = row["prompt"] if messages is None else messages[0]["content"]
         if messages is not None and len(messages) > 1:
             prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -143,16 +143,6 @@ class JudgePrompts(Retokenizer):
         while (less := self.special.sub("", text)) != text:
             text = less
         return text
-
-
-def chat_prompt(row: Mapping[str, Any]) -> list[Any] | None:
-    """The row's prompt as chat messages, None for text. The last may be the beginning of the assistant's answer."""
-    if (messages := chat_messages(row)) is not None:
-        return messages
-    messages = row.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping) else {}
-    begun = str(last.get("content") or "").rstrip()  # other columns of this name hold answers, which no prompt ends with
-    return messages if begun and row["prompt"].rstrip().endswith(begun) else None
 
 
 def build_retokenizer(

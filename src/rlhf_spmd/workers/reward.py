@@ -188,7 +188,7 @@ class RewardWorker(ModelWorker):
         if "rollout_versions" in batch:
             versions = batch["rollout_versions"].rows()[i]
             sample["versions"] = torch.stack(torch.unique_consecutive(versions, return_counts=True), 1).tolist()
-        if messages := chat_messages(text[2]):
+        if messages := chat_messages(text[2], text[0]):
             sample["messages"] = messages
         if sample["row_id"] in self.extracted:
             sample["extracted"] = self.extracted[sample["row_id"]]
