@@ -238,6 +238,12 @@ def test_templates_are_the_source_s_or_the_one_of_training(tmp_path: Path, chat_
             ["num_labels", "id2label"],
             {"architectures": ["Gemma3ForCausalLM"]},
         ),
+        (
+            {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+            ["score.weight"],
+            [],
+            {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False},
+        ),
     ],
 )
 def test_a_configuration_says_nothing_of_what_is_not_exported(

@@ -187,14 +187,24 @@ def test_a_turn_that_did_not_end_its_message_is_ended_in_the_observation() -> No
     closed = f"\n{START}user\ngo? on{END}\n{START}assistant\n"
     for text, _ in first:
         assert f"{END}{closed}" in text or END not in text[:-1]
-    path, mesh = str(talker()), alone()[1]
+    assert behind_a_cut_turn(talker(), {}).startswith(f"{END}{closed}")
+
+
+def test_an_observation_is_written_with_its_rows_variables() -> None:
+    moody = TEMPLATE.replace("assistant\n", "assistant{{ mood }}\n")
+    text = behind_a_cut_turn(talker(moody), {"chat_template_kwargs": '{"mood": "!"}'})
+    assert text.startswith(f"{END}\n{START}user\ngo? on{END}\n{START}assistant!\n")
+
+
+def behind_a_cut_turn(model: Path, row: dict[str, Any]) -> str:
+    """What follows a turn that a stop token ended."""
+    path, mesh = str(model), alone()[1]
     config = EnvironmentConfig(cls="test_several:Answering", args={"role": "user"}, max_turns=2)
-    found = Environments({"environment": config}, {0: {}}, load_tokenizer(path))
-    generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(found.tokenizer))
+    environments = Environments({"environment": config}, {0: row}, load_tokenizer(path))
+    generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(environments.tokenizer))
     cut = SamplingConfig(allowed_token_ids=[60, 61], stop_token_ids=[61])
-    (done,) = generator.generate([Request(0, 0, [50], 200)], cut, 1, 2, environments=found)
-    text = "".join(WORDS[token] for token in done.token_ids)
-    assert text.partition(WORDS[61])[2].startswith(f"{END}{closed}")
+    (completion,) = generator.generate([Request(0, 0, [50], 200)], cut, 1, 2, environments=environments)
+    return "".join(WORDS[token] for token in completion.token_ids).partition(WORDS[61])[2]
 
 
 def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:

@@ -17,7 +17,8 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.files import DataError
+from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, encode_continued
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
@@ -223,7 +224,9 @@ class MultiTurnRollouts:
         if isinstance(observation, str):
             return encode_continued(self.environments.tokenizer, observation)
         try:
-            text = self._encoder.between_turns(observation, f"row {row.request.row_id}")
+            row_id = row.request.row_id
+            data_row = Row(dict(self.environments.rows[row_id]), f"row {row_id}")
+            text = self._encoder.between_turns(observation, data_row.where, options=chat_options(data_row))
         except DataError as error:
             raise EnvironmentFailure(f"environment {self._names[row.request.row_id]!r}: {error}") from error
         first, *rest = encode_continued(self.environments.tokenizer, text)
