@@ -211,15 +211,21 @@ def test_a_row_is_scored_where_one_of_several_rewards_scores_it() -> None:
     sound = torch.zeros(3, dtype=torch.bool)
     fields = {"reward_scores": torch.tensor([1.0, nan, nan]), "cost_scores": torch.tensor([0.5, -2.0, nan])}
     fields |= {"reward_failed": sound, "cost_failed": sound}
+    fields |= {"reward_answer_codes": torch.full((3,), nan), "cost_answer_codes": torch.tensor([7.0, -1.0, nan])}
     sums, metrics = add_scores(fields, rows_at([0, 1, 2]), alone(state))
-    assert sums["scores"][:2].tolist() == [1.5, -2.0] and sums["scores"][2].isnan() and metrics == {"reward/total_mean": -0.25}
+    assert (
+        sums["scores"][:2].tolist() == [1.5, -2.0]
+        and sums["scores"][2].isnan()
+        and metrics == {"reward/total_mean": [-0.5, 2.0]}
+    )
+    assert sums["answer_codes"][:2].tolist() == [7.0, -1.0] and sums["answer_codes"][2].isnan()
     failed, metrics = add_scores(
         {**fields, "reward_failed": torch.tensor([False, True, False])}, rows_at([0, 1, 2]), alone(state)
     )
-    assert failed["scores"].isnan().tolist() == [False, True, True] and metrics == {"reward/total_mean": 1.5}, (
+    assert failed["scores"].isnan().tolist() == [False, True, True] and metrics == {"reward/total_mean": [1.5, 1.0]}, (
         "half a sum is none"
     )
-    nothing = {name: torch.full((3,), nan) if name.endswith("scores") else sound for name in fields}
+    nothing = {name: torch.full((3,), nan) if name.endswith(("scores", "codes")) else sound for name in fields}
     assert add_scores(nothing, rows_at([0, 1, 2]), alone(state))[1] == {}
     with pytest.raises(RewardError, match=r"^no reward scores any of the first 3 rows; look at"):
         add_scores(nothing, rows_at([0, 1, 2]), alone())

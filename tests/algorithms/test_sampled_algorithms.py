@@ -111,7 +111,10 @@ def test_dapo_s_penalty_and_advantages_are_those_of_the_paper() -> None:
     made, report = shaped(config, limit)({"scores": torch.tensor(scores, dtype=torch.float64)}, rows, ALONE)
     rewarded = made["seq_rewards"]
     assert isinstance(rewarded, Tensor) and rewarded.tolist() == pytest.approx(rewards.tolist(), abs=1e-12)
-    assert report == {"dapo/overlong_penalty_mean": pytest.approx(sum(penalties) / 4), "dapo/equal_group_fraction": 0.0}
+    assert report == {
+        "dapo/overlong_penalty_mean": [pytest.approx(sum(penalties)), 4.0],
+        "dapo/equal_group_fraction": [0.0, 4.0],
+    }
     advantages, _ = per_token(in_group({}), {"seq_rewards": rewarded}, rows)
     assert advantages.tolist() == pytest.approx(np.repeat(wanted, lengths).tolist(), abs=1e-12)
 

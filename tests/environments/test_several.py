@@ -25,7 +25,7 @@ from rlhf_spmd.environments.runner import EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
 from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
-from rlhf_spmd.generation.multi_turn import Environments, spelled_marks, turn_messages
+from rlhf_spmd.generation.multi_turn import Environments, SpelledMarks, turn_messages
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare
@@ -126,8 +126,8 @@ def test_a_turn_has_its_special_tokens_but_the_end_of_text() -> None:
 
 def test_marks_that_other_tokens_spell_are_told_apart() -> None:
     ids = [*map(WORDS.index, ANGRY), 2, WORDS.index("a"), 2]
-    assert spelled_marks(load_tokenizer(talker()), ids, ANGRY * 2 + "a" + ANGRY) == {ANGRY: [len(ANGRY), 2 * len(ANGRY) + 1]}
-    assert spelled_marks(load_tokenizer(talker()), [2], ANGRY) == {}
+    assert SpelledMarks(load_tokenizer(talker()), ids, ANGRY * 2 + "a" + ANGRY) == {ANGRY: [len(ANGRY), 2 * len(ANGRY) + 1]}
+    assert SpelledMarks(load_tokenizer(talker()), [2], ANGRY) == {}
 
 
 TOOLS = {"tools": ["test_several:find"]}
@@ -172,14 +172,14 @@ def encoded(text: str) -> list[int]:
 class Answering:
     """Answers each turn with ``role``'s message."""
 
-    def __init__(self, role: str) -> None:
-        self.role = role
+    def __init__(self, role: str, **fields: Any) -> None:
+        self.role, self.fields = role, fields
 
     def reset(self, row: Mapping[str, Any]) -> None:
         pass
 
     def step(self, text: str) -> tuple[list[dict[str, Any]], float, bool]:
-        return [{"role": self.role, "content": "go\udc80 on"}], 0.0, False
+        return [{"role": self.role, "content": "go\udc80 on", **self.fields}], 0.0, False
 
 
 def test_a_turn_that_did_not_end_its_message_is_ended_in_the_observation() -> None:
@@ -217,6 +217,8 @@ def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:
         with pytest.raises(RuntimeError, match=message) as caught:
             talk("test_several:Answering", model=talker(template), args={"role": role})
         assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="'environment': a message to row [0-9]+ is not JSON: Object of type set"):
+        talk("test_several:Answering", args={"role": "user", "seen": {1}})
 
 
 def test_the_name_that_a_model_calls_is_text_for_the_template() -> None:

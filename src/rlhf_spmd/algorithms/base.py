@@ -261,7 +261,7 @@ def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Co
     whole.state["scored"] = True
     first = (~codes.isnan()).int().argmax(0, keepdim=True)
     computed: dict[str, Field] = {"scores": total.where(scored, torch.nan), "answer_codes": codes.gather(0, first)[0]}
-    return computed, {"reward/total_mean": sums[0] / sums[1]} if sums[1] else {}
+    return computed, {"reward/total_mean": sums[:2]} if sums[1] else {}
 
 
 def validate(models: Any, data: Any, config: Any, global_step: int, stream: str = "prompts") -> dict[str, float]:

@@ -131,7 +131,8 @@ def shaped(config: Config, limit: int) -> Function:
         at = rows.group_ids.unique(return_inverse=True)[1]
         spread = away.new_full((len(rows),), -1.0).scatter_reduce_(0, at, away, "amax")[at]
         sums = whole.sum(torch.stack([penalty.sum(), (spread == 0).sum().double(), penalty.new_tensor(len(rows))]))
-        report = {"dapo/overlong_penalty_mean": float(sums[0] / sums[2]), "dapo/equal_group_fraction": float(sums[1] / sums[2])}
+        total, equal, count = sums.tolist()
+        report = {"dapo/overlong_penalty_mean": [total, count], "dapo/equal_group_fraction": [equal, count]}
         return {"seq_rewards": scores + penalty, "spread": spread}, report
 
     return judge

@@ -374,8 +374,10 @@ class Controller:
 
 def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]:
     """Returns for each reference its values in the order of its protocol. ``parts``: :meth:`Controller.values` of every rank."""
-    found = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
-    return [[value for which, _, value in found if which == i] for i in range(num_references)]
+    values: list[list[Any]] = [[] for _ in range(num_references)]
+    for reference, _, value in sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2]):
+        values[reference].append(value)
+    return values
 
 
 def _result(call: CallRecord) -> Reference:

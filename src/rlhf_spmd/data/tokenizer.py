@@ -155,6 +155,11 @@ def encode_continued(tokenizer: Any, text: str) -> list[int]:
     return encode(tokenizer, text)
 
 
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 @dataclass(frozen=True)
 class Decoding:
     """Decodes the token ids of one row, as :func:`decode` does."""
@@ -167,7 +172,7 @@ class Decoding:
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """Ids of the special tokens, which text does not show, by their names."""
-        return {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return _special_ids(self.tokenizer)
 
 
 def decoding(tokenizer: Any) -> Decoding | None:

@@ -11,7 +11,7 @@ row waits it sends nothing. The time of an answer decides which rows are compute
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,20 +50,42 @@ class Environments:
     encoding: EncodingConfig | None = None
 
 
-def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
-    """Returns :class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``."""
-    marks = {}
-    for token, added in _added_texts(tokenizer).items():
-        if text.count(added) > ids.count(token):
-            starts = [i for i, each in enumerate(ids) if each == token]
-            marks[added] = [len(each) for each in decode(tokenizer, [ids[:i] for i in starts], skip_special_tokens=False)]
-    return marks
+class SpelledMarks(Mapping[str, list[int]]):
+    """:class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``. A mark is looked for when it is asked for, because
+    some vocabularies have thousands of added tokens.
+    """
+
+    def __init__(self, tokenizer: Any, ids: list[int], text: str) -> None:
+        self._tokenizer, self._ids, self._text = tokenizer, ids, text
+        self._starts: dict[str, list[int] | None] = {}
+
+    def __getitem__(self, mark: str) -> list[int]:
+        if mark not in self._starts:
+            self._starts[mark] = self._find(mark)
+        starts = self._starts[mark]
+        if starts is None:
+            raise KeyError(mark)
+        return starts
+
+    def _find(self, mark: str) -> list[int] | None:
+        """Returns where the token begins in the text, None unless the turn also spells it in other tokens."""
+        token = _added_tokens(self._tokenizer).get(mark)
+        if token is None or self._text.count(mark) <= self._ids.count(token):
+            return None
+        before = [self._ids[:i] for i, each in enumerate(self._ids) if each == token]
+        return [len(text) for text in decode(self._tokenizer, before, skip_special_tokens=False)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (mark for mark in _added_tokens(self._tokenizer) if mark in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @lru_cache(maxsize=8)
-def _added_texts(tokenizer: Any) -> dict[int, str]:
+def _added_tokens(tokenizer: Any) -> dict[str, int]:
     """Returns the tokens that were added to the vocabulary, but for the runs of blanks that some have among them."""
-    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
+    return {added.content: token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
 
 
 def turn_messages(
@@ -83,9 +105,11 @@ def turn_messages(
         if not drawn:
             messages += next(rest)
             continue
-        content: str | None = decode(tokenizer, [response[begin:end]])[0]
-        if reasoning_tags is not None:
-            content = strip_reasoning(tokenizer, [*prompt, *response[:begin]], response[begin:end], reasoning_tags)
+        if reasoning_tags is None:
+            content: str | None = decode(tokenizer, [response[begin:end]])[0]
+        else:
+            before = response[max(begin - TAIL, 0) : begin] if begin >= TAIL else [*prompt[-TAIL:], *response[:begin]]
+            content = strip_reasoning(tokenizer, before, response[begin:end], reasoning_tags)
         messages.append({"role": "assistant", "content": content or ""})
     return messages
 
@@ -162,7 +186,7 @@ class MultiTurnRollouts:
                 # models write tool calls between special tokens
                 text = self._decode(said)
                 before = self._decode(row.tokens[max(start - TAIL, 0) : start])
-                self._runner.step(row_id, text, TurnContext(before, spelled_marks(self.environments.tokenizer, said, text)))
+                self._runner.step(row_id, text, TurnContext(before, SpelledMarks(self.environments.tokenizer, said, text)))
         return held
 
     def _decode(self, ids: list[int]) -> str:
@@ -187,7 +211,7 @@ class MultiTurnRollouts:
                 answers: list[Encoded | str] = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
             except EnvironmentFailure as failure:
                 answers = [str(failure)]
-            sent = json.dumps(answers, default=str).encode() if answers else b""
+            sent = json.dumps(answers).encode() if answers else b""
         sent = self.replica.broadcast_bytes(sent, "generation:environments")
         taken = []
         for answer in json.loads(sent) if sent else ():
@@ -214,6 +238,12 @@ class MultiTurnRollouts:
             )
         said = answer.observation
         messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
+        try:
+            json.dumps(messages)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailure(
+                f"environment {self._names[answer.row_id]!r}: a message to row {answer.row_id} is not JSON: {error}"
+            ) from error
         return answer.row_id, ids, messages, answer.reward, answer.done
 
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
@@ -229,7 +259,9 @@ class MultiTurnRollouts:
             text = self._encoder.between_turns(observation, data_row.where, options=chat_options(data_row))
         except DataError as error:
             raise EnvironmentFailure(f"environment {self._names[row.request.row_id]!r}: {error}") from error
-        first, *rest = encode_continued(self.environments.tokenizer, text)
+        first, *rest = encode_continued(self.environments.tokenizer, text) or [
+            row.tokens[-1]
+        ]  # nothing: a template may drop it
         has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(self.spec.eos_token_ids)
         return rest if has_ended else [first, *rest]
 

@@ -249,16 +249,14 @@ def _draw_groups(
     ruled = scores is not logits
     if not ruled:
         scores = gather_logits(decoder, logits)
-    if drawable < scores.shape[1]:
-        scores = scores[:, :drawable]
     draws = positions if settings.greedy else uniform(keys, positions)
     parts: list[Drawn] = []
     for sampling, chosen in groups:
-        some, some_scores, some_draws = logits, scores, draws
+        some, some_scores, some_draws = logits, scores, draws  # all rows
         if chosen is not None:
             some, some_draws = logits[chosen], draws[chosen]
             some_scores = some if scores is logits else scores[chosen]
-        drawn = sample(some_scores, sampling, some_draws)
+        drawn = sample(some_scores[:, :drawable], sampling, some_draws)
         # cumulative sums may differ between ranks in the last bit, and then their schedules would
         if not capabilities(drawn.device).batch_invariant:
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
@@ -270,7 +268,7 @@ def _draw_groups(
     else:
         tokens, log_probs, at_one = (_joined(column, groups) for column in zip(*parts, strict=True))
     if ruled:  # rules may leave no token to draw
-        at_one = at_one.masked_fill(~scores.amax(1).isfinite(), torch.nan)
+        at_one = at_one.masked_fill(~scores[:, :drawable].amax(1).isfinite(), torch.nan)
     return tokens, log_probs, at_one
 
 

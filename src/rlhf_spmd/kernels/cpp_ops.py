@@ -48,8 +48,8 @@ _SIGNATURES = {
     "gated_linear_backward": "ipp lli pi",
     "logit_statistics": "p llp li pi",
     "logit_gradients": "p llp lpp i",
-    "argmax": "p ll pi",
-    "draw": "p ll f ppi",
+    "argmax": "p lll pi",
+    "draw": "p lll f ppi",
     "block_forward": "s",
 }
 _BLOCK = struct.Struct("15q 3q 3q 10q 2q 7q 4d")  # Block of block.cpp
@@ -279,23 +279,28 @@ class CppOps(BatchInvariantOps):
     def argmax(self, logits: Tensor) -> Tensor:
         if logits.dtype != torch.float32:
             return super().argmax(logits)
-        logits = logits.contiguous()
+        logits = _with_adjacent_columns(logits)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._c.argmax(logits, *logits.shape, out, torch.get_num_threads())
+        self._c.argmax(logits, *logits.shape, logits.stride(0), out, torch.get_num_threads())
         return out
 
     def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor | None:
         if logits.dtype != torch.float32:
             return None
         assert uniforms.dtype == torch.float64, f"draws are by fp64 numbers, not by {uniforms.dtype}"
-        logits, uniforms = logits.contiguous(), uniforms.contiguous()
+        logits, uniforms = _with_adjacent_columns(logits), uniforms.contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._c.draw(logits, *logits.shape, temperature, uniforms, out, torch.get_num_threads())
+        self._c.draw(logits, *logits.shape, logits.stride(0), temperature, uniforms, out, torch.get_num_threads())
         return out
 
 
 def _sinks(rule: AttentionRule) -> Tensor | None:
     return None if rule.sinks is None else rule.sinks.detach().float().contiguous()
+
+
+def _with_adjacent_columns(logits: Tensor) -> Tensor:
+    """Returns logits [rows, n] whose columns lie side by side, as those of a wider matrix do: no copy of these."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -152,10 +152,10 @@ inline int team_for(i64 elements, int threads) { return elements > 1 << 16 ? thr
 
 extern "C" {
 
-// Of each row of logits [rows, n] where its largest is, the first of equal ones.
-void argmax(const float* logits, i64 rows, i64 n, i64* out, int threads) {
+// Of each row of logits [rows, n], with a stride from row to row, where its largest is, the first of equal ones.
+void argmax(const float* logits, i64 rows, i64 n, i64 stride, i64* out, int threads) {
   in_team(team_for(rows * n, threads), rows, 8, [&](i64 row) {
-    const float *l = logits + row * n, top = largest_of(l, n);
+    const float *l = logits + row * stride, top = largest_of(l, n);
     i64 at = 0;
     while (at + BLOCK < n && largest_of(l + at, BLOCK) != top) at += BLOCK;
     while (at + 1 < n && l[at] != top) at++;
@@ -163,9 +163,10 @@ void argmax(const float* logits, i64 rows, i64 n, i64* out, int threads) {
   });
 }
 
-// Token ids [rows] from logits [rows, n] at a temperature: the first whose cumulative probability exceeds uniforms [rows].
-void draw(const float* logits, i64 rows, i64 n, float temperature, const double* uniforms, i64* out, int threads) {
-  auto draw = [&](i64 row) { out[row] = draw_row(logits + row * n, n, temperature, uniforms[row]); };
+// Token ids [rows] from logits [rows, n], with a stride from row to row, at a temperature: the first whose cumulative probability
+// exceeds uniforms [rows].
+void draw(const float* logits, i64 rows, i64 n, i64 stride, float temperature, const double* uniforms, i64* out, int threads) {
+  auto draw = [&](i64 row) { out[row] = draw_row(logits + row * stride, n, temperature, uniforms[row]); };
   in_team(team_for(rows * n, threads), rows, 8, draw);
 }
 

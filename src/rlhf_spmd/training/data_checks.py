@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import date
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +35,7 @@ def with_tools(sections: Mapping[str, Any], environments: Mapping[str, Environme
 
 def with_dates(config: Any, tokenizer: Any) -> Any:
     """Return the configuration with the day that templates write, where they ask for today's: that of the run's ``config.yaml``, so
-    that a run which goes on on another day has the same data.
+    that a run which goes on on another day has the same data. The day is UTC's, which hosts of all time zones share.
     """
     written = Path(config.run.dir) / CONFIG_FILE
     dated = {}
@@ -43,7 +43,7 @@ def with_dates(config: Any, tokenizer: Any) -> Any:
         data = getattr(config, section.key)
         if isinstance(data, EncodingConfig) and data.template_date is None and data.asks_for_date(tokenizer):
             before = resolved_key(written, f"{section.key}.template_date") if written.is_file() else None
-            dated[section.key] = replace(data, template_date=str(before or date.today()))
+            dated[section.key] = replace(data, template_date=str(before or datetime.now(UTC).date()))
     return replace(config, **dated)
 
 

@@ -64,8 +64,12 @@ def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[st
     """
     reports = [member for members in calls for member in members if isinstance(member, dict)]
     metrics: dict[str, float] = {}
-    for key in dict.fromkeys(key for report in reports for key in report if "/" in key):
-        values = [report[key] for report in reports if key in report]
+    values_by_key: dict[str, list[Any]] = {}
+    for report in reports:
+        for key, value in report.items():
+            if "/" in key:
+                values_by_key.setdefault(key, []).append(value)
+    for key, values in values_by_key.items():
         if isinstance(values[0], list):
             metrics[key] = _of_sums(*map(sum, zip(*values, strict=True)))
         elif key.endswith(("max", "min")):  # numpy's let nan through wherever it stands

@@ -46,7 +46,7 @@ class GlobalReduce:
 
 # (fields by name, [tokens] or [rows] each; rows; reductions over all ranks) -> new fields, and metrics that are the same on every rank.
 # A rank without rows is called too, with empty tensors. ``Rows.per_token`` makes a field per token; a tensor [rows] is one per row.
-Computed = tuple[dict[str, Field], dict[str, float]]
+Computed = tuple[dict[str, Field], dict[str, Any]]  # fields, and metrics, which may be lists of sums (recorder.merge_values)
 Function = Callable[[dict[str, Tensor], Rows, GlobalReduce], Computed]
 
 
