@@ -73,6 +73,8 @@ class LoraConfig:
         return named == ALL_LINEAR or any(f".{module}".endswith(f".{end}") for end in named)
 
     def check(self, where: str) -> None:
+        if not self.rank and self.path is not None:
+            raise ValueError(f"{where}.rank=0: give the rank of the adapter in {where}.path, 'r' in its adapter_config.json")
         if not self.rank and self != LoraConfig():
             raise ValueError(f"{where}.rank=0: there are no adapters, and the other keys of {where} do nothing; give it a rank")
         self.need_package(where)

@@ -130,15 +130,17 @@ def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> N
             found = {name.replace(spec.text_prefix, ""): tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{where}.path={lora.path}: {ADAPTER_FILE} cannot be read: {error}") from error
+    config = read_json(folder / ADAPTER_CONFIG)
     if head == "value" and STORED_HEAD in found:
         wanted[STORED_HEAD] = (1, spec.hidden_size)
     other = min((name for name in {**wanted, **found} if wanted.get(name) != found.get(name)), default=None)
     if other is not None:
         raise ValueError(
             f"{where}.path={lora.path}: tensor {other} there is {found.get(other)}, by {where}.rank={lora.rank} and "
-            f"target_modules={lora.target_modules} it is {wanted.get(other)}; they must be the adapter's"
+            f"target_modules={lora.target_modules} it is {wanted.get(other)}; they must be the adapter's, whose {ADAPTER_CONFIG} has "
+            f"target_modules={config.get('target_modules')}"
         )
-    check_peft_config(read_json(folder / ADAPTER_CONFIG), lora, str(folder / ADAPTER_CONFIG), where)
+    check_peft_config(config, lora, str(folder / ADAPTER_CONFIG), where)
 
 
 def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False) -> Iterator[tuple[Tensor, Box]]:

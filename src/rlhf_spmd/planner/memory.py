@@ -42,6 +42,7 @@ class RoleSettings:
     ``itemsize``: bytes of a weight. ``on_host``: the device is a CPU, where offloaded tensors lie in the same memory.
     ``chunk``: logits that the head makes at a time. ``entropy``: the head also makes entropies. ``optim``: the optimizer's
     name. ``adapters``: elements of a layer's low-rank adapters, which are trained instead of the weights; 0: there are none.
+    ``keeps_start``: the adapters that training began with stay beside them, for a reference; ZeRO does not cut these.
     ``quantized``: elements of a layer that are quantized to ``bits``; ZeRO does not cut these.
     """
 
@@ -57,6 +58,7 @@ class RoleSettings:
     entropy: bool = True
     optim: str = "adamw"
     adapters: float = 0.0
+    keeps_start: bool = False
     quantized: float = 0.0
     bits: int = 0
 
@@ -316,7 +318,8 @@ def _kept(part: _Slice, role: RoleSettings) -> tuple[Any, Any]:
         ends = 0 if role.adapters else part.ends / part.shards
         experts = 0 if role.adapters else part.experts
         states = role.states * (trained + experts) + (role.masters + 2 * role.moment - role.states) * ends
-    return _resting(part, role) + role.itemsize * part.layers * role.adapters / part.shards, states
+    copies = 1 / part.shards + role.keeps_start
+    return _resting(part, role) + role.itemsize * part.layers * role.adapters * copies, states
 
 
 def _alive(settings: CallSettings, role: RoleSettings, stage: Stage, number: Any) -> Any:

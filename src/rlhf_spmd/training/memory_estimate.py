@@ -142,6 +142,7 @@ def role_settings(plan: RolePlan, **more: Any) -> model.RoleSettings:
         activation_offload=config.activation_offload,
         optim=config.optim.name,
         adapters=adapter_numel(spec, config.lora),
+        keeps_start=plan.trained and config.lora.path is not None,
         quantized=quantized_numel(spec, config.lora),
         bits=config.lora.bits or 0,
         **more,
