@@ -368,7 +368,19 @@ def test_a_reward_model_continues_what_the_prompt_began(tokenizer: Any) -> None:
     assert '<|message|>{"city": "Ulm"}<|call|>' in texts[1] and texts[2] == "Sun?Yes.<|endoftext|>"
 
 
-def test_objects_that_a_template_would_write_as_python_does(tokenizer: Any) -> None:
-    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
-    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
-    assert encoder.apply_template(check_messages(LOOP, "x"), "x", False) == '{"city":"Ulm"}'
+WRITES_CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}WRITTEN{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("asked", ["Sun?", "Write {'city': 'Ulm'}."])
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("{{ c.function.arguments }}", '{"city":"Ulm"}'),
+        ("{{ c.function.arguments | tojson }}", '{"city": "Ulm"}'),
+    ],
+)
+def test_arguments_are_encoded_once(tokenizer: Any, asked: str, written: str, text: str) -> None:
+    """Also if another message has what Python writes of them."""
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=WRITES_CALLS.replace("WRITTEN", written)))
+    messages = check_messages([{"role": "user", "content": asked}, *CALLS], "x")
+    assert encoder.apply_template(messages, "x", False) == asked + text

@@ -18,9 +18,10 @@ from rlhf_spmd.data.messages import (
     ChatOptions,
     Message,
     all_arguments,
+    argument_text,
     check_messages,
     normalise_message,
-    with_text_arguments,
+    with_arguments,
 )
 from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, TurnFrame, added_ids, encode, shared_length, turn_frame
 
@@ -30,6 +31,7 @@ TEMPLATE_FILE = "chat_template.jinja"  # transformers' names, beside a tokenizer
 NAMED_TEMPLATES = "additional_chat_templates"  # a directory of further ones, such as tool_use.jinja
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the template marks what the assistant generates
 NOW = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")  # a template's call for today's date
+ARGUMENTS_PROBE = {PROBE: PROBE}  # shows how a template writes an object
 CharSpan = tuple[int, int]  # begin and end (exclusive) in the rendered text
 
 
@@ -291,7 +293,7 @@ class PromptEncoder:
             raise DataError(f"{where}: the chat template does not write 'tool_calls'; give {self.key}, one that does")
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         refusal: Exception | None = None
-        for form in (plain, with_text_arguments(plain)) if arguments else (plain,):
+        for form in (plain, with_arguments(plain, argument_text)) if arguments else (plain,):
             try:
                 text, marks = render(form, template, self._variables(options))
             except TemplateSyntaxError as error:
@@ -301,9 +303,12 @@ class PromptEncoder:
             except (TemplateError, *REFUSALS) as error:
                 refusal = refusal or error
                 continue
-            if form is not plain or not any(value and repr(dict(value)) in text for value in arguments):
-                return text, marks
-        assert refusal is not None, "arguments as text have been written as Python writes an object"
+            if form is plain and any(value and repr(dict(value)) in text for value in arguments):
+                probed = render(with_arguments(plain, lambda _: ARGUMENTS_PROBE), template, self._variables(options))
+                if repr(ARGUMENTS_PROBE) in probed[0]:  # otherwise another message has that text
+                    continue
+            return text, marks
+        assert refusal is not None, "arguments as text are returned as they are written"
         raise DataError(f"{where}: the chat template refuses these messages: {first_line(refusal)}") from refusal
 
 

@@ -6,7 +6,7 @@ Pure. Every message of prompts, SFT, pairs, KTO, score, chat and serve passes :f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,20 +147,23 @@ def _parsed(value: Any, name: str) -> Any:
         raise DataError(f"{name} is not valid JSON: {first_line(error)}: {value[:80]!r}") from error
 
 
-def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with the arguments of their calls as JSON text, for templates that do not encode them."""
+def with_arguments(messages: Sequence[Message], written: Callable[[Mapping[str, Any]], Any]) -> list[Message]:
+    """Returns the messages with ``written(arguments)`` in place of the arguments of each call."""
 
-    def written(call: Message) -> Message:
+    def rewritten(call: Message) -> Message:
         function = call.get("function", call)
-        arguments = function["arguments"]
-        text = arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
-        function = {**function, "arguments": text}
+        function = {**function, "arguments": written(function["arguments"])}
         return {**call, "function": function} if "function" in call else function
 
     return [
-        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
+        {**message, "tool_calls": [rewritten(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
         for message in messages
     ]
+
+
+def argument_text(arguments: Mapping[str, Any]) -> str:
+    """Returns the arguments of a call as JSON text, as the data have it if they have text."""
+    return arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
 
 
 def all_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
