@@ -98,6 +98,7 @@ ASKED = [{"role": "user", "content": "Sun?"}]
 THOUGHT = [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
 INLINE = [{"role": "assistant", "content": "<think>Hm.</think>Yes."}]
 CALLS = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
+OLDER_CALLS = [{"role": "assistant", "content": None, "function_call": CALL["function"]}]
 LOOP = [*ASKED, *CALLS, {"role": "tool", "content": "sun"}, {"role": "assistant", "content": "Yes."}]
 
 
@@ -206,7 +207,7 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
     assert shown(tokenizer, with_tools).startswith(prompt)
     thoughts = {"more": {"chat_template_kwargs": '{"thinking": true}'}} if name == "deepseek" else {}
     assert row_texts(tokenizer, INLINE if name == "deepseek" else THOUGHT, **said, **thoughts) == {thinks}
-    assert row_texts(tokenizer, CALLS, **said) == {calls}
+    assert row_texts(tokenizer, CALLS, **said) == row_texts(tokenizer, OLDER_CALLS, **said) == {calls}
     assert shown(tokenizer, SftConfig(**dated).tokenize([Row({"messages": LOOP}, "x:1")], tokenizer)) == loop
     ((_, scored),) = encode_pairs(
         [Row({"prompt": ASKED, "response": CALLS}, "x")], PromptResponseConfig(**dated), tokenizer, None
@@ -227,6 +228,8 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
         ("{{ messages[-1].content }}", CALLS, {}, "the chat template does not write 'tool_calls'"),
         (QWEN3, call('{"x": '), {}, "the arguments of 'f' is not valid JSON"),
         (QWEN3, call("[1]"), {}, "must be an object or its JSON"),
+        (QWEN3, [{**CALLS[0], **OLDER_CALLS[0]}], {}, "'function_call' of message 0: the message has 'tool_calls', too"),
+        (QWEN3, [{**OLDER_CALLS[0], "function_call": "look"}], {}, "'function_call' of message 0 is not valid JSON"),
         (QWEN3, call({}, name=None), {}, "a call must be an object with a function's 'name'"),
         (QWEN3, [{"role": "assistant", "content": "x", "weight": 2}], {}, "the weight of message 0 must be 0 or 1, not 2"),
         (

@@ -77,13 +77,19 @@ def normalise_message(message: Any, where: str, number: int = 0) -> Message:
     """Returns ``{"role": ..., "content": text}`` with the message's other fields, as chat templates read them.
 
     Fields that are None are left out. Text parts of the content are joined. A message of the assistant that only calls
-    tools has the content "". Arguments of calls are objects. ``weight`` is there only if it is 0. ``number``: the
+    tools has the content "". OpenAI's older ``function_call`` is a call like others. Arguments of calls are objects. ``weight`` is there only if it is 0. ``number``: the
     message's place, for errors. Raises DataError.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
     fields = {key: value for key, value in message.items() if value is not None}
-    if calls := _calls(fields.pop("tool_calls", None), f"{where}: 'tool_calls' of message {number}"):
+    calls = _calls(fields.pop("tool_calls", None), f"{where}: 'tool_calls' of message {number}")
+    name = f"{where}: 'function_call' of message {number}"
+    if function := _parsed(fields.pop("function_call", None), name):
+        if calls:
+            raise DataError(f"{name}: the message has 'tool_calls', too; give one of them")
+        calls = [{"type": "function", "function": _call(function, name)}]
+    if calls:
         fields["tool_calls"] = calls
     content = fields.get("content")
     if isinstance(content, list | tuple):
