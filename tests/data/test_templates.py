@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_spmd.data.conversations import Conversation, ConversationEncoder
 from rlhf_spmd.data.dataset import TokenDataset
@@ -91,6 +92,9 @@ DEEPSEEK = jinja(r"""
 {% if add_generation_prompt and messages[-1].role == 'user' %}
   <|Assistant|>{{ '<think>' if thinking else '</think>' }}
 {% endif %}""")
+FIRST_CALL = QWEN3.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+MARKED_CALL = FIRST_CALL.replace("{{ said }}", "{% generation %}{{ said }}{% endgeneration %}")
+KNOWN = QWEN3.replace("{{ m.content }}", "{{ m.content if m.role in ('system', 'user', 'tool') }}")
 TOOL = {"type": "function", "function": {"name": "look"}}
 TOOLS = '[{"type": "function", "function": {"name": "look"}}]'
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"city":"Ulm"}'}}
@@ -200,6 +204,8 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
     template, prompt, thinks, calls, loop = TABLE[name]
     said = {"chat_template": template}
     dated = {**said, "path": "x", "template_date": "2026-01-31"}
+    nothing = DataConfig(**dated).tokenize([Row({"prompt": ASKED, "tools": ""}, "x:1")], tokenizer)
+    assert TOOLS not in shown(tokenizer, nothing)
     for tools in ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]):
         data = DataConfig(**dated).tokenize([Row({"prompt": ASKED, "tools": tools}, "x:1")], tokenizer)
         assert shown(tokenizer, data) == prompt
@@ -228,6 +234,9 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
         ("{{ messages[-1].content }}", CALLS, {}, "the chat template does not write 'tool_calls'"),
         (QWEN3, call('{"x": '), {}, "the arguments of 'f' is not valid JSON"),
         (QWEN3, call("[1]"), {}, "must be an object or its JSON"),
+        (GPT_OSS, [{**CALLS[0], "content": "Let me look."}], {}, "leaves out the content of message 1, beside its calls"),
+        (FIRST_CALL, [{**CALLS[0], "tool_calls": [CALL, CALL]}], {}, "leaves out call 1 of message 1"),
+        (MARKED_CALL, [{**CALLS[0], "tool_calls": [CALL, CALL]}], {}, "leaves out call 1 of"),
         (QWEN3, [{**CALLS[0], **OLDER_CALLS[0]}], {}, "'function_call' of message 0: the message has 'tool_calls', too"),
         (QWEN3, [{**OLDER_CALLS[0], "function_call": "look"}], {}, "'function_call' of message 0 is not valid JSON"),
         (QWEN3, call({}, name=None), {}, "a call must be an object with a function's 'name'"),
@@ -256,12 +265,13 @@ def test_what_a_template_cannot_say_is_refused(
         ({"tools": [1]}, "'tools' must be a list of schemas"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize is no variable"),
+        ({"prompt": [{"role": "developer", "content": "Sun?"}, *ASKED]}, "leaves out messages of the role 'developer'"),
         ({"prompt": [*ASKED, *CALLS]}, "the prompt ends with the assistant's calls"),
     ],
 )
 def test_what_a_row_cannot_ask_for_is_refused(tokenizer: Any, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^x:1: .*{message}"):
-        DataConfig(path="x", chat_template=QWEN3).tokenize([Row({"prompt": ASKED, **row}, "x:1")], tokenizer)
+        DataConfig(path="x", chat_template=KNOWN).tokenize([Row({"prompt": ASKED, **row}, "x:1")], tokenizer)
 
 
 def test_a_prompt_may_begin_the_answer(tokenizer: Any) -> None:
@@ -272,6 +282,12 @@ def test_a_prompt_may_begin_the_answer(tokenizer: Any) -> None:
     assert row_texts(tokenizer, [{"role": "assistant", "content": "yes"}], begun, chat_template=QWEN3) == {
         f"{text}[[yes<|im_end|>]]"
     }
+
+
+def test_a_developer_message_stands_for_a_system_prompt(tokenizer: Any) -> None:
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=QWEN3, system_prompt="Be brief."))
+    text, _ = encoder.render([{"role": "developer", "content": "Be long."}, *ASKED], "x:1")
+    assert text.startswith("<|im_start|>developer\nBe long.<|im_end|>") and "brief" not in text
 
 
 def test_weights_of_messages_and_rows(tokenizer: Any) -> None:
@@ -360,6 +376,24 @@ def test_pairs_that_differ_in_a_call_are_two_responses(tokenizer: Any) -> None:
     same = [{**CALLS[0], "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"city": "Ulm"}}}]}]
     with pytest.raises(DataError, match="two responses are equal"):
         config.tokenize([Row({"prompt": ASKED, "chosen": CALLS, "rejected": same}, "x:1")], tokenizer)
+
+
+def test_pairs_that_differ_in_the_text_of_arguments(tokenizer: Any) -> None:
+    """Some templates write the text. Also in the prompts of dialogues, and whatever the margin and the marks in a text."""
+    dialogues = [[*ASKED, *call(text), *LOOP[2:]] for text in ('{"a":1}', '{"a": 1}')]
+    other = {"role": "assistant", "content": "\n\nHuman: No."}
+    rows = [
+        *({"prompt": ASKED, "chosen": each[1:2], "rejected": [other], "margin": None} for each in dialogues),
+        *({"chosen": each, "rejected": [*each[:-1], other]} for each in dialogues),
+    ]
+    config = PreferencesConfig(path="x", chat_template=DEEPSEEK)
+    data = config.tokenize([Row(row, f"x:{i}") for i, row in enumerate(rows)], tokenizer)
+    columns = [data.columns[name].rows()[::2] for name in ("prompt_ids", "response_ids")]
+    texts = [tokenizer.decode(torch.cat(ids).tolist()) for ids in zip(*columns, strict=True)]
+    assert [('{"a":1}' in text, '{"a": 1}' in text) for text in texts] == [(True, False), (False, True)] * 2
+    assert data.numbers["margin"].tolist() == [0.0] * 8
+    with pytest.raises(DataError, match="'gap' must be a number of at least 0, not None"):
+        PreferencesConfig(path="x", margin_key="gap").tokenize([Row({**rows[0], "gap": None}, "x:1")], tokenizer)
 
 
 def test_a_reward_model_continues_what_the_prompt_began(tokenizer: Any) -> None:

@@ -39,9 +39,10 @@ NO_OPTIONS = ChatOptions()
 def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
     """Returns the row's columns ``tools``, by default the configuration's ``tools``, and ``chat_template_kwargs``.
 
-    Both may be JSON text. Raises DataError.
+    Both may be JSON text. Tools that are an empty text are none. Raises DataError.
     """
-    schemas = _parsed(row.values.get("tools"), f"{row.where}: 'tools'")
+    column = row.values.get("tools")
+    schemas = [] if column == "" else _parsed(column, f"{row.where}: 'tools'")
     if schemas is not None:
         schemas = [_parsed(each, f"{row.where}: 'tools'") for each in schemas] if isinstance(schemas, list) else [schemas]
         if not all(isinstance(each, Mapping) for each in schemas):
