@@ -365,7 +365,9 @@ class _Rendering:
                 texts[content] = f"the content of message {number}, beside its calls"
         text = self._apply(probed, False) if texts else ""
         if lost := [words for name, words in texts.items() if name not in text]:
-            raise DataError(f"{self.where}: the chat template leaves out {lost[0]}; split the message, or give {self.encoder.key}")
+            raise DataError(
+                f"{self.where}: the chat template leaves out {lost[0]}; split the message, or give {self.encoder.key}"
+            )
 
     def _unclosed(self) -> DataError:
         return DataError(
