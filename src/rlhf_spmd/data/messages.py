@@ -78,7 +78,8 @@ def normalise_message(message: Any, where: str, number: int = 0) -> Message:
     """Returns ``{"role": ..., "content": text}`` with the message's other fields, as chat templates read them.
 
     Fields that are None are left out. Text parts of the content are joined. A message of the assistant that only calls
-    tools has the content "". OpenAI's older ``function_call`` is a call like others. Arguments of calls are objects. ``weight`` is there only if it is 0. ``number``: the
+    tools has the content "". OpenAI's older ``function_call`` is a call like others. Arguments of calls are objects.
+    ``weight`` is there only if it is 0. ``number``: the
     message's place, for errors. Raises DataError.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
