@@ -433,7 +433,7 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
     template = "{% for m in messages %}{{ '>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
     template += "{{ '>' if add_generation_prompt }}"
     assert pairs(path, prompt_key="messages", chat_template=template) == [([5, 14], [6, 2])]
-    with pytest.raises(DataError, match="no message is the assistant's"):
+    with pytest.raises(DataError, match="no key 'response'"):
         pairs(write(tmp_path / "c.jsonl", {"prompt": chat[:1]}), chat_template=TEMPLATE)
     ids = write(tmp_path / "d.jsonl", {"prompt_ids": [1, 4], "response_ids": [5]})
     assert pairs(ids) == [([1, 4], [5])]

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_spmd.data.conversations import Conversation, ConversationEncoder
 from rlhf_spmd.data.dataset import TokenDataset
@@ -91,6 +92,9 @@ DEEPSEEK = jinja(r"""
 {% if add_generation_prompt and messages[-1].role == 'user' %}
   <|Assistant|>{{ '<think>' if thinking else '</think>' }}
 {% endif %}""")
+FIRST_CALL = QWEN3.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+MARKED_CALL = FIRST_CALL.replace("{{ said }}", "{% generation %}{{ said }}{% endgeneration %}")
+KNOWN = QWEN3.replace("{{ m.content }}", "{{ m.content if m.role in ('system', 'user', 'tool') }}")
 TOOL = {"type": "function", "function": {"name": "look"}}
 TOOLS = '[{"type": "function", "function": {"name": "look"}}]'
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"city":"Ulm"}'}}
@@ -98,6 +102,7 @@ ASKED = [{"role": "user", "content": "Sun?"}]
 THOUGHT = [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
 INLINE = [{"role": "assistant", "content": "<think>Hm.</think>Yes."}]
 CALLS = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
+OLDER_CALLS = [{"role": "assistant", "content": None, "function_call": CALL["function"]}]
 LOOP = [*ASKED, *CALLS, {"role": "tool", "content": "sun"}, {"role": "assistant", "content": "Yes."}]
 
 
@@ -199,6 +204,8 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
     template, prompt, thinks, calls, loop = TABLE[name]
     said = {"chat_template": template}
     dated = {**said, "path": "x", "template_date": "2026-01-31"}
+    nothing = DataConfig(**dated).tokenize([Row({"prompt": ASKED, "tools": ""}, "x:1")], tokenizer)
+    assert TOOLS not in shown(tokenizer, nothing)
     for tools in ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]):
         data = DataConfig(**dated).tokenize([Row({"prompt": ASKED, "tools": tools}, "x:1")], tokenizer)
         assert shown(tokenizer, data) == prompt
@@ -206,7 +213,7 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
     assert shown(tokenizer, with_tools).startswith(prompt)
     thoughts = {"more": {"chat_template_kwargs": '{"thinking": true}'}} if name == "deepseek" else {}
     assert row_texts(tokenizer, INLINE if name == "deepseek" else THOUGHT, **said, **thoughts) == {thinks}
-    assert row_texts(tokenizer, CALLS, **said) == {calls}
+    assert row_texts(tokenizer, CALLS, **said) == row_texts(tokenizer, OLDER_CALLS, **said) == {calls}
     assert shown(tokenizer, SftConfig(**dated).tokenize([Row({"messages": LOOP}, "x:1")], tokenizer)) == loop
     ((_, scored),) = encode_pairs(
         [Row({"prompt": ASKED, "response": CALLS}, "x")], PromptResponseConfig(**dated), tokenizer, None
@@ -227,6 +234,11 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
         ("{{ messages[-1].content }}", CALLS, {}, "the chat template does not write 'tool_calls'"),
         (QWEN3, call('{"x": '), {}, "the arguments of 'f' is not valid JSON"),
         (QWEN3, call("[1]"), {}, "must be an object or its JSON"),
+        (GPT_OSS, [{**CALLS[0], "content": "Let me look."}], {}, "leaves out the content of message 1, beside its calls"),
+        (FIRST_CALL, [{**CALLS[0], "tool_calls": [CALL, CALL]}], {}, "leaves out call 1 of message 1"),
+        (MARKED_CALL, [{**CALLS[0], "tool_calls": [CALL, CALL]}], {}, "leaves out call 1 of"),
+        (QWEN3, [{**CALLS[0], **OLDER_CALLS[0]}], {}, "'function_call' of message 0: the message has 'tool_calls', too"),
+        (QWEN3, [{**OLDER_CALLS[0], "function_call": "look"}], {}, "'function_call' of message 0 is not valid JSON"),
         (QWEN3, call({}, name=None), {}, "a call must be an object with a function's 'name'"),
         (QWEN3, [{"role": "assistant", "content": "x", "weight": 2}], {}, "the weight of message 0 must be 0 or 1, not 2"),
         (
@@ -253,12 +265,13 @@ def test_what_a_template_cannot_say_is_refused(
         ({"tools": [1]}, "'tools' must be a list of schemas"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize is no variable"),
+        ({"prompt": [{"role": "developer", "content": "Sun?"}, *ASKED]}, "leaves out messages of the role 'developer'"),
         ({"prompt": [*ASKED, *CALLS]}, "the prompt ends with the assistant's calls"),
     ],
 )
 def test_what_a_row_cannot_ask_for_is_refused(tokenizer: Any, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^x:1: .*{message}"):
-        DataConfig(path="x", chat_template=QWEN3).tokenize([Row({"prompt": ASKED, **row}, "x:1")], tokenizer)
+        DataConfig(path="x", chat_template=KNOWN).tokenize([Row({"prompt": ASKED, **row}, "x:1")], tokenizer)
 
 
 def test_a_prompt_may_begin_the_answer(tokenizer: Any) -> None:
@@ -269,6 +282,12 @@ def test_a_prompt_may_begin_the_answer(tokenizer: Any) -> None:
     assert row_texts(tokenizer, [{"role": "assistant", "content": "yes"}], begun, chat_template=QWEN3) == {
         f"{text}[[yes<|im_end|>]]"
     }
+
+
+def test_a_developer_message_stands_for_a_system_prompt(tokenizer: Any) -> None:
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=QWEN3, system_prompt="Be brief."))
+    text, _ = encoder.render([{"role": "developer", "content": "Be long."}, *ASKED], "x:1")
+    assert text.startswith("<|im_start|>developer\nBe long.<|im_end|>") and "brief" not in text
 
 
 def test_weights_of_messages_and_rows(tokenizer: Any) -> None:
@@ -359,6 +378,24 @@ def test_pairs_that_differ_in_a_call_are_two_responses(tokenizer: Any) -> None:
         config.tokenize([Row({"prompt": ASKED, "chosen": CALLS, "rejected": same}, "x:1")], tokenizer)
 
 
+def test_pairs_that_differ_in_the_text_of_arguments(tokenizer: Any) -> None:
+    """Some templates write the text. Also in the prompts of dialogues, and whatever the margin and the marks in a text."""
+    dialogues = [[*ASKED, *call(text), *LOOP[2:]] for text in ('{"a":1}', '{"a": 1}')]
+    other = {"role": "assistant", "content": "\n\nHuman: No."}
+    rows = [
+        *({"prompt": ASKED, "chosen": each[1:2], "rejected": [other], "margin": None} for each in dialogues),
+        *({"chosen": each, "rejected": [*each[:-1], other]} for each in dialogues),
+    ]
+    config = PreferencesConfig(path="x", chat_template=DEEPSEEK)
+    data = config.tokenize([Row(row, f"x:{i}") for i, row in enumerate(rows)], tokenizer)
+    columns = [data.columns[name].rows()[::2] for name in ("prompt_ids", "response_ids")]
+    texts = [tokenizer.decode(torch.cat(ids).tolist()) for ids in zip(*columns, strict=True)]
+    assert [('{"a":1}' in text, '{"a": 1}' in text) for text in texts] == [(True, False), (False, True)] * 2
+    assert data.numbers["margin"].tolist() == [0.0] * 8
+    with pytest.raises(DataError, match="'gap' must be a number of at least 0, not None"):
+        PreferencesConfig(path="x", margin_key="gap").tokenize([Row({**rows[0], "gap": None}, "x:1")], tokenizer)
+
+
 def test_a_reward_model_continues_what_the_prompt_began(tokenizer: Any) -> None:
     reads = Retokenizer(tokenizer, tokenizer, RewardConfig(chat_template=GPT_OSS, retokenize=True), 999, 999, "reward")
     begun = {"messages": [*ASKED, {"role": "assistant", "content": "It is: "}], "prompt": "<|user|>Sun?<|assistant|>It is: "}
@@ -368,7 +405,19 @@ def test_a_reward_model_continues_what_the_prompt_began(tokenizer: Any) -> None:
     assert '<|message|>{"city": "Ulm"}<|call|>' in texts[1] and texts[2] == "Sun?Yes.<|endoftext|>"
 
 
-def test_objects_that_a_template_would_write_as_python_does(tokenizer: Any) -> None:
-    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
-    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
-    assert encoder.apply_template(check_messages(LOOP, "x"), "x", False) == '{"city":"Ulm"}'
+WRITES_CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}WRITTEN{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("asked", ["Sun?", "Write {'city': 'Ulm'}."])
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("{{ c.function.arguments }}", '{"city":"Ulm"}'),
+        ("{{ c.function.arguments | tojson }}", '{"city": "Ulm"}'),
+    ],
+)
+def test_arguments_are_encoded_once(tokenizer: Any, asked: str, written: str, text: str) -> None:
+    """Also if another message has what Python writes of them."""
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=WRITES_CALLS.replace("WRITTEN", written)))
+    messages = check_messages([{"role": "user", "content": asked}, *CALLS], "x")
+    assert encoder.apply_template(messages, "x", False) == asked + text

@@ -166,6 +166,7 @@ class ConversationEncoder:
         if not turns:
             raise _nothing_to_learn(talk.where)
         rendering = _Rendering(self.encoder, messages, first, talk, tuple(self._special))
+        rendering.check_calls(turns)
         is_marked = MARKED.search(self.encoder.source(talk.options, talk.where))
         text, spans = rendering.marked(turns) if is_marked else rendering.unmarked(turns)
         if not closes and spans:
@@ -343,6 +344,29 @@ class _Rendering:
             raise DataError(
                 f"{self.where}: the chat template leaves out the thoughts of message {number}, {thoughts[:40]!r}; write them into "
                 f"its content, or give {self.encoder.key}, one that reads 'reasoning_content'"
+            )
+
+    def check_calls(self, turns: Sequence[int]) -> None:
+        """Raises DataError if the template leaves out calls of the messages ``turns``, or the content beside them."""
+        probed, texts = [*self.messages], dict[str, str]()
+        for number in turns:
+            message = self.messages[number]
+            if not (calls := message.get("tool_calls")):
+                continue
+            names = [f"{PROBE}-{number}-{i}-" for i in range(len(calls))]
+            texts |= {name: f"call {i} of message {number}" for i, name in enumerate(names)}
+            renamed = [
+                {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}
+                for call, name in zip(calls, names, strict=True)
+            ]
+            probed[number] = {**message, "tool_calls": renamed}
+            if message["content"].strip():
+                probed[number]["content"] = content = f"{PROBE}-{number}."
+                texts[content] = f"the content of message {number}, beside its calls"
+        text = self._apply(probed, False) if texts else ""
+        if lost := [words for name, words in texts.items() if name not in text]:
+            raise DataError(
+                f"{self.where}: the chat template leaves out {lost[0]}; split the message, or give {self.encoder.key}"
             )
 
     def _unclosed(self) -> DataError:

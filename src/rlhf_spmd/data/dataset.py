@@ -205,8 +205,8 @@ class RowTally:
 
     def warnings(self) -> list[str]:
         """Returns a line about the bad rows, if there are any."""
-        line = f"  warning: {self.num_bad} rows cannot be used and are left out; the first: {'; '.join(self.bad)}"
-        return [line] if self.num_bad else []
+        rows = "1 row cannot be used and is" if self.num_bad == 1 else f"{self.num_bad} rows cannot be used and are"
+        return [f"{rows} left out; the first: {'; '.join(self.bad)}"] if self.num_bad else []
 
 
 class TokenDataset:

@@ -18,9 +18,10 @@ from rlhf_spmd.data.messages import (
     ChatOptions,
     Message,
     all_arguments,
+    argument_text,
     check_messages,
     normalise_message,
-    with_text_arguments,
+    with_arguments,
 )
 from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, TurnFrame, added_ids, encode, shared_length, turn_frame
 
@@ -30,6 +31,9 @@ TEMPLATE_FILE = "chat_template.jinja"  # transformers' names, beside a tokenizer
 NAMED_TEMPLATES = "additional_chat_templates"  # a directory of further ones, such as tool_use.jinja
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the template marks what the assistant generates
 NOW = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")  # a template's call for today's date
+ROLES = ("system", "user", "assistant", "tool")  # which templates know
+ARGUMENTS_PROBE = {PROBE: PROBE}  # shows how a template writes an object
+ROLE_PROBE = f"{PROBE}-OR-ANOTHER"
 CharSpan = tuple[int, int]  # begin and end (exclusive) in the rendered text
 
 
@@ -41,7 +45,7 @@ class EncodingConfig:
       user message; `false`: messages are an error
     - chat_template: a file or Jinja text in place of the tokenizer's own template
     - chat_template_kwargs: variables of the chat template: `{enable_thinking: false}`
-    - system_prompt: system message for messages that have none
+    - system_prompt: system message for messages that begin with none, nor with a developer's
     - template_date: the day, as `2026-01-31`, that templates write which ask for today's date; null: today, which a
       run that trains writes to its `config.yaml`
     """
@@ -132,7 +136,7 @@ class PromptEncoder:
         """Returns ``messages``, with the system prompt if they have none. Raises DataError if messages are not allowed."""
         if self.config.apply_chat_template is False:
             raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
-        if self.config.system_prompt is not None and messages[0]["role"] != "system":
+        if self.config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
 
@@ -290,8 +294,9 @@ class PromptEncoder:
         if arguments and "tool_calls" not in template:
             raise DataError(f"{where}: the chat template does not write 'tool_calls'; give {self.key}, one that does")
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        others = [each["role"] for each in plain if each["role"] not in ROLES and each["content"].strip()]
         refusal: Exception | None = None
-        for form in (plain, with_text_arguments(plain)) if arguments else (plain,):
+        for form in (plain, with_arguments(plain, argument_text)) if arguments else (plain,):
             try:
                 text, marks = render(form, template, self._variables(options))
             except TemplateSyntaxError as error:
@@ -301,9 +306,17 @@ class PromptEncoder:
             except (TemplateError, *REFUSALS) as error:
                 refusal = refusal or error
                 continue
-            if form is not plain or not any(value and repr(dict(value)) in text for value in arguments):
-                return text, marks
-        assert refusal is not None, "arguments as text have been written as Python writes an object"
+            if form is plain and any(value and repr(dict(value)) in text for value in arguments):
+                probed = render(with_arguments(plain, lambda _: ARGUMENTS_PROBE), template, self._variables(options))
+                if repr(ARGUMENTS_PROBE) in probed[0]:  # otherwise another message has that text
+                    continue
+            if others:  # templates may pass over roles that they do not know
+                asked = [{**each, "content": ROLE_PROBE} if each["role"] in others else each for each in form]
+                if render(asked, template, self._variables(options))[0].count(ROLE_PROBE) < len(others):
+                    roles = ", ".join(map(repr, dict.fromkeys(others)))
+                    raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
+            return text, marks
+        assert refusal is not None, "arguments as text are returned as they are written"
         raise DataError(f"{where}: the chat template refuses these messages: {first_line(refusal)}") from refusal
 
 

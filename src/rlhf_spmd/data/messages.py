@@ -6,7 +6,7 @@ Pure. Every message of prompts, SFT, pairs, KTO, score, chat and serve passes :f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +39,10 @@ NO_OPTIONS = ChatOptions()
 def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
     """Returns the row's columns ``tools``, by default the configuration's ``tools``, and ``chat_template_kwargs``.
 
-    Both may be JSON text. Raises DataError.
+    Both may be JSON text. Tools that are an empty text are none. Raises DataError.
     """
-    schemas = _parsed(row.values.get("tools"), f"{row.where}: 'tools'")
+    column = row.values.get("tools")
+    schemas = [] if column == "" else _parsed(column, f"{row.where}: 'tools'")
     if schemas is not None:
         schemas = [_parsed(each, f"{row.where}: 'tools'") for each in schemas] if isinstance(schemas, list) else [schemas]
         if not all(isinstance(each, Mapping) for each in schemas):
@@ -77,13 +78,20 @@ def normalise_message(message: Any, where: str, number: int = 0) -> Message:
     """Returns ``{"role": ..., "content": text}`` with the message's other fields, as chat templates read them.
 
     Fields that are None are left out. Text parts of the content are joined. A message of the assistant that only calls
-    tools has the content "". Arguments of calls are objects. ``weight`` is there only if it is 0. ``number``: the
+    tools has the content "". OpenAI's older ``function_call`` is a call like others. Arguments of calls are objects.
+    ``weight`` is there only if it is 0. ``number``: the
     message's place, for errors. Raises DataError.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
     fields = {key: value for key, value in message.items() if value is not None}
-    if calls := _calls(fields.pop("tool_calls", None), f"{where}: 'tool_calls' of message {number}"):
+    calls = _calls(fields.pop("tool_calls", None), f"{where}: 'tool_calls' of message {number}")
+    name = f"{where}: 'function_call' of message {number}"
+    if function := _parsed(fields.pop("function_call", None), name):
+        if calls:
+            raise DataError(f"{name}: the message has 'tool_calls', too; give one of them")
+        calls = [{"type": "function", "function": _call(function, name)}]
+    if calls:
         fields["tool_calls"] = calls
     content = fields.get("content")
     if isinstance(content, list | tuple):
@@ -147,20 +155,23 @@ def _parsed(value: Any, name: str) -> Any:
         raise DataError(f"{name} is not valid JSON: {first_line(error)}: {value[:80]!r}") from error
 
 
-def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with the arguments of their calls as JSON text, for templates that do not encode them."""
+def with_arguments(messages: Sequence[Message], written: Callable[[Mapping[str, Any]], Any]) -> list[Message]:
+    """Returns the messages with ``written(arguments)`` in place of the arguments of each call."""
 
-    def written(call: Message) -> Message:
+    def rewritten(call: Message) -> Message:
         function = call.get("function", call)
-        arguments = function["arguments"]
-        text = arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
-        function = {**function, "arguments": text}
+        function = {**function, "arguments": written(function["arguments"])}
         return {**call, "function": function} if "function" in call else function
 
     return [
-        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
+        {**message, "tool_calls": [rewritten(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
         for message in messages
     ]
+
+
+def argument_text(arguments: Mapping[str, Any]) -> str:
+    """Returns the arguments of a call as JSON text, as the data have it if they have text."""
+    return arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
 
 
 def all_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from rlhf_spmd.data.conversations import Example, encode_examples
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.files import DataError, Row, RowOrError
-from rlhf_spmd.data.messages import Message, check_messages, is_text, row_weight
+from rlhf_spmd.data.messages import Message, argument_text, check_messages, is_text, row_weight, with_arguments
 from rlhf_spmd.data.sft import ResponsesConfig
 from rlhf_spmd.data.tokenizer import shared_length
 
@@ -70,6 +70,8 @@ class PreferencesConfig(ResponsesConfig):
             prompt = common_prompt(texts, row.where)
         named = self.margin_key in row or self.margin_key != PreferencesConfig.margin_key
         margin = row.get(self.margin_key, "data.margin_key") if named else 0.0
+        if margin is None and self.margin_key == PreferencesConfig.margin_key:
+            margin = 0.0
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
             raise DataError(f"{row.where}: '{self.margin_key}' must be a number of at least 0, not {margin!r}")
         chosen, rejected = (
@@ -230,7 +232,8 @@ def unusable(group: tuple[Response, ...]) -> str:
     texts = [response.answer for response in group if isinstance(response.answer, str)]
     if not all(text.strip() for text in texts):
         return "response is empty"
-    if any(HUMAN in text for text in texts):
+    prompt = group[0].prompt
+    if isinstance(prompt, str) and prompt.endswith(TURN) and any(HUMAN in text for text in texts):
         return "dialogues part before their last turn"
     is_pair = "chosen" in group[0].numbers
     return "two responses are equal" if is_pair and group[0].answer == group[-1].answer else ""
@@ -286,7 +289,10 @@ def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
     """Renders and tokenises each distinct pair once, however many rows it is in."""
     options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
-    keys = [json.dumps([each.prompt, each.answer, its]) for each, its in zip(responses, options, strict=True)]
+    keys = [
+        json.dumps([_with_texts(each.prompt, each.row), _with_texts(each.answer, each.row), its])
+        for each, its in zip(responses, options, strict=True)
+    ]
     distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
     examples = [
         Example(each.prompt, each.answer if isinstance(each.answer, str) else [each.answer], each.row)
@@ -295,6 +301,13 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
     encoded = dict(zip(distinct, encode_examples(examples, config, tokenizer, config.append_eos), strict=True))
     pairs = [encoded[key] for key in keys]
     return {"prompt_ids": [prompt for prompt, _, _ in pairs], "response_ids": [response for _, response, _ in pairs]}
+
+
+def _with_texts(said: Any, row: Row) -> Any:
+    """Returns a text, or messages with the JSON text of their arguments, which some templates write as it is."""
+    if isinstance(said, str) or not said:
+        return said
+    return with_arguments(check_messages([said] if isinstance(said, dict) else said, row.where), argument_text)
 
 
 def _response(row: Row, key: str, setting: str) -> Any:
