@@ -125,6 +125,7 @@ SEVEN, NINE = ({"answer": answer, "data_source": None} for answer in "79")
         ),
         ("trl_chat", [("<hi>", "hi", CHAT), ("<hi>", "ho", CHAT)], [1.0, 0.0]),
         ("trl_chat", [("<hi>h", "i", BEGUN)], [1.0]),
+        ("trl_chat", [("<hi>h", "all", BEGUN | {"completion_messages": [{"role": "assistant", "content": "i"}]})], [1.0]),
         ("trl_one_bad", [("p", "5", ANSWERED)], [5.0]),
         ("trl_turns", [("<hi>", "all", CHAT | TURNS), ("p", "all", TURNS)], [1.0, 1.0]),
         ("by_columns", [("p", "all", {"answer": "7\n8"} | TURNS)], [1.0]),
@@ -311,12 +312,14 @@ def test_a_server_scores_in_batches_and_its_token_is_not_told(monkeypatch: pytes
     monkeypatch.setenv("SCORER_TOKEN", "a-secret")
     rows = [("p", f"it is {i % 7}", {"answer": "3"}) for i in range(50)]
     rows.append(("p", "3", {"messages": [{"role": "user", "content": "p"}], "answer": "3"}))
+    begun = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "1"}]
+    rows.append(("p1", "3", {"prompt": "p1", "messages": begun, "answer": "13"}))  # not 113
     with reward_server.serve(RewardConfig(function="gsm8k:flexible").bind("reward").ready(), 0, "a-secret") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/score"
         settings = {"url": url, "token_env": "SCORER_TOKEN", "batch_size": 8}
         with RewardRunner(RewardConfig(function="http", kwargs=settings, num_workers=2)) as runner:
-            assert runner.score(rows).scores == [float(i % 7 == 3) for i in range(50)] + [1.0]
+            assert runner.score(rows).scores == [float(i % 7 == 3) for i in range(50)] + [1.0, 1.0]
         refused = scores("http", rows[:3], kwargs={"url": url})  # no token: refused at once, not tried again
         assert all("401" in str(score) and "a-secret" not in str(score) for score in refused) and len(refused) == 3
         server.shutdown()

@@ -222,13 +222,18 @@ def _as_trl(values: Mapping[str, Any]) -> tuple[Any, Any]:
 
     What the prompt's last message begins of the answer belongs to the completion.
     """
-    row, response = values["row"], values["response"]
-    chat = chat_messages(row, values["prompt"])
+    row, prompt = values["row"], values["prompt"]
+    chat = chat_messages(row, prompt)
     if chat is None:
-        return values["prompt"], row.get(TURNS) or response
-    is_begun = chat[-1]["role"] == "assistant"
-    content = (str(chat[-1]["content"]) if is_begun else "") + response
-    return chat[:-1] if is_begun else chat, row.get(TURNS) or [{"role": "assistant", "content": content}]
+        return prompt, row.get(TURNS) or values["response"]
+    turns = list(row.get(TURNS) or [{"role": "assistant", "content": values["response"]}])
+    if chat[-1]["role"] != "assistant":
+        return chat, turns
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), None)
+    if first is None:
+        return chat[:-1], [chat[-1], *turns]
+    turns[first] = {**turns[first], "content": str(chat[-1]["content"]) + turns[first]["content"]}
+    return chat[:-1], turns
 
 
 def chat_messages(row: Mapping[str, Any], prompt: str) -> list[Any] | None:
