@@ -37,8 +37,8 @@ _SPELLING = [
         (r"\\frac\s*(\\[a-zA-Z]+|\w)\s*(\\[a-zA-Z]+|\w)", r"\\frac{\1}{\2}"),
         (r"\\sqrt\s*(\[[^\]]*\])\s*(\w)", r"\\sqrt\1{\2}"),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
-        (r"(?:\s*;|\s*,?\s*(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", ", "),
-        (r"(?:\\\\|[.,:\s])+$", ""),
+        (r"(?:\s*(?<!\\);|\s*,?\s*(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", ", "),
+        (r"(?:\\[,:;!>]|\\q?quad|[\\.,:~\s])+$", ""),  # 5\, and the backslash that is left of "5\ "
         (r"(?<=[\d}])\s*\\?%$", " percent"),
     )
 ]
@@ -72,6 +72,7 @@ _SHORT = {
 # Words behind a number that are no units.
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "pi", "sqrt", "or", "and", "to"}
 _NO_UNITS |= {"times", "plus", "minus", "mod", "if", "for", "where"}
+_SPACE_BEHIND = re.compile(r"(?:\\[,:;!> ]|~|\s)+$")
 _NAME, _POWER = r"[a-zA-Z][a-zA-Z./\s]*", r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
 _IN_TEXT = re.compile(rf"(?<=\S)\s*\\text\s*\{{\s*({_NAME}){_POWER}\s*\}}{_POWER}$")
 _BARE = re.compile(rf"(?<=[\d}}])\s+((?=[a-zA-Z]{{2}}){_NAME}){_POWER}$")
@@ -92,7 +93,7 @@ def spell(text: str) -> tuple[str, str]:
     match = _IN_TEXT.search(text) or _BARE.search(text)
     if match is None or _NO_UNITS & set(match[1].lower().split()):
         return text, ""
-    return text[: match.start()].rstrip(), _unit(match[1], next(filter(None, match.groups()[1:]), ""))
+    return _SPACE_BEHIND.sub("", text[: match.start()]), _unit(match[1], next(filter(None, match.groups()[1:]), ""))
 
 
 def _root(root: re.Match[str]) -> str:
