@@ -332,12 +332,25 @@ FORMS = [  # the letter that a form states, or none
         "D",
         ["**Answer:** D", "(D)", "Answer: D\n\nExplanation: Option A is correct for gases.", "I take A.\n\nFinal answer: (D)."],
     ),
+    (
+        "B",
+        [
+            "Answer: B because of x",
+            "Answer: B, because",
+            "Answer: B - Paris",
+            "Answer: B \u2014 Paris",
+            "Answer: B, as A is wrong",
+        ],
+    ),
+    (None, ["A) is increasing", "Answer: A) is wrong"]),
     ("A", ["I think \\boxed{\\text{A}}", "Answer: A", "Answer: a"]),
     (None, ["Answer: B and D", "Answer: B, D", "\\boxed{B, D}", "(A) or (B)", "Answer: **A** or **B**", "A. red\nB. blue"]),
     (None, ["Answer: A\nAnswer: B", "\\boxed{A}\n\nAnswer: B", "[[A]] [[B]]", "\\boxed{5}\nAnswer: A", "Answer: Z"]),
     (None, ["Answer: a good one", "A good question", "Answer: A normal one", "Answer: A good choice would be B"]),
 ]
 LETTERS = [  # what sentences say; for forms alone they have no answer
+    ("B", ["A: The answer is B.", "Answer: A) is wrong, B) is right", "A) Rome is too far, so the answer is B."]),
+    ("C", ["A) is too small, so the answer is C."]),
     ("B", ["The answer is (B).", "The answer is 'B'.", "The answer is “B”.", "The answer is option B."]),
     (
         "B",
@@ -375,6 +388,7 @@ def test_multiple_choice_reads_forms_and_if_asked_sentences(read, table):
         assert {reward(text, "E") for text in texts} == {0.0}
     with pytest.raises(ValueError, match="is not one of the choices ABCD"):
         reward("A", "E", choices="ABCD")
+    assert multiple_choice.right_letters(["B) is increasing"]) == ["B"]
 
 
 # -- other graders

@@ -76,6 +76,10 @@ def test_names() -> None:
             r"min_length=6 must be a whole number from 0 to max_length=5",
         ),
         ({"function": "length:overlong", "kwargs": {"max_length": 5, "buffer": -1}}, r"reward.kwargs.buffer=-1"),
+        *(
+            ({"function": "multiple_choice", "kwargs": {"choices": value}}, rf"reward.kwargs.choices='{value}' must be capital")
+            for value in ("0123456", "abcd", "")
+        ),
         ({"function": "code", "kwargs": {"time_s": 0}}, r"reward.kwargs.time_s=0 must be above 0"),
         ({"function": "math", "kwargs": {"x": 1}}, r"kwargs.x is not one of its settings"),
         ({"function": "http"}, r"reward.function='http' takes .*missing 1 required positional argument: 'url'"),
