@@ -176,6 +176,8 @@ def test_math_reads_the_last_complete_box_and_boxes_that_are_joined_as_one_list(
         ("The answer is $5$, because 2 + 3 = 5.", True),
         ("The answer is **5** million", False),
         ("**Final Answer**\n\n5", True),
+        ("So 2 + 3.\nAnswer\n5", True),
+        ("final answer\n\n5", True),
         ("Answer: 7\n\nAnswer: 5", True),
         ("The answer is 5. Wait, no: the answer is 6.", False),
         ("The answer is $5$ times 2", False),
@@ -261,9 +263,10 @@ def test_no_answer_takes_time_that_grows_beyond_its_length(part):
 
 
 def test_aime():
-    right = ["\\boxed{25}", "Answer: 25.", "\\boxed{n = 25}", "Answer：２５", "\\boxed{(25)}"]
+    right = ["\\boxed{m+n=25}", "The answer is $m+n=25$.", "\\boxed{25 cm}", "\\boxed{25\\text{ cm}}", "The answer is 25 degrees."]
+    right += ["\\boxed{25}", "Answer: 25.", "\\boxed{n = 25}", "Answer：２５", "\\boxed{(25)}"]
     assert [text for text in right if aime.score(text, "025") != 1.0 or aime.score(text, 25) != 1.0] == []
-    assert [text for text in ("\\boxed{26}", "25", "\\boxed{25 × 2}", "\\boxed{−25}") if aime.score(text, "025") != 0.0] == []
+    assert [text for text in ("\\boxed{26}", "25", "\\boxed{25 × 2}", "\\boxed{25 million}", "\\boxed{2=25}", "\\boxed{−25}") if aime.score(text, "025") != 0.0] == []
     with pytest.raises(ValueError, match="is not a whole number"):
         aime.score("\\boxed{1}", "x+1")
 

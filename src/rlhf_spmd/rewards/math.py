@@ -71,7 +71,7 @@ def _box(text: str, start: int) -> tuple[str | None, int]:
 # "answer" and what links it to an answer. "This answer is" says something of an answer that was given before.
 _STATEMENT = re.compile(
     r"(?im)(?<!\bthis )(?<!\bthat )\banswer\b\s?\**(?:\s+is\b\s?\**\s?:?|\s?[:=])\**"  # answer is, answer:, **answer**:
-    r"|^[ \t]*(?:#+|\*\*)[ \t]*(?:\w+[ \t]+)?answer[ \t]*(?:\*\*)?[ \t]*$"  # a heading
+    r"|^[ \t]*(?:(?:#+|\*\*)[ \t]*(?:\w+[ \t]+)?|(?:final[ \t]+)?)answer[ \t]*(?:\*\*)?[ \t]*$"  # a heading
 )
 _DELIMITED = re.compile(
     r"\s*(?:\\\[(?P<a>.+?)\\\]|\$\$(?P<b>.+?)\$\$|\\\((?P<c>.+?)\\\)|(?<!\\)\$(?P<d>[^$\n]+?)(?<!\\)\$|\*\*(?P<e>[^*\n]+)\*\*)",
