@@ -71,6 +71,11 @@ WRITINGS = [  # an answer, the same in other writings, and other answers
     ("3.4 \\times 10^{-31}", [], ["3.4 \\times 10^{-3}1"]),
     ("7", ["7.", "7\\,", "7\\ ", "7\\;.", "7~", "7\\quad", "\\(7\\,\\)", "$7\\!$"], ["7!", "7\\,7"]),
     ("12\\,", ["12"], []),
+    ("\\$20", ["20 dollars", "20"], ["20 cents", "20 euros"]),
+    ("20^\\circ", ["20 degrees", "20"], ["20 cm", "20 radians"]),
+    ("12 h", ["12 hours"], ["12 minutes", "12"]),
+    ("5 m", ["5 meters"], ["5 miles"]),
+    ("5cm", ["5 cm", "5", "5\\;cm"], ["5 m", "5mm"]),
     ("12\\,\\text{cm}", ["12", "12~\\text{cm}"], ["12\\, \\text{m}"]),
     ("(1,2)\\,", ["(1,2)", "(1,\\,2)"], []),
     ("\\frac{1}{2}\\;", ["0.5"], []),
@@ -263,10 +268,20 @@ def test_no_answer_takes_time_that_grows_beyond_its_length(part):
 
 
 def test_aime():
-    right = ["\\boxed{m+n=25}", "The answer is $m+n=25$.", "\\boxed{25 cm}", "\\boxed{25\\text{ cm}}", "The answer is 25 degrees."]
+    right = [
+        "\\boxed{m+n=25}",
+        "The answer is $m+n=25$.",
+        "\\boxed{25 cm}",
+        "\\boxed{25\\text{ cm}}",
+        "The answer is 25 degrees.",
+    ]
     right += ["\\boxed{25}", "Answer: 25.", "\\boxed{n = 25}", "Answer：２５", "\\boxed{(25)}"]
     assert [text for text in right if aime.score(text, "025") != 1.0 or aime.score(text, 25) != 1.0] == []
-    assert [text for text in ("\\boxed{26}", "25", "\\boxed{25 × 2}", "\\boxed{25 million}", "\\boxed{2=25}", "\\boxed{−25}") if aime.score(text, "025") != 0.0] == []
+    assert [
+        text
+        for text in ("\\boxed{26}", "25", "\\boxed{25 × 2}", "\\boxed{25 million}", "\\boxed{2=25}", "\\boxed{−25}")
+        if aime.score(text, "025") != 0.0
+    ] == []
     with pytest.raises(ValueError, match="is not a whole number"):
         aime.score("\\boxed{1}", "x+1")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf_spmd.rewards.answers import Verdict, alternatives, plain
 from rlhf_spmd.rewards.answers import check_rows as check_rows
-from rlhf_spmd.rewards.latex import spell
+from rlhf_spmd.rewards.latex import spell, without_letter
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _SPACE = r"(?:[\s$,]|\\[()\[\]]|\\q?quad(?![a-z]))"
@@ -153,6 +153,7 @@ def equal(answer: str, truth: str) -> bool:
     (one, unit), (right, right_unit) = spell(answer), spell(truth)
     if not one or not right or len({unit, right_unit} - {""}) > 1:
         return False
+    one, right = without_letter(one, right_unit), without_letter(right, unit)
     if _squeezed(one) == _squeezed(right):
         return True
     words = [match for match in map(_WORDS.fullmatch, (one, right)) if match]
