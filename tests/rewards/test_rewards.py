@@ -17,6 +17,7 @@ from rlhf_spmd import reward_server
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.rewards import auto, gsm8k, http, json_schema, worker
+from rlhf_spmd.rewards.binding import bind_reward
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.results import RewardError, check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -169,6 +170,10 @@ def test_arguments_of_a_class_and_of_a_function_from_the_configuration() -> None
         assert scores(f"{FUNCTIONS}{function}", rows, **settings) == expected, "before a column of that name"
     with pytest.raises(ValueError, match="no row has bonus"):
         RewardConfig(function=f"{FUNCTIONS}with_settings").check_rows("reward", [{"answer": "a"}])
+    with pytest.raises(ValueError, match=r"set reward\.kwargs\.pattern"):
+        RewardConfig(function="regex").check_rows("reward", [{"answer": "a"}])
+    with pytest.raises(ValueError, match="log_metric, which TRL passes, does not exist here; give it a default"):
+        bind_reward(lambda completions, log_metric: [0.0], "f").check_rows([{"answer": "a"}])
     RewardConfig(function=f"{FUNCTIONS}with_settings", kwargs={"bonus": 1}).check_rows("reward", [{"answer": "a"}])
 
 
@@ -182,7 +187,7 @@ def test_columns_that_no_row_has_are_refused_in_one_line() -> None:
     for name in ("verl", "by_name", "by_columns", "trl", "trl_chat"):
         RewardConfig(function=f"{FUNCTIONS}{name}", data_sources=["sums"]).check_rows("reward", rows)
     unanswered = [{"answer": None, "data_source": None, "id": 0}]
-    for function, argument in ((f"{FUNCTIONS}verl", "ground_truth"), (f"{FUNCTIONS}by_name", "answer"), ("regex", "pattern")):
+    for function, argument in ((f"{FUNCTIONS}verl", "ground_truth"), (f"{FUNCTIONS}by_name", "answer")):
         with pytest.raises(ValueError, match=f"no row has .*{argument}.*; the columns are id"):
             RewardConfig(function=function).check_rows("reward", unanswered)
     places = ["data.path, row 0", "data.val_path, row 0"]  # each by itself: answers of the first do not help the second

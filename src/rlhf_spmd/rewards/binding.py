@@ -32,6 +32,8 @@ RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's colum
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
 FROM_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
 TURNS = "completion_messages"  # of a row: the turns of a multi-turn response, messages with role and content
+COLUMNS = frozenset(("data_source", "ground_truth", "extra_info"))  # arguments of built-in rewards that are no settings
+TRL_ONLY = frozenset(("log_metric", "log_extra", "trainer_state"))
 OVERRUN = object()  # stands for the result of an awaited function that did not return in time
 ALLOWED = (
     "prompt, response, row; or verl's data_source, solution_str, ground_truth, extra_info; or TRL's prompts, completions, "
@@ -137,10 +139,14 @@ class BoundReward:
         own = values if self.takes_all else {name: values[name] for name in self.required + self.optional if name in values}
         return {**own, **self.kwargs}
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns."""
         columns: set[str] = set()
         missing = set(self.required) - BATCHED
+        if not self.is_own and (settings := [name for name in self.required if name not in FROM_ROW | COLUMNS]):
+            raise self.refusal(f"set {', '.join(f'reward.kwargs.{name}' for name in settings)}")
+        if absent := [name for name in self.required if name in TRL_ONLY and not any(name in row for row in rows)]:
+            raise self.refusal(f"{absent[0]}, which TRL passes, does not exist here; give it a default")
         for row in rows:
             missing -= _values("", "", row).keys()
             if not missing:
