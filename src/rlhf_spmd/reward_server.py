@@ -26,8 +26,13 @@ from rlhf_spmd.rewards.worker import read_result
 
 def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
     """Return a score for each row, null where the function does not apply or fails."""
-    pairs = zip(request["rows"], request["completions"], strict=True)
-    rows = [(row.get("prompt", ""), *((c, row) if isinstance(c, str) else ("", row | {TURNS: c}))) for row, c in pairs]
+    rows = []
+    for row, prompt, completion in zip(request["rows"], request["prompts"], request["completions"], strict=True):
+        text = completion if isinstance(completion, str) else ""
+        more = {} if isinstance(completion, str) else {TURNS: completion}
+        if isinstance(prompt, list):  # without a begun answer, which the completion contains
+            more["messages"] = prompt
+        rows.append((row.get("prompt", ""), text, row | more))
     calls = [rows] if bound.batched else [[row] for row in rows]
     return [None if value is None else read_result(value)[0] for call in calls for value in bound.call(call, 60.0)]
 

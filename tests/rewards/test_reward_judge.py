@@ -194,6 +194,13 @@ def test_mistakes_are_named(tmp_path: Path, more: str, message: str) -> None:
         ("I'd give 8/10. On reflection, 7/10.", None, None),
         ("I give it an 8, out of 12 things", None, None),
         ("none", None, None),
+        ("Rating: 8 (solves 3/4).", None, None),
+        ("Rating: 8, since it covers 2/3.", None, None),
+        ("Score: 8 because the answer covers 3 out of 4.", None, None),
+        ("Rating: 8/10, since it covers most.", 8, None),
+        ("# Rating\n8", 8, None),
+        ("<score>8</score>", 8, None),
+        ("It covers 2/3. The score is 8.", 8, None),
     ],
 )
 def test_numbers_of_verdicts_that_were_cut(verdict: str, number: float | None, of_a_cut_one: float | None) -> None:

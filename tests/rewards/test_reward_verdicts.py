@@ -69,7 +69,16 @@ WRITINGS = [  # an answer, the same in other writings, and other answers
     ("1011_2", ["1011_{2}"], []),
     ("2000", ["2 \\times 10^{3}"], []),
     ("3.4 \\times 10^{-31}", [], ["3.4 \\times 10^{-3}1"]),
-    ("7", ["7."], []),
+    ("7", ["7.", "7\\,", "7\\ ", "7\\;.", "7~", "7\\quad", "\\(7\\,\\)", "$7\\!$"], ["7!", "7\\,7"]),
+    ("12\\,", ["12"], []),
+    ("\\$20", ["20 dollars", "20"], ["20 cents", "20 euros"]),
+    ("20^\\circ", ["20 degrees", "20"], ["20 cm", "20 radians"]),
+    ("12 h", ["12 hours"], ["12 minutes", "12"]),
+    ("5 m", ["5 meters"], ["5 miles"]),
+    ("5cm", ["5 cm", "5", "5\\;cm"], ["5 m", "5mm"]),
+    ("12\\,\\text{cm}", ["12", "12~\\text{cm}"], ["12\\, \\text{m}"]),
+    ("(1,2)\\,", ["(1,2)", "(1,\\,2)"], []),
+    ("\\frac{1}{2}\\;", ["0.5"], []),
     ("-72", ["−72", "–72"], []),
     ("72", ["７２", "\u200b72\u00a0"], ["−72", "7 2", "72²"]),
     ("23", [], ["2 3", "2\\cdot 3"]),
@@ -172,6 +181,8 @@ def test_math_reads_the_last_complete_box_and_boxes_that_are_joined_as_one_list(
         ("The answer is $5$, because 2 + 3 = 5.", True),
         ("The answer is **5** million", False),
         ("**Final Answer**\n\n5", True),
+        ("So 2 + 3.\nAnswer\n5", True),
+        ("final answer\n\n5", True),
         ("Answer: 7\n\nAnswer: 5", True),
         ("The answer is 5. Wait, no: the answer is 6.", False),
         ("The answer is $5$ times 2", False),
@@ -257,9 +268,20 @@ def test_no_answer_takes_time_that_grows_beyond_its_length(part):
 
 
 def test_aime():
-    right = ["\\boxed{25}", "Answer: 25.", "\\boxed{n = 25}", "Answer：２５", "\\boxed{(25)}"]
+    right = [
+        "\\boxed{m+n=25}",
+        "The answer is $m+n=25$.",
+        "\\boxed{25 cm}",
+        "\\boxed{25\\text{ cm}}",
+        "The answer is 25 degrees.",
+    ]
+    right += ["\\boxed{25}", "Answer: 25.", "\\boxed{n = 25}", "Answer：２５", "\\boxed{(25)}"]
     assert [text for text in right if aime.score(text, "025") != 1.0 or aime.score(text, 25) != 1.0] == []
-    assert [text for text in ("\\boxed{26}", "25", "\\boxed{25 × 2}", "\\boxed{−25}") if aime.score(text, "025") != 0.0] == []
+    assert [
+        text
+        for text in ("\\boxed{26}", "25", "\\boxed{25 × 2}", "\\boxed{25 million}", "\\boxed{2=25}", "\\boxed{−25}")
+        if aime.score(text, "025") != 0.0
+    ] == []
     with pytest.raises(ValueError, match="is not a whole number"):
         aime.score("\\boxed{1}", "x+1")
 
@@ -328,12 +350,25 @@ FORMS = [  # the letter that a form states, or none
         "D",
         ["**Answer:** D", "(D)", "Answer: D\n\nExplanation: Option A is correct for gases.", "I take A.\n\nFinal answer: (D)."],
     ),
+    (
+        "B",
+        [
+            "Answer: B because of x",
+            "Answer: B, because",
+            "Answer: B - Paris",
+            "Answer: B \u2014 Paris",
+            "Answer: B, as A is wrong",
+        ],
+    ),
+    (None, ["A) is increasing", "Answer: A) is wrong"]),
     ("A", ["I think \\boxed{\\text{A}}", "Answer: A", "Answer: a"]),
     (None, ["Answer: B and D", "Answer: B, D", "\\boxed{B, D}", "(A) or (B)", "Answer: **A** or **B**", "A. red\nB. blue"]),
     (None, ["Answer: A\nAnswer: B", "\\boxed{A}\n\nAnswer: B", "[[A]] [[B]]", "\\boxed{5}\nAnswer: A", "Answer: Z"]),
     (None, ["Answer: a good one", "A good question", "Answer: A normal one", "Answer: A good choice would be B"]),
 ]
 LETTERS = [  # what sentences say; for forms alone they have no answer
+    ("B", ["A: The answer is B.", "Answer: A) is wrong, B) is right", "A) Rome is too far, so the answer is B."]),
+    ("C", ["A) is too small, so the answer is C."]),
     ("B", ["The answer is (B).", "The answer is 'B'.", "The answer is “B”.", "The answer is option B."]),
     (
         "B",
@@ -371,6 +406,7 @@ def test_multiple_choice_reads_forms_and_if_asked_sentences(read, table):
         assert {reward(text, "E") for text in texts} == {0.0}
     with pytest.raises(ValueError, match="is not one of the choices ABCD"):
         reward("A", "E", choices="ABCD")
+    assert multiple_choice.right_letters(["B) is increasing"]) == ["B"]
 
 
 # -- other graders

@@ -17,6 +17,7 @@ from rlhf_spmd import reward_server
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.rewards import auto, gsm8k, http, json_schema, worker
+from rlhf_spmd.rewards.binding import bind_reward
 from rlhf_spmd.rewards.config import RewardConfig, resolve_reward
 from rlhf_spmd.rewards.results import RewardError, check_failures
 from rlhf_spmd.rewards.runner import RewardRunner
@@ -76,6 +77,10 @@ def test_names() -> None:
             r"min_length=6 must be a whole number from 0 to max_length=5",
         ),
         ({"function": "length:overlong", "kwargs": {"max_length": 5, "buffer": -1}}, r"reward.kwargs.buffer=-1"),
+        *(
+            ({"function": "multiple_choice", "kwargs": {"choices": value}}, rf"reward.kwargs.choices='{value}' must be capital")
+            for value in ("0123456", "abcd", "")
+        ),
         ({"function": "code", "kwargs": {"time_s": 0}}, r"reward.kwargs.time_s=0 must be above 0"),
         ({"function": "math", "kwargs": {"x": 1}}, r"kwargs.x is not one of its settings"),
         ({"function": "http"}, r"reward.function='http' takes .*missing 1 required positional argument: 'url'"),
@@ -125,6 +130,7 @@ SEVEN, NINE = ({"answer": answer, "data_source": None} for answer in "79")
         ),
         ("trl_chat", [("<hi>", "hi", CHAT), ("<hi>", "ho", CHAT)], [1.0, 0.0]),
         ("trl_chat", [("<hi>h", "i", BEGUN)], [1.0]),
+        ("trl_chat", [("<hi>h", "all", BEGUN | {"completion_messages": [{"role": "assistant", "content": "i"}]})], [1.0]),
         ("trl_one_bad", [("p", "5", ANSWERED)], [5.0]),
         ("trl_turns", [("<hi>", "all", CHAT | TURNS), ("p", "all", TURNS)], [1.0, 1.0]),
         ("by_columns", [("p", "all", {"answer": "7\n8"} | TURNS)], [1.0]),
@@ -164,6 +170,10 @@ def test_arguments_of_a_class_and_of_a_function_from_the_configuration() -> None
         assert scores(f"{FUNCTIONS}{function}", rows, **settings) == expected, "before a column of that name"
     with pytest.raises(ValueError, match="no row has bonus"):
         RewardConfig(function=f"{FUNCTIONS}with_settings").check_rows("reward", [{"answer": "a"}])
+    with pytest.raises(ValueError, match=r"set reward\.kwargs\.pattern"):
+        RewardConfig(function="regex").check_rows("reward", [{"answer": "a"}])
+    with pytest.raises(ValueError, match="log_metric, which TRL passes, does not exist here; give it a default"):
+        bind_reward(lambda completions, log_metric: [0.0], "f").check_rows([{"answer": "a"}])
     RewardConfig(function=f"{FUNCTIONS}with_settings", kwargs={"bonus": 1}).check_rows("reward", [{"answer": "a"}])
 
 
@@ -177,7 +187,7 @@ def test_columns_that_no_row_has_are_refused_in_one_line() -> None:
     for name in ("verl", "by_name", "by_columns", "trl", "trl_chat"):
         RewardConfig(function=f"{FUNCTIONS}{name}", data_sources=["sums"]).check_rows("reward", rows)
     unanswered = [{"answer": None, "data_source": None, "id": 0}]
-    for function, argument in ((f"{FUNCTIONS}verl", "ground_truth"), (f"{FUNCTIONS}by_name", "answer"), ("regex", "pattern")):
+    for function, argument in ((f"{FUNCTIONS}verl", "ground_truth"), (f"{FUNCTIONS}by_name", "answer")):
         with pytest.raises(ValueError, match=f"no row has .*{argument}.*; the columns are id"):
             RewardConfig(function=function).check_rows("reward", unanswered)
     places = ["data.path, row 0", "data.val_path, row 0"]  # each by itself: answers of the first do not help the second
@@ -311,12 +321,14 @@ def test_a_server_scores_in_batches_and_its_token_is_not_told(monkeypatch: pytes
     monkeypatch.setenv("SCORER_TOKEN", "a-secret")
     rows = [("p", f"it is {i % 7}", {"answer": "3"}) for i in range(50)]
     rows.append(("p", "3", {"messages": [{"role": "user", "content": "p"}], "answer": "3"}))
+    begun = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "1"}]
+    rows.append(("p1", "3", {"prompt": "p1", "messages": begun, "answer": "13"}))  # not 113
     with reward_server.serve(RewardConfig(function="gsm8k:flexible").bind("reward").ready(), 0, "a-secret") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/score"
         settings = {"url": url, "token_env": "SCORER_TOKEN", "batch_size": 8}
         with RewardRunner(RewardConfig(function="http", kwargs=settings, num_workers=2)) as runner:
-            assert runner.score(rows).scores == [float(i % 7 == 3) for i in range(50)] + [1.0]
+            assert runner.score(rows).scores == [float(i % 7 == 3) for i in range(50)] + [1.0, 1.0]
         refused = scores("http", rows[:3], kwargs={"url": url})  # no token: refused at once, not tried again
         assert all("401" in str(score) and "a-secret" not in str(score) for score in refused) and len(refused) == 3
         server.shutdown()

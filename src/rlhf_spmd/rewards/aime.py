@@ -8,10 +8,11 @@ from typing import Any
 
 from rlhf_spmd.rewards import answers
 from rlhf_spmd.rewards.answers import Verdict
+from rlhf_spmd.rewards.latex import spell
 from rlhf_spmd.rewards.math import final_answer, right_answers
 
 _AROUND = r"(?:\*\*|\\?[\s$(){}\[\]]|\\text|\^\s*\\circ)*"
-_NUMBER = re.compile(rf"{_AROUND}(?:[a-zA-Z]\w*\s*=)?{_AROUND}([-+]?\d{{1,20}})(?:\.0*)?{_AROUND}[.,]?{_AROUND}")
+_NUMBER = re.compile(rf"{_AROUND}(?:[a-zA-Z][\w+\s]*=)?{_AROUND}([-+]?\d{{1,20}})(?:\.0*)?{_AROUND}[.,]?{_AROUND}")
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
@@ -20,7 +21,7 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
 
 
 def _number(text: str) -> int | None:
-    number = _NUMBER.fullmatch(answers.plain(text)[:100])
+    number = _NUMBER.fullmatch(answers.plain(text)[:100]) or _NUMBER.fullmatch(spell(text[:100])[0])
     return int(number[1]) if number else None
 
 

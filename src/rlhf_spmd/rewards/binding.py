@@ -32,6 +32,8 @@ RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's colum
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
 FROM_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
 TURNS = "completion_messages"  # of a row: the turns of a multi-turn response, messages with role and content
+COLUMNS = frozenset(("data_source", "ground_truth", "extra_info"))  # arguments of built-in rewards that are no settings
+TRL_ONLY = frozenset(("log_metric", "log_extra", "trainer_state"))
 OVERRUN = object()  # stands for the result of an awaited function that did not return in time
 ALLOWED = (
     "prompt, response, row; or verl's data_source, solution_str, ground_truth, extra_info; or TRL's prompts, completions, "
@@ -137,10 +139,14 @@ class BoundReward:
         own = values if self.takes_all else {name: values[name] for name in self.required + self.optional if name in values}
         return {**own, **self.kwargs}
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns."""
         columns: set[str] = set()
         missing = set(self.required) - BATCHED
+        if not self.is_own and (settings := [name for name in self.required if name not in FROM_ROW | COLUMNS]):
+            raise self.refusal(f"set {', '.join(f'reward.kwargs.{name}' for name in settings)}")
+        if absent := [name for name in self.required if name in TRL_ONLY and not any(name in row for row in rows)]:
+            raise self.refusal(f"{absent[0]}, which TRL passes, does not exist here; give it a default")
         for row in rows:
             missing -= _values("", "", row).keys()
             if not missing:
@@ -222,13 +228,18 @@ def _as_trl(values: Mapping[str, Any]) -> tuple[Any, Any]:
 
     What the prompt's last message begins of the answer belongs to the completion.
     """
-    row, response = values["row"], values["response"]
-    chat = chat_messages(row, values["prompt"])
+    row, prompt = values["row"], values["prompt"]
+    chat = chat_messages(row, prompt)
     if chat is None:
-        return values["prompt"], row.get(TURNS) or response
-    is_begun = chat[-1]["role"] == "assistant"
-    content = (str(chat[-1]["content"]) if is_begun else "") + response
-    return chat[:-1] if is_begun else chat, row.get(TURNS) or [{"role": "assistant", "content": content}]
+        return prompt, row.get(TURNS) or values["response"]
+    turns = list(row.get(TURNS) or [{"role": "assistant", "content": values["response"]}])
+    if chat[-1]["role"] != "assistant":
+        return chat, turns
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), None)
+    if first is None:
+        return chat[:-1], [chat[-1], *turns]
+    turns[first] = {**turns[first], "content": str(chat[-1]["content"]) + turns[first]["content"]}
+    return chat[:-1], turns
 
 
 def chat_messages(row: Mapping[str, Any], prompt: str) -> list[Any] | None:

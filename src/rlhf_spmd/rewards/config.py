@@ -106,22 +106,31 @@ class JudgeConfig:
 _NUMBER = r"([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
 _SCALE = r"(?:\s*\(?\s*(?:/|out\s+of\b|of\b)\s*(\d+(?:\.\d+)?)(?![\d.]*\d)\s*\)?)"  # /10, out of 10, (out of 10)
 _LABEL = r"(?:(?:overall|final|total|my)\s+)*(?:rating|score|grade|reward|mark|points|verdict|result|total|overall)(?:\s+is)?"
+_SAID = r"(?:the|my)\s+(?:(?:overall|final|total)\s+)?(?:rating|score|grade)\s+is\b"
+# A number behind its name: Rating: 8, The score is 8, # Rating and 8 below, <score>8.
+_LABELLED = (
+    rf"(?:(?:^\W{{0,4}}|[.!?;]\s+)(?:(?:the\s+)?{_LABEL}\s*[:=]|{_SAID})|^#+[ \t]*{_LABEL}[ \t]*:?[ \t]*\n|<(?:rating|score|grade)>)"
+    rf"\s*{_NUMBER}{_SCALE}?"
+)
 # How a verdict may state its number. Of the first form that occurs all must say the same.
 STATED = tuple(
     re.compile(form, re.MULTILINE | re.IGNORECASE)
     for form in (
         rf"\[\[\s*{_NUMBER}\s*\]\]{_SCALE}?",
         rf"[\"'](?:\w+_)?(?:rating|score|grade|reward)[\"']\s*:\s*[\"']?{_NUMBER}{_SCALE}?[\"']?\s*(?=[,}}\n]|\Z)",
-        rf"(?:^\W{{0,4}}|[.!?;]\s+){_LABEL}\s*[:=]\s*{_NUMBER}{_SCALE}?\s*(?:points?)?\s*[.!]?\s*$",
+        rf"{_LABELLED}\s*(?:points?)?\s*[.!]?\s*(?:</\w+>\s*)?$",
         rf"(?<![\w.,/-]){_NUMBER}\s*(?:/|out\s+of\b)\s*(\d+(?:\.\d+)?)(?=\s*(?:[.,;!)](?!\d)|$))",
         rf"\A\s*{_NUMBER}{_SCALE}?\s*(?:points?)?\s*[.!]?\s*\Z",
     )
 )
 
+_REMARKED = re.compile(_LABELLED, re.MULTILINE | re.IGNORECASE)  # a labelled number that a remark may follow
+
 
 def stated_number(verdict: str, limits: Sequence[float] | None) -> str | None:
     """Returns the number that a verdict states in one of the forms ``STATED``, or None: without one, and where two differ.
 
+    The last two forms have no label. They are none where a labelled number differs (``Rating: 8, it covers 2/3.``).
     ``limits``: lowest and highest rating; a number of another scale (``4/5`` of 1 to 10) is none.
     """
     text = re.sub(r"\*\*|__|`", "", plain(verdict))
@@ -129,7 +138,10 @@ def stated_number(verdict: str, limits: Sequence[float] | None) -> str | None:
         pairs = {(match[1], match[2]) for match in form.finditer(text)}
         if not pairs:
             continue
-        if len({float(number) for number, _ in pairs}) > 1:
+        numbers = {float(number) for number, _ in pairs}
+        if form in STATED[-2:]:
+            numbers |= {float(match[1]) for match in _REMARKED.finditer(text)}
+        if len(numbers) > 1:
             return None
         scales = {float(scale) for _, scale in pairs if scale}
         return next(iter(pairs))[0] if limits is None or scales <= {float(limits[1])} else None

@@ -37,8 +37,8 @@ _SPELLING = [
         (r"\\frac\s*(\\[a-zA-Z]+|\w)\s*(\\[a-zA-Z]+|\w)", r"\\frac{\1}{\2}"),
         (r"\\sqrt\s*(\[[^\]]*\])\s*(\w)", r"\\sqrt\1{\2}"),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
-        (r"(?:\s*;|\s*,?\s*(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", ", "),
-        (r"(?:\\\\|[.,:\s])+$", ""),
+        (r"(?:\s*(?<!\\);|\s*,?\s*(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", ", "),
+        (r"(?:\\[,:;!>]|\\q?quad|[\\.,:~\s])+$", ""),  # 5\, and the backslash that is left of "5\ "
         (r"(?<=[\d}])\s*\\?%$", " percent"),
     )
 ]
@@ -66,15 +66,27 @@ _SHORT = {
         "l": "liter litre",
         "ml": "milliliter millilitre",
         "deg": "degree",
+        "dollar": "usd",
     }.items()
     for name in names.split()
 }
 # Words behind a number that are no units.
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "pi", "sqrt", "or", "and", "to"}
 _NO_UNITS |= {"times", "plus", "minus", "mod", "if", "for", "where"}
+_SPACE_BEHIND = re.compile(r"(?:\\[,:;!> ]|~|\s)+$")
 _NAME, _POWER = r"[a-zA-Z][a-zA-Z./\s]*", r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
 _IN_TEXT = re.compile(rf"(?<=\S)\s*\\text\s*\{{\s*({_NAME}){_POWER}\s*\}}{_POWER}$")
-_BARE = re.compile(rf"(?<=[\d}}])\s+((?=[a-zA-Z]{{2}}){_NAME}){_POWER}$")
+_BARE = re.compile(rf"(?<=[\d}}])(?:(?:\s|\\[,:;])+|(?=(?:[cmk]m|kg|ml|mph)\b))((?=[a-zA-Z]{{2}}){_NAME}){_POWER}$")
+
+# Units as symbols. They stay in the text: math-verify ignores them.
+_SYMBOLIC = {"dollar": re.compile(r"\\?\$\s*[\d.]"), "euro": re.compile("€"), "deg": re.compile(r".*\^\s*\{?\s*\\circ\s*\}?$")}
+_LETTER = re.compile(r"(.*[\d}])(?:\s|\\[,:;])*([a-z])")
+
+
+def without_letter(text: str, unit: str) -> str:
+    """Returns a spelled answer without the letter behind it if that is the other answer's ``unit``: ``12 h``."""
+    match = _LETTER.fullmatch(text)
+    return match[1] if match and match[2] == unit else text
 
 
 def spell(text: str) -> tuple[str, str]:
@@ -91,8 +103,8 @@ def spell(text: str) -> tuple[str, str]:
         text = _GROUPS.sub(lambda number: number[0].replace(",", ""), text)
     match = _IN_TEXT.search(text) or _BARE.search(text)
     if match is None or _NO_UNITS & set(match[1].lower().split()):
-        return text, ""
-    return text[: match.start()].rstrip(), _unit(match[1], next(filter(None, match.groups()[1:]), ""))
+        return text, next((unit for unit, form in _SYMBOLIC.items() if form.match(text)), "")
+    return _SPACE_BEHIND.sub("", text[: match.start()]), _unit(match[1], next(filter(None, match.groups()[1:]), ""))
 
 
 def _root(root: re.Match[str]) -> str:

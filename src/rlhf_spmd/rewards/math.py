@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf_spmd.rewards.answers import Verdict, alternatives, plain
 from rlhf_spmd.rewards.answers import check_rows as check_rows
-from rlhf_spmd.rewards.latex import spell
+from rlhf_spmd.rewards.latex import spell, without_letter
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _SPACE = r"(?:[\s$,]|\\[()\[\]]|\\q?quad(?![a-z]))"
@@ -71,7 +71,7 @@ def _box(text: str, start: int) -> tuple[str | None, int]:
 # "answer" and what links it to an answer. "This answer is" says something of an answer that was given before.
 _STATEMENT = re.compile(
     r"(?im)(?<!\bthis )(?<!\bthat )\banswer\b\s?\**(?:\s+is\b\s?\**\s?:?|\s?[:=])\**"  # answer is, answer:, **answer**:
-    r"|^[ \t]*(?:#+|\*\*)[ \t]*(?:\w+[ \t]+)?answer[ \t]*(?:\*\*)?[ \t]*$"  # a heading
+    r"|^[ \t]*(?:(?:#+|\*\*)[ \t]*(?:\w+[ \t]+)?|(?:final[ \t]+)?)answer[ \t]*(?:\*\*)?[ \t]*$"  # a heading
 )
 _DELIMITED = re.compile(
     r"\s*(?:\\\[(?P<a>.+?)\\\]|\$\$(?P<b>.+?)\$\$|\\\((?P<c>.+?)\\\)|(?<!\\)\$(?P<d>[^$\n]+?)(?<!\\)\$|\*\*(?P<e>[^*\n]+)\*\*)",
@@ -153,6 +153,7 @@ def equal(answer: str, truth: str) -> bool:
     (one, unit), (right, right_unit) = spell(answer), spell(truth)
     if not one or not right or len({unit, right_unit} - {""}) > 1:
         return False
+    one, right = without_letter(one, right_unit), without_letter(right, unit)
     if _squeezed(one) == _squeezed(right):
         return True
     words = [match for match in map(_WORDS.fullmatch, (one, right)) if match]

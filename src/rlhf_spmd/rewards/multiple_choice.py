@@ -27,11 +27,19 @@ _CLEAN: list[tuple[re.Pattern[str], str]] = [
 ]
 _LETTER = r"(?:\(([A-Za-z])\)|\[\[?([A-Za-z])\]\]?|([A-Za-z])(?!\w))"
 # The letter alone, or with its text: B, (B), b., B) Rome, B: Rome.
-_CHOICE = rf"\s*(?:(?:option|choice)\s+)?{_LETTER}(?:[ \t]*[.!]?[ \t]*$|[ \t]*(?:(?<=\))|[).:])[ \t]+(?!or\b|and\b)\S[^\n]*$)"
-_ALONE = re.compile(rf"(?mi){_CHOICE}")
+_TEXT = r"[ \t]*(?:(?<=\))|[).:])[ \t]+(?!or\b|and\b)"
+_CHOICE = rf"\s*(?:(?:option|choice)\s+)?{_LETTER}(?:[ \t]*[.!]?[ \t]*$|{_TEXT}\S[^\n]*$"
+_TRUTH = re.compile(rf"(?mi){_CHOICE})")
+# A response may speak of the choice ("A) is too small", "A: The answer is B."), and then does not choose it.
+_IS = r"(?:is|isn't|was|seems|looks|can|can't|cannot|could|would|might|may|must)\b"
+_CHOSEN = rf"(?![^\n]*\banswer\s+(?:is|must\s+be)\b){_CHOICE.replace(_TEXT, rf'{_TEXT}(?!{_IS})')}"
+_ALONE = re.compile(rf"(?mi){_CHOSEN})")
+_REASON = (
+    r"|[ \t]*,?[ \t]*(?:because|since|as)\b[^\n]*$|[ \t]+[-\u2014][ \t]+(?![a-z][).]?[ \t]*$)\S[^\n]*$"  # B because, B - Rome
+)
 _LINE = re.compile(
     rf"(?mi)^[ \t>#-]*(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|my|your)\s+)?(?:(?:final|correct|best|right)\s+){{0,2}}"
-    rf"(?:answer|choice|option)(?:\s+is)?\s*:{_CHOICE}|^[ \t]*#*[ \t]*(?:final\s+)?answer[ \t]*\n{_CHOICE}"
+    rf"(?:answer|choice|option)(?:\s+is)?\s*:{_CHOSEN}{_REASON})|^[ \t]*#*[ \t]*(?:final\s+)?answer[ \t]*\n{_CHOSEN})"
 )
 _JSON = re.compile(r'"(?:answer|choice|letter|final_answer)"\s*:\s*"?\s*\(?([A-Za-z])\)?[.)]?\s*"?\s*(?=[,}\n]|\Z)')
 _DOUBLE = re.compile(r"\[\[\s*([A-Z])\s*\]\]")
@@ -43,8 +51,8 @@ _DENIED = r"(?<!\bnot )(?<!n't )(?<!\bdoubt )(?<!\bdoubt the )(?<!\bdoubt that t
 _END = r"(?=\s*(?:[.,;!]|\n|\Z|(?:because|since|as|and|but)\b))"
 _SENTENCES = re.compile(
     rf"{_DENIED}\b(?i:answer|choice|option)\s+(?i:is|must be)\s*:?\s+(?:(?i:option|choice|clearly|therefore)\s+)?{_NAME}(?!{_OTHER})"
-    rf"|\b(?i:answer|choice)\s*:\s*(?:(?i:option|choice)\s+)?{_NAME}(?!{_OTHER})"
-    rf"|{_DENIED}{_NAME}\s+(?i:is)\s+(?i:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option|one))?|the\s+answer){_END}"
+    rf"|\b(?i:answer|choice)\s*:\s*(?:(?i:option|choice)\s+)?{_NAME}(?!{_OTHER}|\)?\s+(?i:{_IS}))"
+    rf"|{_DENIED}{_NAME}\)?\s+(?i:is)\s+(?i:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option|one))?|the\s+answer){_END}"
     rf"|\b(?i:i\s+(?:choose|pick|select))\s+(?:(?i:option|choice)\s+)?{_NAME}(?!{_OTHER})"
 )
 
@@ -84,10 +92,16 @@ def letter(response: str, choices: str = CHOICES) -> str | None:
 
 def right_letters(ground_truth: object) -> list[str]:
     """Returns the letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
-    letters = [_only(_ALONE.fullmatch(_clean(text))) for text in answers.alternatives(ground_truth)]
+    letters = [_only(_TRUTH.fullmatch(_clean(text))) for text in answers.alternatives(ground_truth)]
     if not all(letters):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is not a letter")
     return [found[0] for found in letters]
+
+
+def check(where: str, choices: Any = CHOICES) -> None:
+    """Raises ValueError for choices that are no capital letters."""
+    if not choices or not all(re.fullmatch("[A-Z]", letter) for letter in choices):
+        raise ValueError(f"{where}.choices={choices!r} must be capital letters, such as {CHOICES[:4]}")
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
