@@ -184,7 +184,7 @@ def test_a_kto_row_that_fits_stays_whatever_its_partner() -> None:
         {"prompt": "abc", "completion": "1", "label": True},
         {"prompt": "d", "completion": "234567", "label": True},
         {"prompt": "e", "completion": " ", "label": True},
-        {"prompt": "f", "completion": "\n\nHuman: x", "label": False},
+        {"prompt": "\n\nHuman: f\n\nAssistant:", "completion": "\n\nHuman: x", "label": False},
         {"prompt": "g", "completion": "8", "label": False},
         {"prompt": "h", "completion": "901234567", "label": False},
     )

@@ -217,7 +217,7 @@ def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:
         with pytest.raises(RuntimeError, match=message) as caught:
             talk("test_several:Answering", model=talker(template), args={"role": role})
         assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="'environment': a message to row [0-9]+ is not JSON: Object of type set"):
+    with pytest.raises(RuntimeError, match=r"'environment': a message to row [0-9]+ is not JSON: Object of type set"):
         talk("test_several:Answering", args={"role": "user", "seen": {1}})
 
 
