@@ -95,6 +95,11 @@ DEEPSEEK = jinja(r"""
 FIRST_CALL = QWEN3.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
 MARKED_CALL = FIRST_CALL.replace("{{ said }}", "{% generation %}{{ said }}{% endgeneration %}")
 KNOWN = QWEN3.replace("{{ m.content }}", "{{ m.content if m.role in ('system', 'user', 'tool') }}")
+# refuse results without the call before them, as gpt-oss's and Mistral's published templates do
+STRICT = """{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}
+<|start|>functions.{{ m.name }} to=assistant<|message|>{{ m.content }}<|end|>{% continue %}{% endif %}"""
+STRICT_OSS = GPT_OSS.replace("{% for m in messages %}", "{% for m in messages %}" + jinja(STRICT), 1)
+WITH_IDS = STRICT_OSS.replace("not messages[loop.index0 - 1].tool_calls", "(m.tool_call_id or '') | length != 9")
 TOOL = {"type": "function", "function": {"name": "look"}}
 TOOLS = '[{"type": "function", "function": {"name": "look"}}]'
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"city":"Ulm"}'}}
@@ -421,3 +426,11 @@ def test_arguments_are_encoded_once(tokenizer: Any, asked: str, written: str, te
     encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=WRITES_CALLS.replace("WRITTEN", written)))
     messages = check_messages([{"role": "user", "content": asked}, *CALLS], "x")
     assert encoder.apply_template(messages, "x", False) == asked + text
+
+
+@pytest.mark.parametrize("template", [STRICT_OSS, WITH_IDS])
+def test_results_of_tools_follow_the_end_of_their_call(tokenizer: Any, template: str) -> None:
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
+    result = {"role": "tool", "name": "look", "content": "sun"}
+    written = encoder.between_turns([result], "row 1")
+    assert written == "<|call|><|start|>functions.look to=assistant<|message|>sun<|end|><|start|>assistant"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -208,26 +209,44 @@ class PromptEncoder:
             same = shared_length(by_itself, ids)
             yield (ids[:same], ids[same:]) if same else (by_itself, encode(self.tokenizer, response))
 
-    def between_turns(
-        self,
-        messages: Sequence[Any],
-        where: str,
-        said: Sequence[Message] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}),
-        options: ChatOptions = NO_OPTIONS,
-    ) -> str:
+    def between_turns(self, messages: Sequence[Any], where: str, options: ChatOptions = NO_OPTIONS) -> str:
         """Returns what the template writes between two texts of the assistant, with ``messages`` in between.
 
-        ``said``: the conversation before, whose last message, the assistant's, has the content ``PROBE`` and no calls.
         Raises DataError, also if the template leaves the messages out.
         """
         between = [normalise_message(message, where, number) for number, message in enumerate(messages)]
-        written, silent = (
-            self.apply_template([*said, *more], where, options=options).partition(PROBE)[2] for more in (between, [])
-        )
+        said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        try:
+            written, silent = (
+                self.apply_template([*said, *more], where, options=options).partition(PROBE)[2] for more in (between, [])
+            )
+        except DataError:
+            if all(message["role"] == "tool" for message in between):
+                with suppress(DataError):
+                    return self._behind_calls(between, where, options)
+            raise
         if written == silent:
             roles = ", ".join(sorted({repr(message["role"]) for message in between}))
             raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
         return written
+
+    def _behind_calls(self, results: Sequence[Message], where: str, options: ChatOptions) -> str:
+        """Returns what a template that refuses ``results`` without calls writes behind the calls, with the token that ends these.
+
+        Raises DataError if the template refuses the calls too, or ends them with no added token.
+        """
+        ids = [f"call{number:05}" for number in range(len(results))]  # Mistral's templates want nine letters and digits
+        functions = [{"name": result.get("name") or "tool", "arguments": {PROBE: PROBE}} for result in results]
+        calls = [{"id": name, "type": "function", "function": each} for name, each in zip(ids, functions, strict=True)]
+        said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        answers = [{**result, "tool_call_id": name} for result, name in zip(results, ids, strict=True)]
+        alone = self.apply_template(said, where, False, options).rpartition(PROBE)[2].rstrip()
+        whole = self.apply_template([*said, *answers], where, options=options).rpartition(PROBE)[2]
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        ending = max((token for token in added if alone.endswith(token)), key=len, default="")
+        if not ending or not whole.startswith(alone):
+            raise DataError(f"{where}: the end of the assistant's calls cannot be told")
+        return whole[len(alone) - len(ending) :]
 
     def source(self, options: ChatOptions, where: str) -> str:
         """Returns the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
