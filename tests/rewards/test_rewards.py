@@ -109,6 +109,7 @@ def test_a_constructor_that_raises_and_a_runner_without_a_function() -> None:
 VERL_ROW = {"answer": None, "data_source": "sums", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "answer": None}
 BEGUN = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "h"}]}
+BOX = {"role": "assistant", "content": "\\boxed{"}
 CONTENTS = [("assistant", "7"), ("tool", "it is 9"), ("assistant", "8"), ("tool", "9")]
 TURNS = {"completion_messages": [{"role": role, "content": content} for role, content in CONTENTS]}
 ANSWERED = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]}  # not the prompt
@@ -144,6 +145,12 @@ SEVEN, NINE = ({"answer": answer, "data_source": None} for answer in "79")
 )
 def test_arguments_are_bound_by_name(name: str, rows: list[Any], expected: list[Any]) -> None:
     assert scores(f"{FUNCTIONS}{name}", rows) == expected
+
+
+@pytest.mark.parametrize("function", ["math", "math:flexible", "math:exact", "aime", "auto"])
+def test_mathematical_rewards_read_what_the_prompt_has_begun(function: str) -> None:
+    row = {"messages": [*CHAT["messages"], BOX], "answer": "7", "data_source": "aime"}
+    assert scores(function, [("<hi>\\boxed{", "7}", row), ("<hi>\\boxed{", "8}", row)]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def _whole_numbers(ground_truth: object) -> list[int]:
     return [number for number in numbers if number is not None]
 
 
-def score(response: str, ground_truth: object) -> Verdict:
+def score(response: str, ground_truth: object, begun: str = "") -> Verdict:
     """Returns 1.0 if the final answer is the row's number (``025`` is 25), else 0.0. Raises ValueError for another answer."""
-    rights, answer = _whole_numbers(ground_truth), final_answer(response)
+    rights, answer = _whole_numbers(ground_truth), final_answer(begun + response)
     number = None if answer is None else _number(answer)
     return Verdict(number in rights, str(number) if number is not None else answer)

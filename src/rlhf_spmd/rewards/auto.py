@@ -51,11 +51,12 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
         check(where, [rows[at] for at in its], [places[at] for at in its])
 
 
-def score(response: str, row: dict[str, Any], data_source: str, ground_truth: object = None) -> Any:
+def score(response: str, row: dict[str, Any], data_source: str, ground_truth: object = None, begun: str = "") -> Any:
     """Returns what the reward of ``data_source`` returns."""
     function = _reward(data_source)
     if function is None:
         raise ValueError(f"no reward for the data_source {data_source!r}")
     if function is code.score:
         return code.score(response, row, ground_truth)
-    return function(response, ground_truth)
+    mathematical = function in (math.score, math.flexible, aime.score)  # which read what the prompt has begun
+    return function(begun + response if mathematical else response, ground_truth)

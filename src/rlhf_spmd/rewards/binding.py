@@ -3,6 +3,7 @@
 | arguments | of | value |
 |---|---|---|
 | ``prompt``, ``response``, ``row`` | this project | texts, and the row's columns |
+| ``begun`` | this project | the beginning of the answer that a prompt's last message, the assistant's, gives; otherwise "" |
 | ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info`` | verl | the response; the answer; ``extra_info`` or ``{}`` |
 | ``prompts``, ``completions``, ``completion_ids`` | TRL | lists over rows; any of them makes the function a batched one |
 | ``completion_messages`` | all | the turns of a multi-turn response, with roles; absent for others |
@@ -30,7 +31,7 @@ from rlhf_spmd.config.schema import nearest
 RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
 
 BATCHED = frozenset(("prompts", "completions", "completion_ids"))
-FROM_ROW = BATCHED | {"prompt", "response", "row", "solution_str"}  # never from the configuration
+FROM_ROW = BATCHED | {"prompt", "response", "begun", "row", "solution_str"}  # never from the configuration
 TURNS = "completion_messages"  # of a row: the turns of a multi-turn response, messages with role and content
 COLUMNS = frozenset(("data_source", "ground_truth", "extra_info"))  # arguments of built-in rewards that are no settings
 TRL_ONLY = frozenset(("log_metric", "log_extra", "trainer_state"))
@@ -220,7 +221,9 @@ def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any
     values = {key: value for key, value in columns.items() if value is not None or key not in ("answer", "ground_truth")}
     if turns := row.get(TURNS):
         response = "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
-    return values | {"prompt": prompt, "response": response, "solution_str": response, "row": row}
+    chat = chat_messages(row, prompt)
+    begun = str(chat[-1]["content"]) if chat and chat[-1]["role"] == "assistant" else ""
+    return values | {"prompt": prompt, "response": response, "begun": begun, "solution_str": response, "row": row}
 
 
 def _as_trl(values: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -233,18 +233,19 @@ def _vote(answer: str) -> str:
     return _squeezed(str(parsed))
 
 
-def score(response: str, ground_truth: object) -> Verdict:
-    r"""Returns 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0."""
-    return judge(boxed(response), ground_truth)
+def score(response: str, ground_truth: object, begun: str = "") -> Verdict:
+    r"""Returns 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0. The prompt may have
+    ``begun`` the answer."""
+    return judge(boxed(begun + response), ground_truth)
 
 
-def flexible(response: str, ground_truth: object) -> Verdict:
+def flexible(response: str, ground_truth: object, begun: str = "") -> Verdict:
     """Like ``score``, but a response without a box is judged by what it states, see ``final_answer``."""
-    return judge(final_answer(response), ground_truth)
+    return judge(final_answer(begun + response), ground_truth)
 
 
-def exact(response: str, ground_truth: object) -> Verdict:
+def exact(response: str, ground_truth: object, begun: str = "") -> Verdict:
     r"""Returns 1.0 if the text in the last ``\boxed{}`` is the answer's text, white space aside, else 0.0."""
-    box = boxed(response)
+    box = boxed(begun + response)
     text = None if box is None else "".join(plain(box).split())
     return Verdict(text is not None and text in ["".join(plain(right).split()) for right in right_answers(ground_truth)], text)
