@@ -468,3 +468,11 @@ def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
         SamplingConfig(allowed_token_ids=[11]).check_ids(12, 10, [], False, "sampling")
     with pytest.raises(ValueError, match="leave no token to draw"):
         SamplingConfig(allowed_token_ids=[EOS], min_response_length=1).check_ids(10, 10, [EOS], False, "sampling")
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 5}], ids=str)
+def test_rows_of_a_wider_matrix_are_drawn_as_their_copies(settings: dict[str, Any]) -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
+    draws = torch.linspace(0.05, 0.95, 6, dtype=torch.float64)
+    narrow, sampling = logits[:, :37], SamplingConfig(**settings)
+    assert torch.equal(sample(narrow, sampling, draws), sample(narrow.contiguous(), sampling, draws))

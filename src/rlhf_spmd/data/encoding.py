@@ -241,12 +241,12 @@ class PromptEncoder:
         said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         answers = [{**result, "tool_call_id": name} for result, name in zip(results, ids, strict=True)]
         alone = self.apply_template(said, where, False, options).rpartition(PROBE)[2].rstrip()
-        whole = self.apply_template([*said, *answers], where, options=options).rpartition(PROBE)[2]
+        answered = self.apply_template([*said, *answers], where, options=options).rpartition(PROBE)[2]
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
         ending = max((token for token in added if alone.endswith(token)), key=len, default="")
-        if not ending or not whole.startswith(alone):
+        if not ending or not answered.startswith(alone):
             raise DataError(f"{where}: the end of the assistant's calls cannot be told")
-        return whole[len(alone) - len(ending) :]
+        return answered[len(alone) - len(ending) :]
 
     def source(self, options: ChatOptions, where: str) -> str:
         """Returns the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""

@@ -149,9 +149,9 @@ def encode_continued(tokenizer: Any, text: str) -> list[int]:
     if not text or decode(tokenizer, [before])[0] == word:
         return encode(tokenizer, text)
     for character in (".", "a", "1", ")", "\n"):
-        start, whole = encode(tokenizer, character), encode(tokenizer, character + text)
-        if start and whole[: len(start)] == start:
-            return whole[len(start) :]
+        start, continued = encode(tokenizer, character), encode(tokenizer, character + text)
+        if start and continued[: len(start)] == start:
+            return continued[len(start) :]
     return encode(tokenizer, text)
 
 

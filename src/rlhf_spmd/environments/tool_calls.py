@@ -220,8 +220,8 @@ def _read_tagged(
     if head is None:
         raise ValueError("no name")
     end, arguments = head.end(), dict[str, Any]()
-    while found := argument.match(text, end):
-        key, value, end = found[1].strip(), found[2], found.end()
+    while pair := argument.match(text, end):
+        key, value, end = pair[1].strip(), pair[2], pair.end()
         arguments[key] = value
         if key not in texts.get(head[1], ()):
             with suppress(ValueError, RecursionError):

@@ -195,8 +195,8 @@ class MultiTurnRollouts:
 
     def _template(self) -> str | None:
         """The text of the chat template; of several, all."""
-        own = self._encoder.template or getattr(self.environments.tokenizer, "chat_template", None)
-        return "\n".join(own.values()) if isinstance(own, dict) else own
+        template = self._encoder.template or getattr(self.environments.tokenizer, "chat_template", None)
+        return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def answers(self, wait: bool) -> list[tuple[SequenceState, list[int]]]:
         """Rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.

@@ -98,8 +98,8 @@ def final_answer(text: str) -> str | None:
     text, stated, start = plain(text), None, 0
     for anchor in _STATEMENT.finditer(text):
         if anchor.start() >= start:
-            found = _stated(text, anchor.end(), anchor[0].rstrip("* ").endswith((":", "=")))
-            stated, start = (stated, start) if found is None else found
+            statement = _stated(text, anchor.end(), anchor[0].rstrip("* ").endswith((":", "=")))
+            stated, start = (stated, start) if statement is None else statement
     return stated
 
 
