@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from functools import cache
 from graphlib import TopologicalSorter
 
 from places import ROOT
@@ -25,9 +24,8 @@ TOP = 8  # modules of the root package: the programs
 COLLECTIVES = ("parallel/", "process/", "controller/transport.py", "reshard/hybrid.py")
 
 
-@cache
-def modules() -> list[tuple[str, ast.Module]]:
-    return [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
+# Parsed before any test runs: behind many other tests in one process CPython 3.11 raised SystemError here (recursion depth mismatch).
+MODULES = [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
 
 
 def imports(tree: ast.Module) -> list[str]:
@@ -42,7 +40,7 @@ def imports(tree: ast.Module) -> list[str]:
 
 def test_a_module_imports_only_from_lower_floors_or_its_own_package() -> None:
     wrong = []
-    for file, tree in modules():
+    for file, tree in MODULES:
         package = file.split("/")[0] if "/" in file else ""
         floor = FLOORS[package] if package else TOP
         for name in imports(tree):
@@ -68,7 +66,7 @@ SAME_NAMES = {"Config"}  # of classes that several files still have
 def import_graph() -> dict[str, set[str]]:
     """Module -> the modules that it imports, also inside functions and for types only. Names lead through a package's
     ``__init__`` to the module that defines them."""
-    trees = {file.removesuffix(".py").replace("/", "."): tree for file, tree in modules()}
+    trees = {file.removesuffix(".py").replace("/", "."): tree for file, tree in MODULES}
     packages = {name.removesuffix(".__init__"): tree for name, tree in trees.items() if name.endswith("__init__")}
 
     def origins(tree: ast.Module) -> list[tuple[str, str]]:
@@ -96,7 +94,7 @@ def test_files_do_not_import_each_other_in_circles() -> None:
 
 def test_a_class_name_is_used_once() -> None:
     places: dict[str, set[str]] = {}
-    for file, tree in modules():
+    for file, tree in MODULES:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, set()).add(file)
@@ -105,13 +103,13 @@ def test_a_class_name_is_used_once() -> None:
 
 
 def test_torch_distributed_is_imported_in_few_places() -> None:
-    files = {file for file, tree in modules() if any(name.startswith("torch.distributed") for name in imports(tree))}
+    files = {file for file, tree in MODULES if any(name.startswith("torch.distributed") for name in imports(tree))}
     assert {file for file in files if not file.startswith(COLLECTIVES)} == set()
 
 
 def test_files_and_functions_are_short() -> None:
     long_files, functions = [], []
-    for file, tree in modules():
+    for file, tree in MODULES:
         text = (SOURCE / file).read_text()
         if text.count("\n") > (150 if file.startswith("algorithms/") and "\ndef step(" in text else 600):
             long_files.append(file)
