@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from measure import environment, machine_facts, run_parts, run_program, save, table, texts_of
-from rlhf_spmd import train
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.plan_page import measured_seconds
 from rlhf_spmd.training.job import trace
 from rlhf_spmd.training.memory_estimate import measure, step_facts
+from rlhf_spmd.training.prepare import prepare
 from train import WORK, Work, settings_of, write_inputs
 
 # Memory
@@ -65,7 +65,7 @@ def settings_for(case: str, root: Path, model: str) -> dict[str, Any]:
 def predict(case: str, root: Path) -> tuple[float, str]:
     """GiB without what a process takes anyway, and the largest parts."""
     given = [*texts_of(settings_for(case, root, "model")), f"run.dir={root}/predicted"]
-    ready = train.prepare(None, given, CASES[case][1])
+    ready = prepare(None, given, CASES[case][1])
     report = measure(ready.plans, step_facts(ready, trace(ready), torch.device("cpu")))
     kind = int(report.peaks.argmax())
     words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in report.largest(kind, 6))

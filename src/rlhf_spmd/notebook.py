@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,24 @@ from rlhf_spmd.config.written import MOST_DEPTH
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.device_setup import choose_matmul
 from rlhf_spmd.parallel.launch import Launch, read_launch
-from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
+from rlhf_spmd.process.program import run_program
 from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir, json_value
-from rlhf_spmd.training.job import TrainJob
+from rlhf_spmd.train import settings_of
+from rlhf_spmd.train import train as run_training
 from rlhf_spmd.training.notebook_source import importable_name, source_of
+from rlhf_spmd.training.prepare import prepare
 from rlhf_spmd.training.run_config import RunConfig
 
 GIVEN_DIR = "given"  # in the run's directory: files of what the configuration has as objects
 DATA_KEYS = ("path", "val_path")
 
 
-def train(
-    config: Mapping[str, Any],
-    prepare: Callable[..., TrainJob],
-    body: Callable[[ProgramContext[TrainJob]], None],
-    settings_of: Callable[[TrainJob], ProgramSettings],
-) -> Path:
+def train(config: Mapping[str, Any]) -> Path:
     """Run on this process alone what ``config`` describes, nested as a YAML file is. Returns the run's directory.
 
     A function or class may stand where a file has a name, and rows (a list of dicts, a ``datasets.Dataset``) where it has a path of
     data. They are written into the run's directory, and its ``config.yaml`` has their paths.
-    ``prepare``, ``body``, ``settings_of``: the training program's. Raises ConfigError, ValueError or DataError for bad input, later
+    Raises ConfigError, ValueError or DataError for bad input, later
     the exception that ended the run.
     """
     if read_launch().size > 1:
@@ -54,7 +51,7 @@ def train(
     choose_matmul()
     job = prepare(config, (), 1, launch=Launch())
     try:
-        run_program(lambda: job, body, settings_of, saves_on_signal=True)
+        run_program(lambda: job, run_training, settings_of, saves_on_signal=True)
     except SystemExit as ending:  # how a program of one rank ends, after a line about why
         why = ending.__context__
         if isinstance(why, SystemExit):  # of the user's code: the caller must not end well by it

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from rlhf_spmd import train
 from rlhf_spmd.config.constraints import Seconds
 from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import find
@@ -36,6 +35,7 @@ from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
+from rlhf_spmd.train import keys as train_keys
 from rlhf_spmd.training import checks, plan_stand_ins
 from rlhf_spmd.training.checks import UNKNOWN_STEPS
 from rlhf_spmd.training.job import TrainJob, trace
@@ -277,7 +277,7 @@ def measure(context: ProgramContext[PlanRequest]) -> None:
 
 def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
     """The keys of the algorithm that the overrides name, and of the plan."""
-    return train.keys(overrides, more=SECTIONS)
+    return train_keys(overrides, more=SECTIONS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

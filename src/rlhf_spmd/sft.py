@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhf_spmd import train
+from rlhf_spmd.train import keys as train_keys
+from rlhf_spmd.train import main as train_main
 
-keys = partial(train.keys, default="sft")
-main = partial(train.main, name="sft", about=__doc__, default="sft")
+keys = partial(train_keys, default="sft")
+main = partial(train_main, name="sft", about=__doc__, default="sft")
 
 if __name__ == "__main__":
     main()

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from rlhf_spmd import notebook
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.kernels import processor_kind
@@ -83,15 +82,6 @@ def settings_of(job: TrainJob) -> ProgramSettings:
     run, apart = job.config.run, 1 + job.config.placement.max_staleness
     return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, must_match=run_digests(job))
 
-
-class _Program(ModuleType):
-    """Makes ``rlhf_spmd.train(config)`` a call: the package's attribute ``train`` is this module once anybody has imported it."""
-
-    def __call__(self, config: Mapping[str, Any]) -> Path:
-        return notebook.train(config, prepare, train, settings_of)
-
-
-sys.modules[__name__].__class__ = _Program
 
 if __name__ == "__main__":
     main()

@@ -12,13 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 import yaml
 
-from rlhf_spmd import train
 from rlhf_spmd.config.constraints import FiniteFloat, PositiveFraction, PositiveInt, Range
 from rlhf_spmd.config.foreign import foreign_names
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load, to_yaml
 from rlhf_spmd.config.registry import available, find, located, resolve_function
 from rlhf_spmd.config.schema import ConfigError, inline
+from rlhf_spmd.train import keys as train_keys
 
 pytest.importorskip("omegaconf")
 
@@ -75,7 +75,7 @@ def sections(raw: Mapping[str, Any]) -> dict[str, type]:
 def test_translations_lead_to_keys() -> None:
     keys: set[str] = set()
     for name in available("rlhf_spmd.algorithms", exports="step"):
-        keys |= {key.name for key in train.keys([f"algorithm.name={name}"])}
+        keys |= {key.name for key in train_keys([f"algorithm.name={name}"])}
     sections = r"\b(?:run|data|algorithm|models|sampling|placement|logger|reward)\.[\w.<>]*\w"
     for project, names in foreign_names().items():
         for theirs, ours in names["keys"].items():

@@ -16,7 +16,6 @@ import torch
 
 import tasks
 from ranks import run_ranks
-from rlhf_spmd import train
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data import loader as stored_data
 from rlhf_spmd.data.batch import Ragged
@@ -29,6 +28,8 @@ from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.training.banner import describe
+from rlhf_spmd.training.prepare import prepare
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}{{ m.role[0] }}{{ m.content }}"
@@ -257,7 +258,7 @@ def test_a_run_leaves_bad_rows_out_and_reads_the_file(tmp_path: Path) -> None:
     stored = tasks.train(2, tmp_path / "stored", 1, exact, *more, config=config)
     assert "data/bad_rows" not in plain.metrics[0] and stored.metrics[0].pop("data/bad_rows") == 2
     assert tasks.worst_metric(plain, stored, floor=1e-2)[0] < 1e-8
-    prepared = train.prepare(config, tasks.settings(tmp_path / "other", 2, *more), 2)
-    described = train.describe(prepared, World(Launch(size=2), torch.device("cpu"), torch.distributed.HashStore(), 1.0))
+    prepared = prepare(config, tasks.settings(tmp_path / "other", 2, *more), 2)
+    described = describe(prepared, World(Launch(size=2), torch.device("cpu"), torch.distributed.HashStore(), 1.0))
     warning = r"2 rows cannot be used and are left out; the first: [^\n]*bad.jsonl:4: not valid"
     assert "2 bad ones left out" in described.splitlines()[0] and len(re.findall(warning, described)) == 1

@@ -24,8 +24,9 @@ from rlhf_spmd.notebook import write_objects
 from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 from rlhf_spmd.process.program import ProgramSettings
 from rlhf_spmd.rewards.runner import RewardError
+from rlhf_spmd.training.train_config import read_config
 
-PROGRAM = sys.modules["rlhf_spmd.train"]
+NOTEBOOK = sys.modules["rlhf_spmd.notebook"]
 
 
 def configuration(run_dir: Path) -> dict[str, object]:
@@ -52,7 +53,7 @@ def test_the_input_is_checked_with_the_products_of_the_run(tmp_path: Path, monke
         raise ZeroDivisionError
 
     precision = choose_cpu_matmul()
-    monkeypatch.setattr(PROGRAM, "prepare", note)
+    monkeypatch.setattr(NOTEBOOK, "prepare", note)
     torch.set_float32_matmul_precision("high")
     with pytest.raises(ZeroDivisionError):
         train(configuration(tmp_path))
@@ -72,9 +73,9 @@ def test_what_is_wrong_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_code_that_leaves_does_not_end_the_caller_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PROGRAM, "prepare", lambda *_, **__: None)
-    monkeypatch.setattr(PROGRAM, "settings_of", lambda _: ProgramSettings(tmp_path))
-    monkeypatch.setattr(PROGRAM, "train", lambda _: sys.exit(0))
+    monkeypatch.setattr(NOTEBOOK, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(NOTEBOOK, "settings_of", lambda _: ProgramSettings(tmp_path))
+    monkeypatch.setattr(NOTEBOOK, "run_training", lambda _: sys.exit(0))
     with pytest.raises(RuntimeError, match="the run was left before its end by SystemExit: 0"):
         train({})
     assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "lost"
@@ -82,8 +83,8 @@ def test_code_that_leaves_does_not_end_the_caller_well(tmp_path: Path, monkeypat
 
 def test_the_package_imports_nothing_heavy_and_train_is_the_same_however_it_is_imported() -> None:
     code = "import sys, rlhf_spmd; assert not {'torch', 'numpy', 'omegaconf'} & {*sys.modules}; rlhf_spmd.SamplingParams(n=2); "
-    code += "first = rlhf_spmd.train; import rlhf_spmd.train; from rlhf_spmd import train; "
-    code += "assert first is train is rlhf_spmd.train and callable(train) and train.prepare"
+    code += "import rlhf_spmd.train; from rlhf_spmd import train; from rlhf_spmd.train import main; "
+    code += "assert train is rlhf_spmd.train and train.__doc__.startswith('Run on this process alone')"
     subprocess.run([sys.executable, "-c", code], env=tasks.environment(), check=True, timeout=120)
 
 
@@ -221,12 +222,12 @@ def test_a_run_of_objects_can_be_started_again_from_its_config(tmp_path: Path) -
     run = train(config)
     (last, *_) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][::-1]
     assert last["reward/mean"] == 0.75
-    again, _ = PROGRAM.read_config(run / "config.yaml", ())
+    again, _ = read_config(run / "config.yaml", ())
     assert Path(again.data.path).parent == run / "given" and resolve_function(again.reward.function)("", {}) == 0.75
 
 
 def test_a_file_that_was_edited_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PROGRAM, "prepare", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(NOTEBOOK, "prepare", lambda *_, **__: 1 / 0)
     name = f"{tmp_path}/mine.py:score"
     for value in (1, 2):
         (tmp_path / "mine.py").write_text(f"def score(response):\n    return {value}  {'#' * value}\n")

@@ -17,18 +17,19 @@ import torch
 import tasks
 from known_models import KEYS, MODELS
 from ranks import Program, run_ranks
-from rlhf_spmd import train
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import run, run_again, run_part_again
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.telemetry.run_dir import create_run_dir
+from rlhf_spmd.train import train
 from rlhf_spmd.training import memory_check
 from rlhf_spmd.training.banner import describe
-from rlhf_spmd.training.job import trace
+from rlhf_spmd.training.job import TrainJob, trace
 from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.training.memory_estimate import StepFacts, measure, step_facts
+from rlhf_spmd.training.prepare import prepare
 from role_workers import build
 
 SMALL = str(tasks.task() / "ppo.json")
@@ -95,9 +96,9 @@ class Fit:
     needed: float
     remedy: str = ""
 
-    def checked(self, root: Path, *more: str) -> tuple[train.TrainJob, StepFacts]:
+    def checked(self, root: Path, *more: str) -> tuple[TrainJob, StepFacts]:
         settings = overrides(root, self.algorithm, self.model, *self.more, *more)
-        ready = train.prepare(None, settings, self.gpus, local_size=min(self.gpus, 8))
+        ready = prepare(None, settings, self.gpus, local_size=min(self.gpus, 8))
         return ready, step_facts(ready, trace(ready), torch.device("cuda"))
 
 
@@ -346,16 +347,16 @@ def small_run(world: World, run_dir: str, room: float) -> str:
     """A run of the small task on devices of ``room`` bytes; returns what it begins with."""
     memory_check.total_bytes = lambda *_: room
     try:
-        ready = train.prepare(SMALL, tasks.settings(Path(run_dir), 2), world.size, launch=world.launch)
+        ready = prepare(SMALL, tasks.settings(Path(run_dir), 2), world.size, launch=world.launch)
     finally:
         memory_check.total_bytes = total_bytes
     create_run_dir(ready.config.run.dir)
-    train.train(ProgramContext(world, Board(world.launch, world.store), ready))
+    train(ProgramContext(world, Board(world.launch, world.store), ready))
     return describe(ready, world)
 
 
 def test_a_run_that_recomputes_for_want_of_memory_gives_the_same_bits(tmp_path: Path) -> None:
-    ready = train.prepare(SMALL, tasks.settings(tmp_path, 2), 2)
+    ready = prepare(SMALL, tasks.settings(tmp_path, 2), 2)
     facts = step_facts(ready, trace(ready), torch.device("cpu"))
     none, full = (float(measure(with_checkpointing(ready.plans, mode), facts).peaks.max()) for mode in ("none", "full"))
     assert full < none
