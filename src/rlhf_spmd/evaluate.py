@@ -53,7 +53,7 @@ class SetConfig:
     - path: file or data set
     - split: null: `data.split`
     - subset: null: `data.subset`
-    - max_samples: read only that many rows
+    - max_samples: read only the first rows; null: `data.max_samples`
     - reward: keys of `reward` that differ from the common ones
     - sampling: keys of `sampling` that differ from the common ones
     """
@@ -72,7 +72,10 @@ class EvaluationDataConfig(QuestionsConfig):
 
     - path: a file of prompts, or a list of files, each a set with the file's name
     - split: of data sets that are given by name
+    - max_samples: read only the first rows of each file
     """
+
+    max_samples: PositiveInt | None = None
 
     def check_path(self, where: str) -> None:
         if isinstance(self.path, dict):
@@ -119,7 +122,9 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     checked = []
     for name, given in sets.items():
         data = config.data
-        rows = read_rows(given.path, given.split or data.split, given.subset or data.subset, given.max_samples)
+        rows = read_rows(
+            given.path, given.split or data.split, given.subset or data.subset, given.max_samples or data.max_samples
+        )
         key = f"sets.{name}.reward" if given.reward else "reward"
         checked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
     job = job_of(config, checkpoint, checked)

@@ -212,6 +212,17 @@ def test_results_of_another_job_are_not_replaced(model: Path, tmp_path: Path) ->
     assert program.prepare(None, argv, Launch()).journal.job != json.loads(before)["job"]
 
 
+def test_the_first_rows_of_each_set_can_do(model: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_rows(tmp_path / f"{name}.jsonl", ROWS)
+    paths = [f"data.path=[{tmp_path}/one.jsonl]", f"sets.few.path={tmp_path}/two.jsonl", "sets.few.max_samples=2"]
+    sets = program.prepare(None, arguments(model, tmp_path / "out", *paths, "data.max_samples=3"), Launch()).sets
+    assert {prompts.name: [row["id"] for row in prompts.rows] for prompts in sets} == {
+        "one": ["p0", "p1", "p2"],
+        "few": ["p0", "p1"],
+    }
+
+
 def test_a_reward_that_fails_names_the_set(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.py").write_text("def score(response): raise KeyError('x')\n")
     rows = write_rows(tmp_path / "in.jsonl", ROWS[:3])
