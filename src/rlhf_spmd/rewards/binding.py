@@ -140,12 +140,16 @@ class BoundReward:
         own = values if self.takes_all else {name: values[name] for name in self.required + self.optional if name in values}
         return {**own, **self.kwargs}
 
-    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns."""
+    @property
+    def missing_settings(self) -> list[str]:
+        """Returns the settings of a built-in reward that ``kwargs`` must have and has not."""
+        return [] if self.is_own else [name for name in self.required if name not in FROM_ROW | COLUMNS]
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
+        """Raises ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns. ``source``: the
+        setting that names their file, for the message."""
         columns: set[str] = set()
         missing = set(self.required) - BATCHED
-        if not self.is_own and (settings := [name for name in self.required if name not in FROM_ROW | COLUMNS]):
-            raise self.refusal(f"set {', '.join(f'reward.kwargs.{name}' for name in settings)}")
         if absent := [name for name in self.required if name in TRL_ONLY and not any(name in row for row in rows)]:
             raise self.refusal(f"{absent[0]}, which TRL passes, does not exist here; give it a default")
         for row in rows:
@@ -155,7 +159,10 @@ class BoundReward:
             columns |= {key for key, value in row.items() if value is not None}
         if missing:
             hint = " (data.answer_key names the answer's column)" if missing & {"answer", "ground_truth"} else ""
-            raise self.refusal(f"no row has {', '.join(sorted(missing))}{hint}; the columns are {', '.join(sorted(columns))}")
+            where = f" of {source}" if source else ""
+            raise self.refusal(
+                f"no row{where} has {', '.join(sorted(missing))}{hint}; the columns are {', '.join(sorted(columns))}"
+            )
 
     def refusal(self, why: str) -> ValueError:
         """Returns the error for a function that cannot be called; it names the function, its arguments and what is
@@ -183,7 +190,7 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
         if is_class:
             inspect.signature(function).bind(**kwargs)
     except TypeError as error:
-        raise bound.refusal(f"its constructor, with reward.kwargs={dict(kwargs)}: {error}") from error
+        raise bound.refusal(f"its constructor, with kwargs={dict(kwargs)}: {error}") from error
     except ValueError as error:
         raise bound.refusal(f"its signature cannot be read: {error}") from error
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range, Seconds
+from rlhf_spmd.config.constraints import FiniteFloat, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Seconds
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.rewards.answers import plain
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
@@ -148,10 +148,6 @@ def stated_number(verdict: str, limits: Sequence[float] | None) -> str | None:
     return None
 
 
-FLOAT32_MAX = 3.4028234e38
-Float32 = Annotated[float, Range(least=-FLOAT32_MAX, most=FLOAT32_MAX)]
-
-
 @dataclass(frozen=True)
 class RewardConfig:
     """A row's reward is ``weight`` * (score of ``function``) + ``model_weight`` * (score of the reward model), if present.
@@ -199,10 +195,10 @@ class RewardConfig:
     reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
     judge: JudgeConfig | None = None
     data_sources: list[str] | None = None
-    weight: Float32 = 1.0
-    model_weight: Float32 = 1.0
+    weight: FiniteFloat = 1.0
+    model_weight: FiniteFloat = 1.0
     timeout_s: Seconds = 10.0
-    default: Float32 | None = None
+    default: FiniteFloat | None = None
     num_workers: PositiveInt = 1
     max_failure_rate: Fraction = 1.0
     max_memory_gb: PositiveFloat = 16.0
@@ -225,6 +221,10 @@ class RewardConfig:
                 raise ValueError(f"{where}.{given} is for a function; give {where}.function, or leave it out")
             return
         bound = self.bind(where)
+        if missing := bound.missing_settings:
+            raise ValueError(
+                f"{where}.function={self.function!r} needs {', '.join(f'{where}.kwargs.{name}' for name in missing)}; give a value"
+            )
         if self.by_group and not bound.batched:
             raise bound.refusal(f"with {where}.by_group it must take lists over rows (prompts, completions or completion_ids)")
         self._hook(bound, "check", f"{where}.kwargs", **self.kwargs)
@@ -303,8 +303,8 @@ class RewardConfig:
             of_each: dict[str, list[Mapping[str, Any]]] = {}
             for place, row in zip(named, chosen, strict=True):
                 of_each.setdefault(place.rpartition(", row ")[0], []).append(row)
-            for its in of_each.values() or [[]]:
-                bound.check_rows(its)
+            for source, its in of_each.items() or [("", [])]:
+                bound.check_rows(its, source)
             self._hook(bound, "check_rows", where, chosen, named)
 
 

@@ -15,7 +15,7 @@ _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 def check(where: str, schema: Any = None) -> None:
     """Raises ValueError if the library is missing or the schema invalid."""
     if importlib.util.find_spec("jsonschema") is None:
-        raise ValueError("reward 'json_schema' needs the library: pip install 'rlhf_spmd[rewards]' (or jsonschema)")
+        raise ValueError("reward 'json_schema' needs the library: pip install jsonschema")
     if schema is not None:
         _validator(schema, f"{where}.schema")
 

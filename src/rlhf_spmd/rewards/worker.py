@@ -34,10 +34,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.config.constraints import LARGEST
 from rlhf_spmd.config.schema import printable
 from rlhf_spmd.rewards.answers import Verdict
 from rlhf_spmd.rewards.binding import OVERRUN, BoundReward
-from rlhf_spmd.rewards.config import FLOAT32_MAX, RewardConfig
+from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.rewards.sandbox import descendants, remove_unused
 
@@ -249,7 +250,7 @@ def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
-    if abs(number) > FLOAT32_MAX:
+    if abs(number) > LARGEST[float]:
         raise ValueError(f"{number} is not finite in float32")
     return number
 
