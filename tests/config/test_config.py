@@ -127,6 +127,11 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ("no_value", "override 'no_value' is not of the form key.subkey=value"),
         ("data.path=", "override 'data.path=' has no value; write data.path=null, or data.path='' for an empty text"),
         ("data.path=[1", "override 'data.path=[1' cannot be read"),
+        (
+            "data.path={{x}}",
+            "override 'data.path={{x}}' cannot be read: a key must be text; a text that begins with { needs quotes: ",
+        ),
+        ("algorithm.clip_ratio=null", "algorithm.clip_ratio=null must be a number; leave it out for 0.2"),
     ],
 )
 def test_mistakes_are_one_line(override: str, message: str) -> None:

@@ -84,7 +84,7 @@ def test_what_is_written_out_is_read_back(text: str, tmp_path: Path) -> None:
         ("number", "12:30", ConfigError("number='12:30' must be an integer")),
         ("real", "0x10", ConfigError("real='0x10' must be a number")),
         ("real", "2026-11-26", ConfigError("real='2026-11-26' must be a number")),
-        ("texts", "[null]", ConfigError("texts[0]=None must be text")),
+        ("texts", "[null]", ConfigError("texts[0]=null must be text")),
         ("own", "{stp: 1}", ConfigError("unknown key 'own.stp'; did you mean 'own.stop'? allowed here: n, stop")),
         ("own", "{n: x}", ConfigError("own.n='x' must be an integer")),
         ("number", "010", 10),

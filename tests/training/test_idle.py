@@ -97,5 +97,5 @@ def test_null_takes_a_section_of_the_file_out(tmp_path: Path) -> None:
     file.write_text("models: {actor: {}, critic: {path: '${models.actor.path}'}}\n")
     later = load(TrainConfig, file, ["models.critic.path=null", "models.actor.path=there"])  # the first needs not the second
     assert (later.models["critic"].path, later.models["actor"].path) == (None, "there")
-    with pytest.raises(ValueError, match=r"models\.critic=None must be a mapping"):
+    with pytest.raises(ValueError, match=r"models\.critic=null must be a mapping"):
         load(TrainConfig, {"models": {"critic": None}})

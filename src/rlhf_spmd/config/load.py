@@ -232,6 +232,8 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         except YAMLError as error:
             why = (error.problem if isinstance(error, MarkedYAMLError) else None) or first_line(error)
             quotes = "; ${...} needs quotes in a list or a mapping" if "${" in value else ""
+            if value.startswith(("{{", "{%")):
+                quotes = f"; a text that begins with {value[0]} needs quotes: '{key}=\"...\"'"
             raise ConfigError(f"override '{override}' cannot be read: {why}{quotes}") from error
         except _Clash as clash:
             raise ConfigError(

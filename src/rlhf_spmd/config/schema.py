@@ -268,7 +268,9 @@ class _Reader:
             pass
         except OverflowError:
             raise ConfigError(f"{where}={shortened(resolve(value))}: must be at most {LARGEST[scalars[0]]}") from None
-        raise ConfigError(f"{where}={resolve(value)!r} must be {describe(annotation)}")
+        has_default = default is not None and section is None and not isinstance(default, list | dict)
+        hint = f"; leave it out for {default}" if value is None and has_default else ""
+        raise ConfigError(f"{where}={'null' if value is None else repr(resolve(value))} must be {describe(annotation)}{hint}")
 
     def _fits(self, scalar: type, value: Any) -> bool:
         """Return True if ``value``, of another type, stands for a ``scalar``. numpy's numbers are numbers."""

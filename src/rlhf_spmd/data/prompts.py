@@ -30,9 +30,9 @@ class QuestionsConfig(RowsConfig):
 
     - answer_key: column that rewards see as `answer`. With `answer` rows may lack it, and verl's
       `reward_model.ground_truth` is found too; any other column must be in every row
-    - tools: OpenAI's schemas of functions that the chat template tells the model about: a list for each value of a
-      row's column `environment` (`environment` for rows without one); those of an [environment](environments.md#tools)
-      are added
+    - tools: functions that the chat template tells the model about, as OpenAI's schemas: `{environment: [...]}` for rows
+      without a column `environment`, `{NAME: [...]}` for rows that name one; an environment's own are added, see
+      [tools](environments.md#tools)
     """
 
     answer_key: str = "answer"

@@ -183,7 +183,7 @@ def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = 
     ``dtype`` None: dtype and GPU are not known yet.
     """
     if find_spec(package) is None:
-        return f"{package} is not installed: pip install 'rlhf_spmd[{EXTRAS[package]}]'"
+        return f"{package} is not installed: pip install -e '.[{EXTRAS[package]}]' in the project's directory"
     on_gpu = device.type == "cuda"
     if not on_gpu and not (package == "triton" and _interpreted()):
         return f"it needs a CUDA device, here is {device.type}"

@@ -51,7 +51,7 @@ class LoraConfig:
     - target_modules: `all-linear`: all matrices of the layers, or a list such as `[q_proj, v_proj]`; the router and the experts of
       a mixture, the shared one too, have none
     - path: PEFT's directory of an adapter that training begins with, which the reference has, too; null: B is zero
-    - bits: of an element of the matrices that have adapters, 4 (NF4) or 8, by bitsandbytes (needs `rlhf_spmd[optim]`); null: the
+    - bits: of an element of the matrices that have adapters, 4 (NF4) or 8, by bitsandbytes; null: the
       role's dtype; see [parallelism.md](parallelism.md#four-or-eight-bits)
     """
 
@@ -86,7 +86,7 @@ class LoraConfig:
     def need_package(self, where: str) -> None:
         """Raises ValueError without bitsandbytes."""
         if self.bits is not None and find_spec("bitsandbytes") is None:
-            raise ValueError(f"{where}.bits={self.bits} needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
+            raise ValueError(f"{where}.bits={self.bits} needs the library: pip install bitsandbytes")
 
 
 def check_peft_config(config: Mapping[str, Any], lora: LoraConfig, file: str, where: str) -> None:

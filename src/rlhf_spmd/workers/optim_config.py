@@ -22,7 +22,7 @@ StateForms = dict[str, tuple[Sequence[int], torch.dtype]]  # shape and dtype of 
 class OptimConfig:
     """``models.<role>.optim``; the names are verl's.
 
-    - name: `adamw`; `adamw_8bit`: bitsandbytes' AdamW, moments in 8 bits but those of biases and norms (needs `rlhf_spmd[optim]`);
+    - name: `adamw`; `adamw_8bit`: bitsandbytes' AdamW, moments in 8 bits but those of biases and norms;
       `muon`: torch's Muon for the matrices of the layers, in steps of the size of AdamW's, so that `lr` and `weight_decay` mean the
       same, and AdamW for all else; see [parallelism.md](parallelism.md#optimizers)
     - lr: learning rate; null: 1e-6, of critics, of reward and cost models and in `sft` 1e-5
@@ -60,7 +60,7 @@ class OptimConfig:
     def check(self, where: str) -> None:
         """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
         if self.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
-            raise ValueError(f"{where}.name=adamw_8bit needs the package bitsandbytes: pip install 'rlhf_spmd[optim]'")
+            raise ValueError(f"{where}.name=adamw_8bit needs the library: pip install bitsandbytes")
         if len(self.betas) != 2:
             raise ValueError(f"{where}.betas={self.betas}: must be two numbers")
 
