@@ -2,15 +2,11 @@
 
     python scripts/bench/rollout.py --out rollout.json
 
-All cases of a part make the same tokens; the first of a part is the option off. Idle: pipeline: the share of a stage's time in
-which its host waits for the other stage; replicas: the share of their time until the last one ends in which they have nothing to
-do. CPU seconds are those of all ranks. ``--scale``: of lengths.
+All cases of a part make the same tokens; the first of a part is the option off. Idle: the share of the replicas' time until the
+last one ends in which they have nothing to do. CPU seconds are those of all ranks. ``--scale``: of lengths.
 
-- pipeline: two stages, 96 prompts, one micro-batch or more.
 - replicas: two of them, 160 prompts, of which each has 32 in flight at a time, with responses of 8 to 200 tokens, most of them
   short. Prompts are dealt out as the programs do it, or with all long responses on one replica.
-- guesses: 8 samples per prompt on one rank. Random weights, whose texts never repeat themselves, and a model that is trained here
-  (``--updates``) to go around 64 tokens in a fixed order, from which it departs in one place of twenty.
 - groups: 8 prompts of 256 tokens, 8 samples of 16 tokens, with and without sharing of prompts, on one rank.
 """
 
@@ -20,26 +16,20 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from measure import join_world, machine_facts, on_ranks, run_parts, save, table
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.passes import Packed
-from rlhf_spmd.workers.train_engine import TrainEngine
 from shapes import write_model
 
 
@@ -69,37 +59,30 @@ class OptionCases:
         """The median repetition by its slowest rank. ``case``: its part, and its name before the settings.
 
         Collective over the world: every rank of it must call, in program order."""
-        counts = ("steps", "decode_tokens", "prefill_tokens", "moved_rows", "draft_tokens", "accepted_tokens")
+        counts = ("steps", "decode_tokens", "prefill_tokens", "moved_rows")
         runs = []
         for _ in range(self.repeats + 1):  # the first one warms up
             self.world.all.barrier("bench")
-            figures = torch.zeros(10, dtype=torch.float64)
+            figures = torch.zeros(7, dtype=torch.float64)
             if decoder is not None:
                 cpu, generator = time.process_time(), Generator(decoder, mesh, GenerationConfig(**settings), ())
                 generator.generate(requests, SamplingConfig(ignore_eos=True), 0, 0)
                 stats, leads = generator.stats, float(mesh.replica.rank == 0)
-                times = [stats.seconds, stats.busy_seconds, stats.stage_seconds, time.process_time() - cpu]
+                times = [stats.seconds, stats.busy_seconds, time.process_time() - cpu]
                 figures = torch.tensor([*(leads * getattr(stats, name) for name in counts), *times], dtype=torch.float64)
             runs.append(torch.stack(self.world.all.all_gather(figures, "bench")))
-        ranks = sorted(runs[1:], key=lambda each: float(each[:, 6].max()))[self.repeats // 2]
-        seconds, busy, stages, cpu = ranks[:, 6:].T
+        ranks = sorted(runs[1:], key=lambda each: float(each[:, 4].max()))[self.repeats // 2]
+        seconds, busy, cpu = ranks[:, 4:].T
         members, wall = mesh.pool.size, float(seconds.max())
-        idle = stages[:members].sum() if mesh.layout.pp > 1 else (wall - busy[:members]).sum()
-        steps, drawn, prefill, moved, guessed, accepted = map(int, ranks[:, :6].sum(0))
+        idle = (wall - busy[:members]).sum()
+        steps, drawn, prefill, moved = map(int, ranks[:, :4].sum(0))
         part, _, name = case.partition(": ")
         turned = ", ".join(
             filter(None, [name, *(f"{key}={value}" for key, value in settings.items() if key != "max_num_seqs")])
         )
         entry = {"part": part, "case": turned, "wall_s": round(wall, 3), "cpu_s": round(float(cpu.sum()), 3)}
         entry |= {"tokens_per_s": round(drawn / wall, 1), "idle": round(float(idle) / (members * wall), 3), "steps": steps}
-        entry |= {"drawn": drawn, "prefill": prefill, "moved_rows": moved}
-        self.cases.append({**entry, "accepted": round(accepted / guessed, 3) if guessed else None})
-
-    def pipeline(self) -> None:
-        mesh, decoder = self.load(Layout(pp=2))
-        requests = [Request(i, i, self.prompt(32), self.count(64)) for i in range(96)]
-        for number in (1, 2, 4):
-            self.measure("pipeline", decoder, mesh, requests, micro_batches=number)
+        self.cases.append({**entry, "drawn": drawn, "prefill": prefill, "moved_rows": moved})
 
     def replicas(self) -> None:
         mesh, decoder = self.load(Layout(dp=2))
@@ -113,14 +96,6 @@ class OptionCases:
             for steps in (0, 8, 32):
                 self.measure(f"replicas: {name}", decoder, mesh, mine, rebalance_steps=steps, max_num_seqs=32)
 
-    def guesses(self, updates: int) -> None:
-        mesh, drawn = self.load(Layout())
-        trained = self.trained(mesh, updates) if drawn else None
-        for (name, decoder), groups in product({"random weights": drawn, "follows an order": trained}.items(), (1, 8)):
-            requests = [Request(8 * g + j, g, self.text(16), self.count(128)) for g in range(groups) for j in range(8)]
-            for guessed in (0, 4):
-                self.measure(f"guesses: {name}, {8 * groups} rows", decoder, mesh, requests, speculative_tokens=guessed)
-
     def groups(self) -> None:
         mesh, decoder = self.load(Layout())
         prompts = [self.prompt(self.count(256)) for _ in range(8)]
@@ -128,42 +103,19 @@ class OptionCases:
         for shared in (False, True):
             self.measure("groups", decoder, mesh, requests, enable_prefix_caching=shared)
 
-    def text(self, length: int) -> list[int]:
-        """Tokens in a fixed order; one of twenty departs from it."""
-        tokens = [self.rng.randrange(64)]
-        while len(tokens) < length:
-            tokens.append(self.rng.randrange(64) if self.rng.random() < 1 / 20 else (tokens[-1] * 5 + 17) % 64)
-        return tokens
 
-    def trained(self, mesh: Mesh, updates: int) -> Decoder:
-        """A model that continues :meth:`text`."""
-        settings: dict[str, Any] = {"dtype": torch.float32, "device": self.world.device, "total_updates": updates}
-        engine = TrainEngine(self.spec, self.path, "lm", mesh, OptimConfig(lr=3e-3, weight_decay=0.0), **settings)
-
-        def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-            return -token_log_probs(decoder, hidden, batch.tokens.roll(-1), 1.0)[0].mean(), {}
-
-        for _ in range(updates):
-            tokens = torch.tensor([token for _ in range(8) for token in self.text(128)])
-            engine.forward_backward([Packed(tokens, torch.full((8,), 128))], loss)
-            engine.optimizer_step()
-        return engine.chunks[0]
-
-
-def measure_options(path: str, scale: float, updates: int, repeats: int) -> dict[str, Any]:
+def measure_options(path: str, scale: float, repeats: int) -> dict[str, Any]:
     found = OptionCases(join_world(), path, scale, repeats)
-    found.pipeline()
     found.replicas()
-    found.guesses(updates)
     found.groups()
     return {"cases": found.cases}
 
 
-def rollout(model: str = "S", scale: float = 1.0, updates: int = 100, repeats: int = 3, out: Path | None = None) -> None:
+def rollout(model: str = "S", scale: float = 1.0, repeats: int = 3, out: Path | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory) / "model", model, with_weights=True)
-        found = on_ranks(2, measure_options, path=f"{directory}/model", scale=scale, updates=updates, repeats=repeats)
-    print(table(found["cases"], "part case wall_s cpu_s tokens_per_s idle steps drawn prefill moved_rows accepted"))
+        found = on_ranks(2, measure_options, path=f"{directory}/model", scale=scale, repeats=repeats)
+    print(table(found["cases"], "part case wall_s cpu_s tokens_per_s idle steps drawn prefill moved_rows"))
     save({"bench": "rollout", "machine": machine_facts(), "model": model, **found}, out)
 
 

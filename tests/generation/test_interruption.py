@@ -57,7 +57,7 @@ def test_a_pool_of_a_twentieth_of_the_need_changes_no_token(path: str) -> None:
     assert tight.stats.num_pages <= 0.05 * need and tight.stats.preemptions > 20
 
 
-@pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"steps_per_sync": 3, "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 4}, {"steps_per_sync": 3}], ids=str)
 def test_whole_groups_leave_before_the_call_ends(path: str, changes: dict[str, Any]) -> None:
     requests, number = ragged_requests(num_prompts=7, samples=3), 4
     sent: list[list[Completion]] = []

@@ -1,6 +1,6 @@
 """Draws are keyed by (seed, step, row, position) alone and distributed as the options say.
 
-A row draws the same tokens beside rows with other settings, and where its tokens were guessed.
+A row draws the same tokens beside rows with other settings.
 """
 
 from __future__ import annotations
@@ -258,7 +258,6 @@ def test_bad_settings_are_named() -> None:
         (GenerationConfig(gpu_memory_utilization=0.0), r"gpu_memory_utilization=0\.0"),
         (GenerationConfig(max_num_seqs=9, max_num_batched_tokens=5), r"max_num_batched_tokens=5 is less than max_num_seqs=9"),
         (GenerationConfig(steps_per_sync=0), r"steps_per_sync=0"),
-        (GenerationConfig(steps_per_sync=4, speculative_tokens=2), r"steps_per_sync=4 has no effect with speculative_tokens=2"),
     ):
         with pytest.raises(ValueError, match=message):
             check_section(config, "sampling")
@@ -324,20 +323,6 @@ def test_a_mixed_batch_is_the_batches_of_each_kind(path: str) -> None:
             assert torch.equal(completion.log_probs, completion.log_probs_t1)  # at temperature 1
     with pytest.raises(ValueError, match=r"sampling of row 5\.top_p=0.0: must be above 0 and at most 1"):
         generate(path, [Request(5, 0, [3], 4, overrides=SamplingOverrides(top_p=0.0))], MIXED_SAMPLING)
-
-
-def test_guesses_change_no_bit_and_save_steps(path: str) -> None:
-    """Few tokens to choose from, so that three in a row often come again."""
-    sampling = SamplingConfig(temperature=0.8, allowed_token_ids=[2, 5, 6, 7], frequency_penalty=0.02, min_response_length=9)
-    results = []
-    for changes in ({}, {"speculative_tokens": 4}, {"speculative_tokens": 4, "num_pages": 22}):
-        generator = build_generator(path, replace(SMALL, **changes))
-        results.append((generator.generate(ragged_requests(max_new_tokens=60), sampling, 3, 5), generator.stats))
-    (expected, plain), *guessed = results
-    for completions, stats in guessed:
-        assert_same(completions, expected)
-        assert 0 < stats.accepted_tokens < stats.draft_tokens
-    assert plain.draft_tokens == 0 and guessed[0][1].steps < plain.steps and guessed[1][1].preemptions > 0
 
 
 # -- stop strings, and the program ``generate``

@@ -143,7 +143,6 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, int], float]] = {
     "gemma2": ("gemma2", torch.bfloat16, {"page_size": 7, "max_num_batched_tokens": 20}, 0.9),
     "llama with biases": ("llama-tied-bias", torch.float32, {"page_size": 5, "max_num_batched_tokens": 24}, 0.7),
     "large pages": ("qwen3-tied", torch.bfloat16, {"page_size": 64, "max_num_batched_tokens": 24}, 0.7),
-    "speculation": ("qwen3-tied", torch.float32, {"speculative_tokens": 2}, 1.0),
     "gemma3": ("gemma3", torch.bfloat16, {}, 1.0),
     "glm4": ("glm4", torch.bfloat16, {}, 0.7),
     "olmo2": ("olmo2", torch.bfloat16, {}, 1.0),

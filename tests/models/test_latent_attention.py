@@ -33,14 +33,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("attention", ["torch", "cpp"])
-def test_chunks_shared_pages_and_guesses_change_no_token(model: str, attention: str) -> None:
+def test_chunks_and_shared_pages_change_no_token(model: str, attention: str) -> None:
     sampling, requests = SamplingConfig(temperature=0.8), ragged_requests()
     first, *others = (
         build_generator(model, replace(SMALL, attention=attention, **more)).generate(requests, sampling, 3, 5)
         for more in (
             {"enable_prefix_caching": False},
             {"max_num_batched_tokens": 24},
-            {"speculative_tokens": 3},
             {"num_pages": 40, "page_size": 4},
         )
     )

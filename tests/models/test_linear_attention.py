@@ -15,7 +15,7 @@ from torch import Tensor
 import tasks
 from generators import SMALL, alone, build_generator, load, ragged_requests, tokens_of, training_log_probs
 from ranks import run_ranks
-from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import slot_bytes
@@ -123,7 +123,7 @@ def test_prefixes_in_common_change_nothing(path: str) -> None:
         {"max_num_batched_tokens": 13},  # prompts in several parts, rows of the batch in one step with them
         {"num_pages": 22},  # preemption
         {"max_num_seqs": 3},
-        {"micro_batches": 3, "page_size": 3},
+        {"page_size": 3},
     ],
     ids=str,
 )
@@ -210,14 +210,11 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
     generation = "models.actor.generation"
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),
-        (f"{generation}.speculative_tokens=2", r"models\.actor\.generation\.speculative_tokens=2: .* leave it out"),
         ("models.actor.layout.cp=2", r"models\.actor\.layout\.cp=2: linear attention .* allowed: 1"),
         ("models.actor.layout.tp=8", r"tp=8 does not divide"),
     ):
         with pytest.raises(ValueError, match=words):
             job(more, ranks=8 if "layout" in more else 1)
-    with pytest.raises(ValueError, match=r"^generation\.speculative_tokens=2: .* linear attention, .* leave it out$"):
-        build_generator(str(tmp_path / "model"), GenerationConfig(speculative_tokens=2))
 
 
 def test_states_count_in_the_cache(path: str) -> None:

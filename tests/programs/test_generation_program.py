@@ -87,7 +87,6 @@ BROKEN_ROWS = [{"prompt_ids": [5, 6], "max_response_length": 1}, {"prompt_ids": 
         ["sampling.temperature=0"],
         ["sampling.top_p=0.9", "sampling.n=2", "model.dtype=float64"],
         ["generation.steps_per_sync=4", "sampling.temperature=0.8"],
-        ["generation.speculative_tokens=2"],
     ],
     ids=str,
 )

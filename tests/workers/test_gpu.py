@@ -81,7 +81,7 @@ SETTINGS = {
         "models.actor.generation.buffers=keep",
     ),
     "graphs, weights freed": ("models.actor.generation.enforce_eager=false", "models.actor.generation.steps_per_sync=8"),
-    "torch": ("models.actor.generation.attention=torch", "models.actor.generation.speculative_tokens=2"),
+    "torch": ("models.actor.generation.attention=torch",),
     "adapters": ("models.actor.lora.rank=4", "models.actor.generation.page_size=16"),
 }
 

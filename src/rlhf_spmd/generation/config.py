@@ -71,16 +71,11 @@ class GenerationConfig:
       `max_num_batched_tokens`
     - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. See
       [generation.md](generation.md#cuda-graphs). null: 8 where steps are captured as CUDA graphs,
-      else 1. With `pp` above 1, or with environments and linear attention, it is always 1; `speculative_tokens` allows no other
-      value
+      else 1. With `pp` above 1, or with environments and linear attention, it is always 1
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
       are 1 and attention is `triton` or `flash_attn`
-    - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
-      `pp`
     - rebalance_steps: generator steps after which the replicas compare how many rows each has left. Rows move if one replica has
       less than half as many as the fullest; 0: never. Not with prompts in flight (`data.gen_batch_size`)
-    - speculative_tokens: tokens that a row may guess from its prompt and its group's responses and compute together. It draws
-      the same samples; 0: none
     """
 
     pp: PositiveInt = 1
@@ -101,9 +96,7 @@ class GenerationConfig:
     enable_chunked_prefill: bool = True
     steps_per_sync: PositiveInt | None = None
     enforce_eager: bool = False
-    micro_batches: PositiveInt | None = None
     rebalance_steps: NonNegativeInt = 0
-    speculative_tokens: NonNegativeInt = 0
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``models.actor.generation``."""
@@ -117,11 +110,6 @@ class GenerationConfig:
             raise ValueError(
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every row in flight computes at least one token in a step; raise the first or lower the second"
-            )
-        if self.speculative_tokens and (self.steps_per_sync or 1) > 1:
-            raise ValueError(
-                f"{where}.steps_per_sync={self.steps_per_sync} has no effect with speculative_tokens={self.speculative_tokens}, whose "
-                "guesses the host checks after each step; leave one of them out"
             )
 
     def memory_share(self, on_host: bool) -> float:
@@ -138,16 +126,11 @@ class GenerationConfig:
 
         Steps with collectives do not: that was never tried.
         """
-        return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1 and not self.speculative_tokens
+        return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1
 
     def check_model(self, where: str, spec: ModelSpec) -> None:
-        """Raises ValueError for what the model's attention cannot do. States of linear attention cannot go back to an earlier token."""
+        """Raises ValueError for what the model's attention cannot do."""
         check_model_attention(self.attention, spec, f"{where}.attention")
-        if spec.delta is not None and self.speculative_tokens:
-            raise ValueError(
-                f"{where}.speculative_tokens={self.speculative_tokens}: tokens behind a wrong guess cannot be taken out of the states "
-                f"of linear attention, which {spec.family} has; leave it out"
-            )
 
     def check_row(self, where: str, longest: int, words: str) -> None:
         """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run. ``words`` explain the number."""

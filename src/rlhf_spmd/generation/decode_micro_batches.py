@@ -35,34 +35,7 @@ from rlhf_spmd.generation.routed_experts import RowExperts
 from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler
 from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
 
-GRAM = 3  # tokens that a guess must have followed before
 PENDING = -1  # stands in a row's tokens for one that is drawn and not read yet
-
-
-class Speculation:
-    """Guesses the next tokens of a row from its prompt and its group's responses (prompt lookup), without a draft model.
-
-    A guess only saves time: its tokens are computed together, each is drawn as it would be one by one, and the first draw that
-    differs from the guess ends it. ``rows`` are in the order of their index; ``most``: tokens of a guess.
-    """
-
-    def __init__(self, rows: Sequence[SequenceState], most: int) -> None:
-        self.most = most
-        by_group: dict[int, dict[tuple[int, ...], tuple[list[int], int]]] = {}  # gram -> text and end of its last occurrence
-        self._seen = [by_group.setdefault(row.request.group_id, {}) for row in rows]
-        for row in rows:
-            self.note(row, row.length)
-
-    def note(self, row: SequenceState, number: int) -> None:
-        """Learn from the last ``number`` tokens of ``row``."""
-        text, seen = row.tokens, self._seen[row.index]
-        for end in range(max(len(text) - number, GRAM), len(text)):
-            seen[tuple(text[end - GRAM : end])] = (text, end)
-
-    def guess(self, row: SequenceState) -> list[int]:
-        """The tokens that followed the row's last GRAM tokens before; so few that the row keeps within its limit."""
-        text, end = self._seen[row.index].get(tuple(row.tokens[-GRAM:]), (row.tokens, row.length))
-        return text[end : end + min(self.most, row.limit - row.length - 1)]
 
 
 class StepInFlight(NamedTuple):
@@ -76,7 +49,7 @@ class StepInFlight(NamedTuple):
 class DecodeMicroBatch:
     """Rows, by row id, with their scheduler and pages. An interrupted call leaves them to the next one.
 
-    ``runner``, ``experts`` and ``speculation`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest
+    ``runner`` and ``experts`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest
     first. ``slots``: rows that may run at once, the same on all stages, whether they have states of linear attention or not.
     """
 
@@ -102,8 +75,6 @@ class DecodeMicroBatch:
         self.runner = ModelRunner(call, rows, self.cache, channels, self.graphs)
         self.experts = None if self.cache.experts is None else RowExperts(self.cache.experts)
         self.scheduler.before_release = None if self.experts is None else self.experts.collect
-        guesses = call.config.speculative_tokens
-        self.speculation = Speculation(rows, guesses) if guesses else None
         self.stop, self.version, self._before = call.stop, call.version, [row.num_new for row in rows]
 
     def leave(self) -> None:
@@ -122,7 +93,7 @@ class DecodeMicroBatch:
                 self.experts.collect(row)
             self.experts.finish(self.rows.values(), self.runner.mesh.pp)
         self.scheduler.before_release = None
-        del self.runner, self.experts, self.speculation
+        del self.runner, self.experts
 
     def completion(self, row: SequenceState) -> Completion:
         """The completion of a row that began and ended in this call, before :meth:`leave`. Only on a last stage."""
@@ -140,10 +111,9 @@ class DecodeMicroBatch:
             self.scheduler.look_ahead(step, runner.max_repeats)
         drawn = [(item.row, item.row.length, count) for item in step.work if (count := item.num_draws(step.repeats))]
         self.in_flight.append(StepInFlight(step, runner.start(step), drawn))
-        if self.speculation is None:  # otherwise the number of tokens is known only when they are checked
-            for row, _, count in drawn:
-                row.tokens += [PENDING] * count
-            self.scheduler.advance(step)
+        for row, _, count in drawn:
+            row.tokens += [PENDING] * count
+        self.scheduler.advance(step)
         return True
 
     def finish(self, stats: GenerationStats, multi_turn: MultiTurnRollouts | None) -> ScheduledStep:
@@ -154,27 +124,23 @@ class DecodeMicroBatch:
         stats.prefill_tokens += sum(item.num_tokens - item.samples for item in step.work)
         live = [item for item in step.work if not item.row.ended]  # the others ended in a step that was read after this start
         for row, first, count in drawn:
-            stats.prefill_tokens -= len(row.draft)
             new, tokens = tokens[:count], tokens[count:]
             if not row.ended:
                 self._fill(row, first, new, stats)
         if multi_turn is not None:
             for row in multi_turn.end_turns(step):
                 self.scheduler.hold(row)
-        if self.speculation is not None:
-            self.scheduler.advance(step)
         for row, first, count in drawn:
-            last = first + count if self.speculation is None else row.length
-            if not row.ended and not row.held and (row.stopped or last >= row.limit):
+            if not row.ended and not row.held and (row.stopped or first + count >= row.limit):
                 self.scheduler.end(row)
         return ScheduledStep(live, step.copies)
 
     def _fill(self, row: SequenceState, first: int, drawn: Sequence[int], stats: GenerationStats) -> None:
-        """Put ``drawn`` in place of the placeholders from ``first`` on, up to a token that ends the row or that its draft missed.
+        """Put ``drawn`` in place of the placeholders from ``first`` on, up to a token that ends the row.
 
         Raises NotFinite.
         """
-        guesses, stop = row.draft, self.stop
+        stop = self.stop
         for number, token in enumerate(drawn):
             at = first + number
             if token == NOT_FINITE:  # only here: tokens behind a stop do not count
@@ -183,25 +149,17 @@ class DecodeMicroBatch:
             row.stopped = token in stop.token_ids
             if stop.strings is not None and not row.stopped and at + 1 - row.prompt_length >= row.min_new:
                 row.stopped = stop.strings.completed_by_last(row.tokens[: at + 1], row.turn_start)
-            if row.stopped or (self.speculation is not None and guesses[number : number + 1] != [token]):
+            if row.stopped:
                 break
-        new = at + 1 - first
-        stats.decode_tokens += new
+        stats.decode_tokens += at + 1 - first
         if row.stopped:  # what was computed behind the stop does not count, in case an environment goes on with the row
             del row.tokens[at + 1 :]
             row.num_computed = min(row.num_computed, at)
-        if self.speculation is not None:
-            stats.draft_tokens += len(guesses)
-            stats.accepted_tokens += new - 1
-            self.speculation.note(row, new)
-            row.draft = [] if row.stopped else self.speculation.guess(row)
 
     def resume(self, row: SequenceState, token_ids: list[int]) -> None:
         """Go on with a held row after its environment's answer."""
         self.runner.extend(row, token_ids)
         row.tokens += token_ids
-        if self.speculation is not None:
-            self.speculation.note(row, len(token_ids))
         self.scheduler.resume(row)
 
 

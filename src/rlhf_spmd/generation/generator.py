@@ -268,7 +268,7 @@ class Generator:
         return sorted(mine, key=lambda row: order[row.request.row_id])
 
     def _build_micro_batches(self, rows: Sequence[SequenceState]) -> list[DecodeMicroBatch]:
-        """As many micro-batches as ``micro_batches`` says, if each can have a group, a row in flight and pages for the longest row.
+        """As many micro-batches as there are pipeline stages, if each can have a group, a row in flight and pages for the longest row.
 
         Together they have the pages that the rows which can run at once may need, as far as memory allows.
         Collective over the replica: every rank of it must call, in program order.
@@ -279,7 +279,7 @@ class Generator:
         if flying < at_once:
             config = replace(config, max_num_seqs=flying)
         needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
-        wanted, groups = config.micro_batches or self.mesh.layout.pp, {row.request.group_id for row in rows}
+        wanted, groups = self.mesh.layout.pp, {row.request.group_id for row in rows}
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
         num_seqs, share = config.max_num_seqs // number, total // number
         micro_batches = []
@@ -328,7 +328,7 @@ class Generator:
         wanted, state = num_rows, slot_bytes(self.decoder)
         if state:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
-            spare = SPARE_SLOTS * self.config.enable_prefix_caching * (self.config.micro_batches or self.mesh.layout.pp)
+            spare = SPARE_SLOTS * self.config.enable_prefix_caching * self.mesh.layout.pp
             room -= (num_rows + spare) * state
         rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
         page = sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)

@@ -1,7 +1,7 @@
 """Runs the steps of one micro-batch on this rank: the forward pass of its pipeline stage, the draws, and the transfer of tokens.
 
 All tokens of a call, prompts and drawn ones, lie in one buffer [rows, longest] on the device, beside their log-probs. A step
-gathers its inputs from the buffer, draws a token after each row's last one (and after each guess), and writes it there.
+gathers its inputs from the buffer, draws a token after each row's last one, and writes it there.
 
 Rows that decode can therefore repeat without the host. It looks at the tokens after the last repetition, and drops what was drawn
 after a stop. A row at its limit computes and writes its last token again. As nothing depends on the host, such a step is
@@ -104,8 +104,8 @@ class ModelRunner:
         self.samplings = [sampling.with_overrides(each) for each in number]  # mostly there is one
         self._sampling_of = np.array([number[each] for each in overrides])
         processors = self.rules is not None and self.rules.processors
-        # with other stages, guesses or users' functions the next step depends on the host
-        repeatable = decoder.pp == 1 and not config.speculative_tokens and not processors
+        # with other stages or users' functions the next step depends on the host
+        repeatable = decoder.pp == 1 and not processors
         self._in_one_pass = isinstance(decoder.ops, RowSampler)
         self.captures = repeatable and self._can_capture(config)
         each = config.steps_per_sync or (GRAPH_STEPS_PER_SYNC if self.captures else 1)
@@ -223,11 +223,6 @@ class ModelRunner:
 
     def _forward(self, work: Sequence[SequenceWork]) -> Tensor:
         """The hidden states of all tokens of ``work`` after this stage's layers."""
-        drafts = [(item.row.index * self.width + item.row.length, item.row.draft) for item in work if item.row.draft]
-        if drafts:  # guesses are inputs like drawn tokens; wrong ones are overwritten
-            places = [first + i for first, draft in drafts for i in range(len(draft))]
-            tokens = [token for _, draft in drafts for token in draft]
-            self.tokens.index_copy_(0, *(on_device(np.array(each, dtype=np.int64), self.device) for each in (places, tokens)))
         attention = self.cache.for_step(work, self.num_heads)
         if self.decoder.is_first:
             lines = np.repeat([item.row.index * self.width for item in work], [item.num_tokens for item in work])
@@ -248,12 +243,11 @@ class ModelRunner:
 
     def _last_tokens(self, hidden: Tensor, work: Sequence[SequenceWork]) -> Tensor:
         """The hidden states after which a token is drawn."""
-        counts = [item.num_draws(0) for item in work]
-        if counts == [item.num_tokens for item in work]:
+        if all(item.decodes for item in work):
             return hidden
         ends = np.cumsum([item.num_tokens for item in work])
-        chosen = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-        return hidden.index_select(0, on_device(chosen, self.device))
+        last = ends[np.array([item.samples for item in work])] - 1
+        return hidden.index_select(0, on_device(last, self.device))
 
     def _state(self, lines: NDArray[np.int64], lengths: NDArray[np.int64], num_padding: int = 0) -> Tensor:
         """What a draw needs of its rows, int64 [8, B].

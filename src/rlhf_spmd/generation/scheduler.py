@@ -45,7 +45,6 @@ class GenerationStats:
     - prompt_tokens: prompt tokens of rows that started, again after a preemption; hit_tokens: those found in the cache
     - num_pages: size of the cache
     - micro_batches: how many there were
-    - draft_tokens: guessed tokens that were computed; accepted_tokens: those that were right
     - moved_rows: rows that left for other replicas
     - seconds: duration of the call; busy_seconds: without waits for other replicas; stage_seconds: the part of these in which this
       rank's host waited for other pipeline stages
@@ -59,8 +58,6 @@ class GenerationStats:
     preemptions: int = 0
     num_pages: int = 0
     micro_batches: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     moved_rows: int = 0
     busy_seconds: float = 0.0
     stage_seconds: float = 0.0
@@ -153,7 +150,7 @@ class Scheduler:
         Its work is queued before that of every later step, so the pages that it fills can be shared at once.
         """
         for row, start, count, samples in step.work:
-            row.num_computed = row.length - 1 if samples else start + count  # a wrong draft was computed in vain
+            row.num_computed = row.length - 1 if samples else start + count
             if row.pending_prefixes:
                 if self.recurrent and row.num_computed == row.prompt_length - 1:
                     self.prompt_states.note(row.prefix_ids[-1], row.slot)
@@ -178,20 +175,13 @@ class Scheduler:
             if row.held or row.length >= row.limit:
                 position += 1
                 continue
-            if row.draft:
-                self._shorten_draft(row, budget - (len(self.running) - position))  # leave one token to each row behind
-            count = self._before_last(row, row.num_computed, min(row.length + len(row.draft) - row.num_computed, budget))
+            count = self._before_last(row, row.num_computed, min(row.length - row.num_computed, budget))
             if row.num_computed + count > len(row.pages) * self.config.page_size and not self._grow(row, count):
                 break
             self._plan(step, row, count)
             budget -= count
             position += 1
         return budget
-
-    def _shorten_draft(self, row: SequenceState, spare: int) -> None:
-        """Cut the draft to ``spare`` tokens and to the row's own and free pages. Only a row that decodes has one."""
-        room = (len(row.pages) + self.pages.num_free) * self.config.page_size - row.length
-        row.draft = row.draft[: max(min(spare, room), 0)] if row.num_computed == row.length - 1 else []
 
     def _grow(self, row: SequenceState, count: int) -> bool:
         """Give ``row`` pages for ``count`` more tokens, from younger rows if need be. False: the row itself was preempted."""
@@ -231,7 +221,7 @@ class Scheduler:
         row.leave_pages()
 
     def _plan(self, step: ScheduledStep, row: SequenceState, count: int) -> None:
-        step.work.append(SequenceWork(row, row.num_computed, count, row.num_computed + count == row.length + len(row.draft)))
+        step.work.append(SequenceWork(row, row.num_computed, count, row.num_computed + count == row.length))
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
         """Start waiting rows: first come, first served, except that rows which wait for a pending prefix are overtaken."""

@@ -117,7 +117,6 @@ class SequenceState:
       a running row has num_computed < length
     - slot: of the row's states in layers with linear attention, while it has pages; -1: it has none
     - pending_prefixes: those ``prefix_ids`` whose pages this row is computing for all rows
-    - draft: guesses of the next tokens, computed together with the last token
     - held: the row waits for its environment and is not scheduled
     """
 
@@ -139,7 +138,6 @@ class SequenceState:
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     pending_prefixes: list[int] = field(default_factory=list)
-    draft: list[int] = field(default_factory=list)
     held: bool = False
 
     def __post_init__(self, response: Sequence[int]) -> None:
@@ -167,7 +165,7 @@ class SequenceState:
 
     def leave_pages(self) -> None:
         """Forget what was computed: the row has no pages any more."""
-        self.num_computed, self.pages, self.slot, self.pending_prefixes, self.draft = 0, [], -1, [], []
+        self.num_computed, self.pages, self.slot, self.pending_prefixes = 0, [], -1, []
 
     def rewind(self, num_new: int) -> None:
         """Go back to the first ``num_new`` tokens of the response, without pages."""
@@ -187,10 +185,7 @@ class SequenceState:
 
 
 class SequenceWork(NamedTuple):
-    """Compute ``num_tokens`` tokens of ``row`` from ``start`` on; the row's draft is the last of them.
-
-    If ``samples``, draw the next token, and one after each token of the draft.
-    """
+    """Compute ``num_tokens`` tokens of ``row`` from ``start`` on. If ``samples``, draw the next token."""
 
     row: SequenceState
     start: int
@@ -200,13 +195,13 @@ class SequenceWork(NamedTuple):
     @property
     def decodes(self) -> bool:
         """Whether this computes one token and draws the next one, which can be repeated without the host."""
-        return self.samples and self.num_tokens == 1 and not self.row.draft
+        return self.samples and self.num_tokens == 1
 
     def num_draws(self, repeats: int) -> int:
         """Tokens that are drawn if rows that decode draw ``repeats`` tokens each; 0: they draw one, as all others do."""
         if not self.samples:
             return 0
-        return min(repeats, self.row.limit - self.row.length) if repeats and self.decodes else 1 + len(self.row.draft)
+        return min(repeats, self.row.limit - self.row.length) if repeats and self.decodes else 1
 
 
 @dataclass

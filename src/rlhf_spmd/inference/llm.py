@@ -48,7 +48,7 @@ VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), "it is torchrun's number of ranks over tensor_parallel_size"),
     "distributed_executor_backend": ((None,), "start the script with torchrun"),
     "enable_lora": ((False,), "give the run's directory or checkpoint, whose adapters are added to its weights"),
-    "speculative_config": ((None,), "give speculative_tokens"),
+    "speculative_config": ((None,), "every token is drawn by the model itself"),
     "disable_log_stats": ((True, False), "nothing is logged"),
     "disable_custom_all_reduce": ((True, False), "there is none"),
     "max_logprobs": ((20,), "up to 100 may be asked for"),

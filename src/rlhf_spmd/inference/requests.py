@@ -154,8 +154,8 @@ class RequestProcessor:
         if params.min_tokens > most:
             raise ValueError(f"{where}.min_tokens={params.min_tokens}: must be at most {most}, the tokens that are left")
         processors = tuple(params.logits_processors or ())
-        if processors and (config.speculative_tokens or (config.steps_per_sync or 1) > 1):
-            raise ValueError(f"{where}.logits_processors need speculative_tokens=0 and steps_per_sync=1: they see drawn tokens")
+        if processors and (config.steps_per_sync or 1) > 1:
+            raise ValueError(f"{where}.logits_processors need steps_per_sync=1: they see drawn tokens")
         first, self._num_rows = self._num_rows, self._num_rows + params.n
         keys = [None if params.seed is None else (params.seed, j) for j in range(params.n)]
         limits = most, params.min_tokens, params.overrides

@@ -83,7 +83,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
 def _may_capture(plan: RolePlan) -> bool:
     """True if decode steps on a GPU can be CUDA graphs, on a GPU that groups experts if the model has any."""
     spec, generation = plan.spec, plan.config.generation
-    if generation.attention in ("torch", "cpp") or generation.speculative_tokens:
+    if generation.attention in ("torch", "cpp"):
         return False
     if spec is None or spec.experts is None:
         return True

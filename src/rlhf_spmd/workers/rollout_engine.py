@@ -77,7 +77,7 @@ class RolloutEngine:
         assert transition is not None, "no weights have been taken"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
         span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
-        counts = ("steps", "prompt_tokens", "preemptions", "moved_rows", "draft_tokens", "accepted_tokens")
+        counts = ("steps", "prompt_tokens", "preemptions", "moved_rows")
         return {
             "generation/seconds": stats.busy_seconds,
             "generation/seconds_max": stats.seconds,
