@@ -87,7 +87,7 @@ CONFIG = [
     (["rewards.reward.function=gsm8k"], 1, ["reward and rewards.reward", "give one"]),
     (["reward.max_failure_rate=2"], 1, ["reward.max_failure_rate=2.0", "at least 0 and at most 1"]),
     (["logger.wandb=sometimes"], 1, ["logger.wandb='sometimes'", "online, offline, disabled"]),
-    (["logger.trackers=[mlfow]"], 1, ["logger.trackers=['mlfow']", "did you mean 'mlflow'"]),
+    (["logger.trackers=[mlflow]"], 1, ["logger.trackers=['mlflow']", "available: tensorboard"]),
     # layouts and pools
     (["models.actor.layout.dp=4"], 2, ["models.actor.layout", "= 4 ranks", "has 2"]),
     (["models.actor.layout.tp=3"], 3, ["models.actor.layout", "tp=3", "num_attention_heads=4"]),

@@ -113,7 +113,7 @@ says algorithm.adv_estimator: left out, dapo has advantages of its own
 
 grpo trainer.logger=[console,swanlab,vemlp_wandb,tensorboard] trainer.resume_mode=maybe
 becomes logger.wandb: disabled, logger.trackers: [tensorboard], run.resume: auto
-says trainer.logger=swanlab,vemlp_wandb: left out, there is wandb, tensorboard, mlflow, trackio
+says trainer.logger=swanlab,vemlp_wandb: left out, there is wandb, tensorboard
 says trainer.resume_mode: left out, maybe is not known
 
 rloo algorithm.use_kl_in_reward=True

@@ -1,4 +1,4 @@
-"""The process of one tracker: follows the files of a run and sends every step to W&B, TensorBoard, MLflow or Trackio.
+"""The process of one tracker: follows the files of a run and sends every step to W&B or TensorBoard.
 
 logger.py starts it. Its standard input has one JSON line with the job, and later one with the exit code. The process
 ends after that line, or when the training process is gone, and at the latest ``timeout_s`` after that. So no tracker
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import sys
 import threading
@@ -23,7 +22,6 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
 import yaml
 
-from rlhf_spmd.config.load import flatten_yaml
 from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 
@@ -64,19 +62,6 @@ class TrackerJob:
         """The run's configuration as YAML."""
         return (Path(self.run_dir) / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
 
-    @property
-    def id_file(self) -> Path:
-        """The file with the tracker's own id of the run, for a resume."""
-        return Path(self.run_dir) / self.tracker / "run_id"
-
-    def known_id(self) -> str | None:
-        return self.id_file.read_text().strip() if self.resumed_at is not None and self.id_file.exists() else None
-
-    def keep_id(self, name: str) -> str:
-        self.id_file.parent.mkdir(parents=True, exist_ok=True)
-        self.id_file.write_text(name + "\n")
-        return name
-
 
 class Tracker(Protocol):
     """Made from a :class:`TrackerJob`. Exceptions in its methods end this process at most."""
@@ -97,7 +82,11 @@ class Wandb:
         given = {key: value for key, value in job.settings.items() if value}
         online = given["mode"] == "online"
         limit_s = job.timeout_s if online else max(LOCAL_TIMEOUT_S, job.timeout_s)
-        given["id"] = job.keep_id(given.get("id") or job.known_id() or os.urandom(5).hex())
+        id_file = Path(job.run_dir) / "wandb" / "run_id"  # W&B's id of the run, for a resume
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        known = id_file.read_text().strip() if job.resumed_at is not None and id_file.exists() else None
+        given["id"] = given.get("id") or known or os.urandom(5).hex()
+        id_file.write_text(given["id"] + "\n")
         given |= {"project": job.project, "name": job.name, "dir": job.run_dir, "config": yaml.safe_load(job.config)}
         given["settings"] = wandb.Settings(init_timeout=limit_s, console="wrap", silent=True)
         try:
@@ -141,60 +130,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Mlflow:
-    """MLflow's names allow letters, digits and ``_-. /:``; other characters become ``_``."""
-
-    def __init__(self, job: TrackerJob) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        import mlflow
-
-        self._mlflow: Any = mlflow
-        if job.settings["uri"]:
-            mlflow.set_tracking_uri(job.settings["uri"])
-        mlflow.set_experiment(job.project)
-        known = job.known_id()
-        run = mlflow.start_run(run_id=known, run_name=None if known else job.name, tags=job.settings["tags"])
-        job.keep_id(run.info.run_id)
-        if known is None:
-            mlflow.log_params({_mlflow_name(key): value[:500] for key, value in flatten_yaml(job.config).items()})
-
-    def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
-        named = {_mlflow_name(name): value for name, value in metrics.items()}
-        self._mlflow.log_metrics(named, step=step, timestamp=int(1000 * unix_s))
-        for name, table in tables.items():
-            self._mlflow.log_dict(table._asdict(), f"{name}/step_{step}.json")
-
-    def finish(self, exit_code: int) -> None:
-        self._mlflow.end_run("FINISHED" if exit_code == 0 else "FAILED")
-
-
-class Trackio:
-    """``logger.name`` is Trackio's own name of the run."""
-
-    def __init__(self, job: TrackerJob) -> None:
-        import trackio
-
-        self._trackio: Any = trackio
-        known = job.known_id()
-        given = {**job.settings, "config": flatten_yaml(job.config), "embed": False}
-        resume = "never" if known is None else "allow"
-        self._run = trackio.init(project=job.project, name=known or job.name, resume=resume, **given)
-        job.keep_id(self._run.name)
-
-    def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
-        import pandas
-
-        frames = {name: pandas.DataFrame(table.data, columns=table.columns) for name, table in tables.items()}
-        made = {name: self._trackio.Table(dataframe=frame) for name, frame in frames.items()}
-        self._run.log({**metrics, **made}, step=step)
-
-    def finish(self, exit_code: int) -> None:
-        self._run.finish()
-
-
-TRACKERS: dict[str, Callable[[TrackerJob], Tracker]] = {
-    made.__name__.lower(): made for made in (Wandb, TensorBoard, Mlflow, Trackio)
-}
+TRACKERS: dict[str, Callable[[TrackerJob], Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def follow(tracker: Tracker, job: TrackerJob, end: Future[int]) -> None:
@@ -295,10 +231,6 @@ def _restart(job: TrackerJob, teardown: Callable[[], object]) -> NoReturn:
 def _preformatted(text: str) -> str:
     """Returns the text as a Markdown code block."""
     return "\n".join("    " + line for line in text.splitlines())
-
-
-def _mlflow_name(name: str) -> str:
-    return re.sub(r"[^\w\-. /:]", "_", name)
 
 
 def _reason(error: Exception) -> str:

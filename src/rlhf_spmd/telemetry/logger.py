@@ -19,7 +19,7 @@ from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.telemetry import follower
 from rlhf_spmd.telemetry.progress import say
 
-PACKAGES = ("tensorboard", "mlflow", "trackio")  # other trackers, by package name
+PACKAGES = ("tensorboard",)  # other trackers, by package name
 
 
 @dataclass(frozen=True)
@@ -50,36 +50,12 @@ class TensorBoardConfig:
 
 
 @dataclass(frozen=True)
-class MlflowConfig:
-    """``logger.mlflow``.
-
-    - uri: tracking server or database; null: `MLFLOW_TRACKING_URI`, or MLflow's default
-    - tags: tags of the run
-    """
-
-    uri: str | None = None
-    tags: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TrackioConfig:
-    """``logger.trackio``.
-
-    - space_id: a Hugging Face space; null: this machine's `TRACKIO_DIR`
-    - group: group of the run
-    """
-
-    space_id: str | None = None
-    group: str | None = None
-
-
-@dataclass(frozen=True)
 class LoggerConfig:
     """``logger``. A run waits for its trackers only at the end.
 
     - wandb: `online`, `offline`, `disabled`
-    - trackers: further trackers: `tensorboard`, `mlflow`, `trackio`
-    - project: W&B's and Trackio's project, MLflow's experiment
+    - trackers: further trackers: `tensorboard`
+    - project: W&B's project
     - name: the run's name there; null: `run.name`
     - timeout_s: how long W&B may take to start before the run is logged offline; also how long a tracker may take for
       the rest after the run has ended
@@ -92,8 +68,6 @@ class LoggerConfig:
     timeout_s: Seconds = 20.0
     wandb_init: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-    trackio: TrackioConfig = field(default_factory=TrackioConfig)
 
     @property
     def tracker_settings(self) -> dict[str, dict[str, Any]]:
