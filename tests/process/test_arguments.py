@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 import tasks
 from rlhf_spmd import __main__ as command
-from rlhf_spmd import generate, plan, train
+from rlhf_spmd import generate, plan
 from rlhf_spmd.config.keys import check_names
 from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.schema import ConfigError
@@ -37,6 +38,8 @@ try:
 finally:
     assert not {"torch", "transformers", "numpy"} & {*sys.modules}, "imported"
 """
+
+train = importlib.import_module("rlhf_spmd.train")  # the package's attribute is the function
 
 
 @pytest.mark.parametrize("override", SLIPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import shutil
@@ -16,12 +17,14 @@ import yaml
 import tasks
 from places import ROOT
 from rlhf_spmd import __main__ as command
-from rlhf_spmd import __version__, evaluate, generate, score, serve, sft, train
+from rlhf_spmd import __version__, evaluate, generate, score, serve, sft
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import read_config
 
 CONFIG = ("--config", str(tasks.task() / "ppo.json"))
+
+train = importlib.import_module("rlhf_spmd.train")  # the package's attribute is the function
 
 
 def run_here(*arguments: str) -> object:

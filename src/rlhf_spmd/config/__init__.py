@@ -14,8 +14,7 @@ How a configuration is loaded, in reading order:
 
 Names and other inputs:
 
-- ``registry``: ``registry.find`` and ``registry.resolve`` turn a name into a module or a function; ``registry.find_builtin`` takes
-  only names of this project
+- ``registry``: ``registry.find`` and ``registry.resolve`` turn a name into a module or a function
 - ``json_input``: JSON from outside, of bounded depth
 
 Other projects' settings, for hints and for ``rlhf-spmd convert``:

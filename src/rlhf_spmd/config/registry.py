@@ -37,24 +37,14 @@ def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str]
         if not hasattr(module, exports):
             raise ValueError(f"{kind} '{name}': module {module.__name__} has no '{exports}', which every {kind} must define")
         return module
-    try:
-        return find_builtin(kind, package, name, exports, beside)
-    except ValueError as error:
-        raise ValueError(f"{error} (or your own module: its dotted name, or a file.py)") from None
-
-
-def find_builtin(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
-    """As :func:`find`, but only a module of ``package``. For a name that the user did not write, such as one in a model's files, which
-    must not choose what code runs.
-    """
     if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
         module = importlib.import_module(f"{package}.{name}")
         if hasattr(module, exports):
             return module
     known = sorted([*available(package, exports), *beside])
-    listed = ", ".join(known) or "none"
-    hint = nearest(name.lower(), known)
-    raise ValueError(f"unknown {kind} '{name}'{hint or ';'} available: {listed}")
+    hint = nearest(name.lower(), known) or ";"
+    yours = "(or your own module: its dotted name, or a file.py)"
+    raise ValueError(f"unknown {kind} '{name}'{hint} available: {', '.join(known) or 'none'} {yours}")
 
 
 def available(package: str, exports: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 Floor F3. This package must not know roles, batches of requests, pages, optimizers or reinforcement learning.
 
-A family is one file, named after the ``model_type`` of config.json: ``llama``, ``qwen3``, ``gemma2`` and so on. Read in this order:
+``families`` has a function for each ``model_type`` of config.json: ``llama``, ``qwen3``, ``gemma2`` and so on. Read in this order:
 
 - ``spec``: what a config.json says (``ModelSpec``); ``expert_config``: what a mixture of experts is (``Experts``);
   ``delta_config``: what linear attention is (``DeltaRule``)

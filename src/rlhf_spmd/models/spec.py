@@ -1,11 +1,11 @@
 """What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
 
-A family is one file of this package that exports ``build_spec(config, source) -> ModelSpec``; ``model_type`` names it, and nothing
-outside the package. It may export ``IGNORED``, keys that it checks itself.
+``families`` has a function ``(config, source) -> ModelSpec`` for each ``model_type``; the name can choose no other code.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config import registry
+from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.delta_config import DeltaRule
@@ -216,16 +216,17 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
         raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
     if unfit := UNFIT.get(family.removesuffix("_text")):
         raise ValueError(f"{source}: model_type {family!r} is not supported: {unfit[0]}; the nearest that is: {unfit[1]!r}")
-    try:
-        module = registry.find_builtin("model family", __package__, family, exports="build_spec")
-    except ValueError as error:
-        raise ValueError(f"{source}: model_type: {error}") from None
-    ignored = getattr(module, "IGNORED", ())
-    if "quantization_config" not in ignored:
+    families = importlib.import_module(f"{__package__}.families")  # which import this module
+    if family not in families.FAMILIES:
+        hint = nearest(family.lower(), list(families.FAMILIES)) or ";"
+        known = ", ".join(families.FAMILIES)
+        raise ValueError(f"{source}: model_type: unknown model family '{family}'{hint} available: {known}")
+    unchecked = families.UNCHECKED.get(family, ())
+    if "quantization_config" not in unchecked:
         check_fp8(config, source)
-    if "auto_map" not in ignored:
+    if "auto_map" not in unchecked:
         reject_unless(config, source, "auto_map", None)
-    spec: ModelSpec = module.build_spec(config, source)
+    spec: ModelSpec = families.FAMILIES[family](config, source)
     if eos_token_ids is not None:
         spec = replace(spec, eos_token_ids=eos_token_ids)
     return spec

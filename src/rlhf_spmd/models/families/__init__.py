@@ -1,0 +1,80 @@
+"""Model families as descriptions: from a config.json to a ``ModelSpec``, one function for each ``model_type``.
+
+``llama`` has the dense families of its kin, ``qwen``, ``gemma`` and ``deepseek`` (with GLM) theirs, ``mixtures`` the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlhf_spmd.models.families import deepseek, gemma, llama, mixtures, qwen
+from rlhf_spmd.models.keys import read_text_config
+from rlhf_spmd.models.spec import ModelSpec
+
+BuildSpec = Callable[[Mapping[str, Any], str], ModelSpec]
+
+
+def language_model(*text_types: str, **defaults: Any) -> BuildSpec:
+    """Return the builder of a family with a vision tower: its language model, for text. Exports are of the text-only class.
+
+    ``text_types``: the model types that ``text_config`` may have; where it has none, the first. ``defaults``: of its keys.
+    """
+
+    def build(config: Mapping[str, Any], source: str) -> ModelSpec:
+        text = read_text_config(config, source)
+        text_type = text.get("model_type", text_types[0]) if len(text_types) > 1 else text_types[0]
+        if text_type not in text_types:
+            raise ValueError(
+                f"{source}: 'text_config' has the model_type {text_type!r}; {config['model_type']!r} takes {' or '.join(text_types)}"
+            )
+        return replace(
+            FAMILIES[text_type]({**defaults, **text, "model_type": text_type}, source), text_prefix="language_model."
+        )
+
+    return build
+
+
+FAMILIES: dict[str, BuildSpec] = {
+    "deepseek_v2": deepseek.deepseek_v2,
+    "deepseek_v3": deepseek.deepseek_v3,
+    "exaone4": llama.exaone4,
+    "gemma2": gemma.gemma2,
+    "gemma3": language_model("gemma3_text", num_attention_heads=8, vocab_size=262208, max_position_embeddings=131072),
+    "gemma3_text": gemma.gemma3_text,
+    "gemma4": language_model("gemma4_text"),
+    "gemma4_text": gemma.gemma4_text,
+    "glm4": deepseek.glm4,
+    "glm4_moe": deepseek.glm4_moe,
+    "gpt_oss": mixtures.gpt_oss,
+    "granite": llama.granite,
+    "llama": llama.llama,
+    "ministral3": llama.ministral3,
+    "mistral": llama.mistral,
+    "mistral3": language_model("mistral", "ministral3"),
+    "mixtral": mixtures.mixtral,
+    "olmo2": llama.olmo2,
+    "olmo3": llama.olmo3,
+    "olmoe": mixtures.olmoe,
+    "phi3": llama.phi3,
+    "qwen2": qwen.qwen2,
+    "qwen2_moe": qwen.qwen2_moe,
+    "qwen3": qwen.qwen3,
+    "qwen3_5": language_model("qwen3_5_text"),
+    "qwen3_5_moe": language_model("qwen3_5_moe_text"),
+    "qwen3_5_moe_text": qwen.qwen3_5_moe_text,
+    "qwen3_5_text": qwen.qwen3_5_text,
+    "qwen3_moe": qwen.qwen3_moe,
+    "qwen3_next": qwen.qwen3_next,
+    "seed_oss": llama.seed_oss,
+    "smollm3": llama.smollm3,
+}
+# Keys that nobody checks: the code of these families came with their first files, and transformers has since taken it in.
+# gpt-oss checks its quantization itself.
+UNCHECKED = {
+    "deepseek_v2": ("auto_map",),
+    "deepseek_v3": ("auto_map",),
+    "gpt_oss": ("quantization_config",),
+    "phi3": ("auto_map",),
+}

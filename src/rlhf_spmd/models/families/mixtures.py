@@ -1,0 +1,80 @@
+"""Other mixtures of experts. Each function is named after its ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.keys import read_positive, read_size, reject_unless
+from rlhf_spmd.models.spec import ModelSpec, Names, read_choice, read_windows, standard_spec
+
+_MIXTRAL_MIXTURE = "model.layers.{layer}.block_sparse_moe."
+_MIXTRAL_NAMES = replace(
+    Names(),
+    router=_MIXTRAL_MIXTURE + "gate.weight",
+    expert_gate=_MIXTRAL_MIXTURE + "experts.{expert}.w1",
+    expert_up=_MIXTRAL_MIXTURE + "experts.{expert}.w3",
+    expert_down=_MIXTRAL_MIXTURE + "experts.{expert}.w2",
+)
+
+
+def mixtral(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Mixtral: Mistral's shape, and in every layer a mixture of experts whose width is ``intermediate_size``.
+
+    transformers' MixtralConfig, with its defaults. The noise of its router in training (``router_jitter_noise``) is not
+    applied.
+    """
+    full = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, **config}
+    count, per_token = read_choice(full, source, "num_local_experts", 8, 2)
+    experts = Experts(count, per_token, read_size(full, source, "intermediate_size"), normalise=True)
+    return standard_spec(
+        full, source, names=_MIXTRAL_NAMES, windows=read_windows(full, source), experts=experts, hf_config=dict(config)
+    )
+
+
+def olmoe(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """OLMoE: experts in all layers, chosen by softmax; q and k normed over all heads.
+
+    transformers' OlmoeConfig, with its defaults.
+    """
+    reject_unless(config, source, "clip_qkv")
+    full = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
+    count, per_token = read_choice(full, source, "num_experts", 64, 8)
+    experts = Experts(count, per_token, read_size(full, source, "intermediate_size"), bool(full.get("norm_topk_prob")))
+    biases = dict.fromkeys(("attention_bias", "attention_out_bias"), bool(full.get("attention_bias")))
+    flags = {"qk_norm": True, "whole_qk_norm": True, "experts": experts, **biases}
+    return standard_spec(full, source, **flags, hf_config=dict(config))
+
+
+_GPT_OSS_NAMES = replace(Names(), router="model.layers.{layer}.mlp.router.weight", sinks="model.layers.{layer}.self_attn.sinks")
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+}
+
+
+def gpt_oss(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """gpt-oss: sinks of attention and a window in every other layer; experts with biases and a clamped gate, softmax
+    over the chosen.
+
+    transformers' GptOssConfig, with its defaults; layers 0, 2, ... have the window unless ``layer_types`` says
+    otherwise. The published weights of the experts are MXFP4, see ``file_forms``; exports are not.
+    """
+    full = {**_GPT_OSS_DEFAULTS, "max_position_embeddings": 131072, **config}
+    if full.get("rope_parameters") is None and full.get("rope_scaling") is None:
+        full["rope_parameters"] = {**_GPT_OSS_YARN, "original_max_position_embeddings": 4096, "rope_theta": full["rope_theta"]}
+    reject_unless(full.get("quantization_config") or {}, f"{source}: quantization_config", "quant_method", "mxfp4")
+    count, per_token = read_choice(full, source, "num_local_experts", 128, 4)
+    usual = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    alpha, limit = (read_positive(full.get(key, value), source, key) for key, value in usual.items())
+    width = read_size(full, source, "intermediate_size")
+    experts = Experts(count, per_token, width, False, scoring="chosen", biased=True, clamp=(alpha, limit), fused=True)
+    bias = bool(full.get("attention_bias", True))
+    flags = {"attention_bias": bias, "attention_out_bias": bias, "windows": read_windows(full, source, pattern=2)}
+    return standard_spec(full, source, names=_GPT_OSS_NAMES, experts=experts, **flags, hf_config=dict(config))

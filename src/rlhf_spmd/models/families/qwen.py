@@ -1,0 +1,175 @@
+"""Qwen 2 to 3.5, dense and with experts. Each function is named after its ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_spmd.models.delta_config import read_delta
+from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.keys import read_rotary_factor, read_size, reject_unless
+from rlhf_spmd.models.spec import ModelSpec, read_choice, standard_spec
+
+
+def qwen2(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Qwen2 and Qwen2.5: Llama's shape with a bias on q, k and v.
+
+    transformers' Qwen2Config.
+    """
+    reject_unless(config, source, "use_sliding_window", False)
+    return standard_spec(config, source, attention_bias=True)
+
+
+def qwen3(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Qwen3 (dense): Llama's shape with a norm per head on q and k, and head_dim independent of hidden_size.
+
+    transformers' Qwen3Config, whose default head_dim is 128 whatever the hidden size.
+    """
+    reject_unless(config, source, "use_sliding_window", False)
+    bias = bool(config.get("attention_bias", False))
+    flags = {"attention_bias": bias, "attention_out_bias": bias, "qk_norm": True}
+    return standard_spec({"head_dim": 128, **config}, source, **flags, hf_config=dict(config))
+
+
+def qwen2_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Qwen2-MoE (Qwen1.5-MoE): Qwen2 with a mixture of experts, and beside it a shared expert times a gate of its own.
+
+    transformers' Qwen2MoeConfig, with its defaults.
+    """
+    reject_unless(config, source, "use_sliding_window", False)
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    count, per_token = read_choice(config, source, name, 60, 4)
+    experts = Experts(
+        count,
+        per_token,
+        read_size(config, source, "moe_intermediate_size", 1408),
+        bool(config.get("norm_topk_prob", False)),
+        read_dense_layers(config, source),
+        shared_size=read_size(config, source, "shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    bias = bool(config.get("qkv_bias", True))
+    full = {"num_key_value_heads": 16, **config}
+    return standard_spec(full, source, attention_bias=bias, experts=experts, hf_config=dict(config))
+
+
+def qwen3_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Qwen3-MoE: Qwen3 with a mixture of experts in place of the MLP, in all layers or in some.
+
+    transformers' Qwen3MoeConfig, with its defaults. A layer has experts where ``decoder_sparse_step`` divides its
+    number, counted from 1, and ``mlp_only_layers`` does not name it, counted from 0.
+    """
+    reject_unless(config, source, "use_sliding_window", False)
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes the former
+    count, per_token = read_choice(config, source, name, 128, 8)
+    dense, width = read_dense_layers(config, source), read_size(config, source, "moe_intermediate_size", 768)
+    bias = bool(config.get("attention_bias", False))
+    flags = {"attention_bias": bias, "attention_out_bias": bias, "qk_norm": True, "hf_config": dict(config)}
+    experts = Experts(count, per_token, width, bool(config.get("norm_topk_prob", False)), dense)
+    return standard_spec({"num_key_value_heads": 4, **config}, source, **flags, experts=experts)
+
+
+def read_dense_layers(config: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    """The layers without experts."""
+    step, layers = read_size(config, source, "decoder_sparse_step", 1), read_size(config, source, "num_hidden_layers")
+    named = config.get("mlp_only_layers") or ()
+    return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
+
+
+_QWEN3_5_DEFAULTS = {"num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32768}
+_QWEN3_5_DENSE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 248320,
+}
+
+
+def qwen3_5_text(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Qwen3.5 (dense): three layers of four have linear attention, the fourth has attention with a gate; norms multiply
+    by 1 + weight.
+
+    transformers' Qwen3_5TextConfig, with its defaults. Layers that predict further tokens (``mtp``) are not read, and
+    not exported.
+    """
+    return hybrid_spec({**_QWEN3_5_DEFAULTS, **_QWEN3_5_DENSE, **config}, config, source)
+
+
+def hybrid_spec(
+    full: Mapping[str, Any], config: Mapping[str, Any], source: str, fused: bool = False, **flags: Any
+) -> ModelSpec:
+    """What Qwen3.5 and Qwen3-Next have in common. ``full``: the configuration with its defaults."""
+    bias = bool(full.get("attention_bias", False))
+    return standard_spec(
+        full,
+        source,
+        delta=read_delta(full, source, fused),
+        attention_bias=bias,
+        attention_out_bias=bias,
+        attention_gate=True,
+        qk_norm=True,
+        norm_plus_one=True,
+        partial_rotary_factor=read_rotary_factor(full, source, 0.25),
+        hf_config=dict(config),
+        **flags,
+    )
+
+
+_QWEN3_5_MOE_SIZES = {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "vocab_size": 248320}
+
+
+def qwen3_5_moe_text(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Qwen3.5-MoE: Qwen3.5 with a mixture of experts and a shared one in every layer.
+
+    transformers' Qwen3_5MoeTextConfig, with its defaults. Files on the hub have the matrices of all experts in one
+    tensor; transformers writes one for each expert, as exports do.
+    """
+    full = {**_QWEN3_5_DEFAULTS, **_QWEN3_5_MOE_SIZES, **config}
+    experts = shared_mixture(full, source, (256, 8), True, stacked=True)
+    return hybrid_spec({**full, "intermediate_size": experts.intermediate_size}, config, source, experts=experts)
+
+
+_QWEN3_NEXT_SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+
+
+def qwen3_next(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """Qwen3-Next: Qwen3.5's layers, whose linear attention has two fused matrices, with a mixture of experts and a
+    shared one.
+
+    transformers' Qwen3NextConfig, with its defaults. Layers that predict further tokens (``mtp``) are not read, and not
+    exported.
+    """
+    full = {**_QWEN3_5_DEFAULTS, **_QWEN3_NEXT_SIZES, **config}
+    dense, normalise = read_dense_layers(full, source), bool(full.get("norm_topk_prob", True))
+    return hybrid_spec(full, config, source, fused=True, experts=shared_mixture(full, source, (512, 10), normalise, dense))
+
+
+def shared_mixture(
+    full: Mapping[str, Any],
+    source: str,
+    sizes: tuple[int, int],
+    normalise: bool,
+    dense: tuple[int, ...] = (),
+    stacked: bool = False,
+) -> Experts:
+    """The mixture of Qwen3-Next and Qwen3.5. ``sizes``: of experts, and of those that a token takes, where the
+    configuration does not say.
+    """
+    count, per_token = read_choice(full, source, "num_local_experts" if "num_local_experts" in full else "num_experts", *sizes)
+    return Experts(
+        count,
+        per_token,
+        read_size(full, source, "moe_intermediate_size", 512),
+        normalise,
+        dense,
+        shared_size=read_size(full, source, "shared_expert_intermediate_size", 512),
+        shared_gate=True,
+        stacked=stacked,
+    )
