@@ -20,6 +20,7 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process.board import JUDGES, Board, Failure
+from rlhf_spmd.process.exit import ready_to_end
 from rlhf_spmd.process.failure_detector import Heartbeat, Watch, WatchLimits, group_places
 
 
@@ -203,7 +204,8 @@ def test_nobody_hears_the_line_and_the_failure_is_posted_all_the_same(
     board._dump_stacks()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", pipe)
-        assert board.post_error("reward", "rank 0 failed")
+        with ready_to_end():
+            assert board.post_error("reward", "rank 0 failed")
     assert pipe.tried.is_set() and board.failure is not None
     assert json.loads((tmp_path / "exit_status.json").read_text())["code"] == 7
 

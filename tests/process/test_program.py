@@ -5,6 +5,7 @@ Ranks are forked and nobody ends them but they themselves. Where the launcher or
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -409,8 +410,10 @@ def test_classes_of_exceptions() -> None:
         "numerics": FloatingPointError("x"),
         "error": KeyError("x"),
         "preempted": Preempted("x"),
+        "memory": RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
     }
     assert {name: classify(error) for name, error in expected.items()} == {name: name for name in expected}
+    assert classify(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))) == "memory"
     assert lost_connection(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"))
     assert lost_connection(ConnectionResetError("reset"))
     assert not lost_connection(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))

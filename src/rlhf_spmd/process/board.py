@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.launch import Launch
-from rlhf_spmd.process.exit import announce, await_all, end_process, one_line, record_status
+from rlhf_spmd.process.exit import announce, await_all, classify, end_process, one_line, record_status
 from rlhf_spmd.process.failure_detector import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, place
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
 from rlhf_spmd.telemetry import run_lock
@@ -254,9 +254,9 @@ class Board:
                 retried = False
             except ForgedMessage as error:
                 self._post(self._own_failure("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
-            except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
-                if self._stopping or self.failure is not None:
-                    pass
+            except (RuntimeError, MemoryError) as error:  # torch's store clients raise nothing more precise in all versions
+                if self._stopping or self.failure is not None or classify(error) == "memory":
+                    pass  # without memory the store is not lost; the main thread meets the same, and posts it
                 elif not retried and self._reconnect():
                     retried = True
                     continue
@@ -346,7 +346,7 @@ class Board:
         if failure.class_ in ("hang", "lost"):
             self._dump_stacks()
         self._kill_silent_neighbour(failure)
-        with suppress(RuntimeError):  # the store ended with its host, which knew
+        with suppress(RuntimeError, MemoryError):  # the store ended with its host, which knew
             await_all(self._own.store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
         end_process(failure.code)
 
@@ -354,7 +354,7 @@ class Board:
         path = self.log_path("stack")
         if path is None:
             return
-        with suppress(OSError), path.open("a") as file:  # a full disk must not keep this thread from ending the process
+        with suppress(OSError, MemoryError), path.open("a") as file:  # a full disk must not keep this thread from ending the process
             file.write(f"rank {self.launch.rank} in {self.where}; last collectives: {RECORDER.dump()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
