@@ -94,7 +94,8 @@ def run_program(
     choose_matmul()
     launch = read_launch()
     if dry_run is not None:
-        check_input(launch, lambda: dry_run(prepare()))
+        with _os_exit_caught(lambda left: None):
+            check_input(launch, lambda: dry_run(prepare()))
 
     if launch.rank == 0 and run_dir_hint is not None:
         forget_status(run_dir_hint)
