@@ -43,7 +43,7 @@ from rlhf_spmd.process.exit import (
 from rlhf_spmd.process.failure_detector import WatchLimits, place
 from rlhf_spmd.process.startup_checks import EarlySignals, agree_on_input, check_input
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, create_run_dir, writing
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, UNWRITTEN, create_run_dir, writing
 
 T = TypeVar("T")
 
@@ -89,6 +89,7 @@ def run_program(
     ``prepare`` runs, and what ``dry_run`` says about its result is printed. A single process raises SystemExit instead
     of ending, so another program can call it.
     """
+    UNWRITTEN.clear()
     die_with_torchrun()
     set_up_cuda()
     choose_matmul()
