@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
 
@@ -55,6 +55,16 @@ class Failure(ExitStatus):
         return Failure(**json.loads(text))
 
 
+class _Call(NamedTuple):
+    """A call that this rank has entered. ``chain``: hash of all calls up to it."""
+
+    seq: int
+    name: str
+    site: str
+    rows: str
+    chain: int
+
+
 class Board:
     """One per process. The program reads and sets the plain fields ``preempted``, ``run_dir`` and ``last_checkpoint``."""
 
@@ -69,7 +79,7 @@ class Board:
         self.step = 0
         self.failure: Failure | None = None
         self._main = self._own = Messages(store, key)  # connections of the main thread, which may block, and of the board
-        self._log: list[tuple[int, str, str, int]] = [(0, "", "", 0)] * HISTORY  # ring; the thread reads it without a lock
+        self._log: list[_Call] = [_Call(0, "", "", "", 0)] * HISTORY  # ring; the thread reads it without a lock
         self._num_calls = 0
         self._chain = 0
         self._keys: dict[tuple[str, str], bytes] = {}
@@ -86,13 +96,15 @@ class Board:
 
     # ---- the main thread: fields only ------------------------------------------------------------------------------
 
-    def enter_call(self, seq: int, name: str, site: str) -> None:
-        """The script enters its ``seq``-th call, on members and other ranks alike; ``site`` is ``file.py:line``."""
+    def enter_call(self, seq: int, name: str, site: str, rows: str = "") -> None:
+        """The script enters its ``seq``-th call, on members and other ranks alike; ``site`` is ``file.py:line``. ``rows``: which rows
+        the call takes, in words that are equal on all ranks.
+        """
         key = self._keys.get((name, site))
         if key is None:
             key = self._keys[(name, site)] = f"{name}@{site}".encode()
-        self._chain = zlib.crc32(key, self._chain)
-        self._log[self._num_calls % HISTORY] = (seq, name, site, self._chain)
+        self._chain = zlib.crc32(rows.encode(), zlib.crc32(key, self._chain))
+        self._log[self._num_calls % HISTORY] = _Call(seq, name, site, rows, self._chain)
         self._num_calls += 1
         self._inside = True
         RECORDER.tick()
@@ -113,8 +125,7 @@ class Board:
     @property
     def call(self) -> tuple[int, str, str]:
         """Sequence number, name and site of the last call entered; (0, "", "") before the first."""
-        seq, name, site, _ = self._log[(self._num_calls - 1) % HISTORY]
-        return seq, name, site
+        return self._log[(self._num_calls - 1) % HISTORY][:3]
 
     @property
     def where(self) -> str:
@@ -268,7 +279,7 @@ class Board:
     def _publish(self) -> None:
         self._beats += 1
         rank, recent = self.launch.rank, self._recent(WINDOW)
-        seq, name, site, _ = recent[-1] if recent else (0, "", "", 0)
+        seq, name, site = self.call
         beat = Heartbeat(
             rank=rank,
             count=self._beats,
@@ -281,23 +292,23 @@ class Board:
             progress=RECORDER.sequence + RECORDER.ticks,
             pid=os.getpid(),
             host=socket.gethostname(),
-            calls=tuple((entry[0], entry[3]) for entry in recent),
+            calls=tuple((entry.seq, entry.chain) for entry in recent),
         )
         if seq != self._logged:  # before the heartbeat, so that the log names every call that a heartbeat mentions
-            self._own.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
+            self._own.set(f"board/log/{rank}", json.dumps(recent))
             self._logged = seq
         self._own.set(f"board/beat/{rank}", beat.encode())
         if self._suspect:
             self._own.store.set("board/suspect", "1")
 
-    def _recent(self, number: int) -> list[tuple[int, str, str, int]]:
+    def _recent(self, number: int) -> list[_Call]:
         """Returns the last calls, at most ``number``."""
         num_calls = self._num_calls
         return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
 
     def _look(self, watch: Watch) -> Finding | None:
         beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
-        own = [(seq, chain) for seq, _, _, chain in self._recent(HISTORY)]
+        own = [(entry.seq, entry.chain) for entry in self._recent(HISTORY)]
         suspect = self._suspect or self._own.store.check(["board/suspect"])
         return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
 
@@ -308,9 +319,10 @@ class Board:
             keys = [key for key in keys if self._own.store.check([key])]
         return [Heartbeat.decode(text) for text in self._own.get_all(keys)]
 
-    def _call_text(self, rank: int, seq: int) -> str:
-        entries = self._log if rank == self.launch.rank else json.loads(self._own.get(f"board/log/{rank}"))
-        return next((f"{name} ({site})" for number, name, site, *_ in entries if number == seq), "another call")
+    def _call_text(self, rank: int, seq: int) -> tuple[str, str]:
+        """Returns a call of a rank and its rows, in words."""
+        entries = self._log if rank == self.launch.rank else [_Call(*it) for it in json.loads(self._own.get(f"board/log/{rank}"))]
+        return next(((f"{it.name} ({it.site})", it.rows) for it in entries if it.seq == seq), ("another call", ""))
 
     def _blame(self, finding: Finding) -> Failure:
         beat, message = finding.beat, finding.message
