@@ -31,7 +31,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process.exit import announce, await_all, classify, end_process, one_line, record_status
 from rlhf_spmd.process.failure_detector import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, place
-from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
+from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages, await_key
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
@@ -157,7 +157,8 @@ class Board:
         if store.add("board/ended", 1) >= size:
             self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # checks the signatures, not only the count
             self._main.set(ALL_ENDED, "1")
-        store.wait([ALL_ENDED], timedelta(seconds=self.limits.stall_s))
+        if not await_key(store, ALL_ENDED, self.limits.stall_s):  # the store's own wait would hear no signal
+            raise ConnectionError(f"timed out: other ranks have not ended within {self.limits.stall_s:.0f} s")
         self._main.get(ALL_ENDED)
         self.stop()
         if self.launch.rank == 0:

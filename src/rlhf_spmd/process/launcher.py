@@ -109,6 +109,8 @@ class _Job:
         for number, rank in enumerate(self.ranks):
             if number not in self.ended and rank.poll() is not None:
                 self.ended.add(number)
+                with suppress(OSError):  # what the user's code has forked and left, in the rank's own session
+                    os.killpg(rank.pid, signal.SIGKILL)
                 self.failed += [rank.returncode] if rank.returncode else []
                 if not self._is_explained(number, rank.returncode):
                     self._name(number, rank.returncode)
