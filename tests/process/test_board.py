@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.checkpoint.files import hash_tensor
 from controllers import Toy, prompts
+from rlhf_spmd.checkpoint.files import hash_tensor
 from rlhf_spmd.controller import Controller, GroupShape, ResourcePool
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.launch import Launch
@@ -110,7 +110,9 @@ def test_a_mask_that_differs_between_ranks_is_named_with_both_sites():
         controller.run(script, controller, toy, ids)
     site = rf"toy\.count \(test_board\.py:{script.__code__.co_firstlineno + 1}\) with 2 rows \(their ids: \w{{8}}\)"
     message = look(pair, Watch(0, range(2), WatchLimits()))
-    assert message is not None and re.match(rf"call order differs: rank 1 entered {site} as call 1, rank 0 entered {site};", message)
+    assert message is not None and re.match(
+        rf"call order differs: rank 1 entered {site} as call 1, rank 0 entered {site};", message
+    )
 
 
 def test_a_call_that_a_beat_names_is_in_the_log_by_then():

@@ -65,6 +65,9 @@ class _Call(NamedTuple):
     chain: int
 
 
+NO_CALL = _Call(0, "", "", "", 0)
+
+
 class Board:
     """One per process. The program reads and sets the plain fields ``preempted``, ``run_dir`` and ``last_checkpoint``."""
 
@@ -79,7 +82,7 @@ class Board:
         self.step = 0
         self.failure: Failure | None = None
         self._main = self._own = Messages(store, key)  # connections of the main thread, which may block, and of the board
-        self._log: list[_Call] = [_Call(0, "", "", "", 0)] * HISTORY  # ring; the thread reads it without a lock
+        self._log: list[_Call] = [NO_CALL] * HISTORY  # ring; the thread reads it without a lock
         self._num_calls = 0
         self._chain = 0
         self._keys: dict[tuple[str, str], bytes] = {}
@@ -280,7 +283,7 @@ class Board:
     def _publish(self) -> None:
         self._beats += 1
         rank, recent = self.launch.rank, self._recent(WINDOW)
-        seq, name, site = self.call
+        seq, name, site = (recent[-1] if recent else NO_CALL)[:3]
         beat = Heartbeat(
             rank=rank,
             count=self._beats,
@@ -322,7 +325,9 @@ class Board:
 
     def _call_text(self, rank: int, seq: int) -> tuple[str, str]:
         """Returns a call of a rank and its rows, in words."""
-        entries = self._log if rank == self.launch.rank else [_Call(*it) for it in json.loads(self._own.get(f"board/log/{rank}"))]
+        entries = self._log
+        if rank != self.launch.rank:
+            entries = [_Call(*entry) for entry in json.loads(self._own.get(f"board/log/{rank}"))]
         return next(((f"{it.name} ({it.site})", it.rows) for it in entries if it.seq == seq), ("another call", ""))
 
     def _blame(self, finding: Finding) -> Failure:
@@ -367,7 +372,8 @@ class Board:
         path = self.log_path("stack")
         if path is None:
             return
-        with suppress(OSError, MemoryError), path.open("a") as file:  # a full disk must not keep this thread from ending the process
+        # neither a full disk nor full memory must keep this thread from ending the process
+        with suppress(OSError, MemoryError), path.open("a") as file:
             file.write(f"rank {self.launch.rank} in {self.where}; last collectives: {RECORDER.dump()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

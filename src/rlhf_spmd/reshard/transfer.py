@@ -41,7 +41,9 @@ class BackgroundTask:
     Threads are used again: where memory has run out, a new one may abort the process or never start.
     """
 
-    def __init__(self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None = None) -> None:
+    def __init__(
+        self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None = None
+    ) -> None:
         self.name = name
         self._work, self._on_error = work, on_error
         self._error: BaseException | None = None

@@ -60,7 +60,8 @@ class CheckpointWriter:
         self._board.last_checkpoint = str(draft.write(group))
 
     def __enter__(self) -> CheckpointWriter:
-        BackgroundTask(lambda: torch.zeros(1), "checkpoint").wait()  # its thread is there, with torch's memory, before memory runs out
+        # so that its thread is there, with what torch keeps for each, before memory runs out
+        BackgroundTask(lambda: torch.zeros(1), "checkpoint").wait()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
