@@ -19,7 +19,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "start": (TrainEngine, "__init__"),
     "generation": (Generator, "generate"),
     "update": (TrainEngine, "optimizer_step"),
-    "save": (Draft, "write"),  # in its thread
+    "save": (Draft, "write"),
 }
 
 

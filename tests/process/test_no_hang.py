@@ -58,8 +58,8 @@ PLACE = r"{} \(call \d+, [a-z_]+\.py:\d+, step 3\)"
 
 def exhausted(phase: str, where: str, call: str) -> Fault:
     """Rank 1 gets no more memory in a phase."""
-    line = rf"rank 1 failed in {where}: (RuntimeError|OSError): .*(can't|Cannot) allocate memory.*; docs/.*"
-    overrides = "algorithm.name=outside.memory", f"algorithm.phase={phase}"
+    line = rf"rank 1 failed in {where}: RuntimeError: .*can't allocate memory.*; docs/.*"
+    overrides = "algorithm.name=outside.memory", f"algorithm.phase={phase}", "run.background_save=false"
     return Fault("memory", call, line, overrides, 1, step=0 if phase == "start" else 3)
 
 
@@ -87,7 +87,7 @@ FAULTS = {
     "start": exhausted("start", "the start of the program", ""),
     "generation": exhausted("generation", PLACE.format(r"actor\.generate_sequences"), "actor.generate_sequences"),
     "update": exhausted("update", PLACE.format(r"(critic|actor)\.update_\w+"), "update_"),
-    "save": exhausted("save", r".*step \d\)", ""),
+    "save": exhausted("save", PLACE.format(r"controller\.get"), "controller.get"),
 }
 SHORT = ("raise", "transition")
 LATER = tuple(name for name in FAULTS if name not in SHORT)
