@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def test_what_arrow_adds_to_messages_goes_and_json_is_read(tmp_path: Path) -> No
         ("a.jsonl", f'{{"prompt": "1", "answer": {"9" * 5000}}}', r"a\.jsonl:1: Exceeds the limit \(4300 digits\)"),
         ("a.jsonl", '{"prompt": "1", "m": {"a": 1, "a": 2}}', r"a\.jsonl:1: an object has the key 'a' twice"),
         ("a.csv", "x", "suffix that is not known; allowed: .jsonl"),
+        ("a.jsonl", None, r"a\.jsonl' is no regular file, and each rank reads it"),
         ("a.jsonl.gz", "plain text", "cannot be read: Not a gzipped file"),
         ("a.jsonl", '{"question": "1"}\n', r"a\.jsonl:1: no key 'prompt' \(data\.prompt_key=prompt\); this row has: question"),
         ("a.jsonl", '{"prompt": ""}\n', r"a\.jsonl:1: the prompt is empty"),
@@ -146,8 +148,8 @@ def test_what_arrow_adds_to_messages_goes_and_json_is_read(tmp_path: Path) -> No
         ("a.jsonl", '{"prompt": [{"role": "user", "content": "1"}]}\n', r"needs a chat template, and tokenizer '.*' has none"),
     ],
 )
-def test_bad_data_is_one_line(tmp_path: Path, tokenizer: Any, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
+def test_bad_data_is_one_line(tmp_path: Path, tokenizer: Any, name: str, text: str | None, message: str) -> None:
+    (tmp_path / name).write_text(text) if text is not None else os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match=message) as caught:
         prompts(tokenizer, str(tmp_path / name))
     assert "\n" not in str(caught.value)

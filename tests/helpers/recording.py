@@ -66,7 +66,7 @@ class Recording:
         from torch.distributed import distributed_c10d
 
         from rlhf_spmd.parallel.collectives import Group
-        from rlhf_spmd.reshard.transfer import Transfer
+        from rlhf_spmd.reshard.transfer import BackgroundTask, Transfer
         from rlhf_spmd.workers.weight_sync import _Arrival
 
         with contextlib.ExitStack() as stack:
@@ -83,8 +83,9 @@ class Recording:
             wrap(distributed_c10d, "_new_process_group_helper", self._connect)
             wrap(Group, "_note", self._note)
             wrap(Group, "start_exchange", self._exchange)
-            wrap(threading.Thread, "start", self._start)
-            wrap(threading.Thread, "join", self._join)
+            wrap(BackgroundTask, "__init__", self._start)
+            wrap(BackgroundTask, "run", self._run_task)
+            wrap(BackgroundTask, "join", self._join)
             wrap(Transfer, "__init__", self._begin_transfer)
             wrap(Transfer, "_on_stream", self._on_stream)
             wrap(Transfer, "wait", self._end_transfer)
@@ -211,18 +212,21 @@ class Recording:
 
     # -- threads and streams
 
-    def _start(self, original: Callable[..., Any], thread: Any) -> Any:
+    def _start(self, original: Callable[..., Any], task: Any, work: Any, name: str, *more: Any) -> None:
         with self._lock:
             self._threads += 1
-            thread.recorded_as = f"{thread.name} {self._threads}"
-        self._add(Fork(thread.recorded_as, self.thread, self.stream))
-        return original(thread)
+            task.recorded_as = f"{name} {self._threads}"
+        self._add(Fork(task.recorded_as, self.thread, self.stream))
+        original(task, work, name, *more)
 
-    def _join(self, original: Callable[..., Any], thread: Any, timeout: float | None = None) -> Any:
-        result = original(thread, timeout)
-        if hasattr(thread, "recorded_as") and not thread.is_alive():
-            self._add(Join(thread.recorded_as, self.thread, self.stream))
-        return result
+    def _run_task(self, original: Callable[..., Any], task: Any) -> None:
+        threading.current_thread().recorded_as = task.recorded_as  # type: ignore[attr-defined]
+        original(task)
+
+    def _join(self, original: Callable[..., Any], task: Any) -> None:
+        original(task)
+        if hasattr(task, "recorded_as"):
+            self._add(Join(task.recorded_as, self.thread, self.stream))
 
     def _begin_transfer(self, original: Callable[..., Any], transfer: Any, *args: Any, **more: Any) -> None:
         transfer.recorded_on = (ARRIVALS if self.stream == ARRIVALS else SIDE) if more.get("beside") else ""

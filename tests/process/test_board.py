@@ -15,11 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from controllers import Toy, prompts
 from rlhf_spmd.checkpoint.files import hash_tensor
-from rlhf_spmd.controller import Controller
+from rlhf_spmd.controller import Controller, GroupShape, ResourcePool
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.process.board import JUDGES, Board, Failure
+from rlhf_spmd.process.exit import ready_to_end
 from rlhf_spmd.process.failure_detector import Heartbeat, Watch, WatchLimits, group_places
 
 
@@ -43,7 +46,7 @@ def look(all_boards: list[Board], watch: Watch) -> str | None:
 def first_finding(watch: Watch, beats_at: Callable[[int], dict[int, Heartbeat]], suspect: bool = False) -> tuple[Any, float]:
     """What a watch says first of heartbeats that come every half second, and after how many seconds."""
     for tick in range(200):
-        finding = watch.judge(tick * 0.5, beats_at(tick), [], suspect, lambda rank, seq: "")
+        finding = watch.judge(tick * 0.5, beats_at(tick), [], suspect, lambda rank, seq: ("", ""))
         if finding is not None:
             return finding, tick * 0.5
     return None, math.inf
@@ -93,6 +96,25 @@ def test_a_script_that_returns_early_on_one_rank_is_told_at_its_end():
     assert message is not None and re.search(rf"{ended}, rank 0 entered controller\.decide \({site}\)", message)
 
 
+def test_a_mask_that_differs_between_ranks_is_named_with_both_sites():
+    """The calls are the same, their rows are not."""
+    pair, prompt = boards(2), prompts(4, 1)
+
+    def script(controller: Controller, toy: Any, ids: list[int]) -> None:
+        toy.count(controller.source(prompt).take(ids))
+
+    for board, ids in zip(pair, ([0, 1], [0, 2]), strict=True):
+        rank, layout = board.launch.rank, Layout(1, 1, 1)
+        controller = Controller(solo(rank), board)
+        toy = Toy(controller, "toy", ResourcePool("p", (rank,)), GroupShape(layout, GenerationLayout(layout, 1, 1)))
+        controller.run(script, controller, toy, ids)
+    site = rf"toy\.count \(test_board\.py:{script.__code__.co_firstlineno + 1}\) with 2 rows \(their ids: \w{{8}}\)"
+    message = look(pair, Watch(0, range(2), WatchLimits()))
+    assert message is not None and re.match(
+        rf"call order differs: rank 1 entered {site} as call 1, rank 0 entered {site};", message
+    )
+
+
 def test_a_call_that_a_beat_names_is_in_the_log_by_then():
     """Rank 0 may look between the two messages of a heartbeat: it must have the words of the call it judges."""
     looked_after: list[str] = []
@@ -116,12 +138,12 @@ def test_a_call_that_a_beat_names_is_in_the_log_by_then():
 def test_a_rank_that_ended_while_another_entered_a_further_call():
     watch = Watch(0, range(2), WatchLimits())
     beats = {0: beat(0, seq=41, name="actor.update_actor"), 1: beat(1, seq=40, name="x.y", state="ended")}
-    finding = watch.judge(0.0, beats, [], False, lambda rank, seq: "")
+    finding = watch.judge(0.0, beats, [], False, lambda rank, seq: ("", ""))
     assert finding is not None and finding.rank == 1
     assert "rank 1 ended the script after call 40, rank 0 entered actor.update_actor (call 41" in finding.message
     # the same number of calls: the slower one is only finishing
     beats[0] = beat(0, seq=40, name="x.y")
-    assert Watch(0, range(2), WatchLimits()).judge(0.0, beats, [], False, lambda rank, seq: "") is None
+    assert Watch(0, range(2), WatchLimits()).judge(0.0, beats, [], False, lambda rank, seq: ("", "")) is None
 
 
 @pytest.mark.parametrize(("suspect", "expected"), [(False, 20.0), (True, 6.0)])
@@ -146,8 +168,8 @@ def test_a_rank_that_has_not_started_hides_none_that_is_lost() -> None:
 
 def test_a_watcher_that_was_held_up_blames_nobody() -> None:
     watch = Watch(0, range(2), WatchLimits())
-    assert watch.judge(0.0, {0: beat(0), 1: beat(1)}, [], False, lambda rank, seq: "") is None
-    assert watch.judge(1000.0, {0: beat(0, count=2), 1: beat(1)}, [], False, lambda rank, seq: "") is None
+    assert watch.judge(0.0, {0: beat(0), 1: beat(1)}, [], False, lambda rank, seq: ("", "")) is None
+    assert watch.judge(1000.0, {0: beat(0, count=2), 1: beat(1)}, [], False, lambda rank, seq: ("", "")) is None
 
 
 def test_stall_names_every_place() -> None:
@@ -203,7 +225,8 @@ def test_nobody_hears_the_line_and_the_failure_is_posted_all_the_same(
     board._dump_stacks()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", pipe)
-        assert board.post_error("reward", "rank 0 failed")
+        with ready_to_end():
+            assert board.post_error("reward", "rank 0 failed")
     assert pipe.tried.is_set() and board.failure is not None
     assert json.loads((tmp_path / "exit_status.json").read_text())["code"] == 7
 

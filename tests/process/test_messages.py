@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -129,20 +131,20 @@ def test_a_service_that_never_answers_is_named_in_time(monkeypatch: pytest.Monke
         assert time.monotonic() - since < 20
 
 
-def test_what_a_terminal_would_obey_is_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line is printed where no thread can be started too, as in a container that may have few processes."""
-    process_exit.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
-    assert capsys.readouterr().err == "line\\x1b[31m\n\tline\na\\x1b]0;title\\x07 b\\x9b2J c\\u202ed\n"
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    codes: list[int] = []
+def test_the_end_is_written_whatever_the_users_code_has_redirected_and_without_a_new_thread(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a thread that starts finds no memory: then its starter would wait for ever."""
+    closed, codes = io.StringIO(), list[int]()
+    closed.close()
     monkeypatch.setattr(process_exit, "_exit", codes.append)
-    process_exit.announce("the last\nword", "Traceback")
-    process_exit.end_process(0)
-    assert capsys.readouterr().err == "Traceback\nthe last word\n" and codes == [0]
+    with process_exit.ready_to_end(), contextlib.redirect_stderr(closed):
+        monkeypatch.setattr(threading.Thread, "start", lambda _: threading.Event().wait())
+        process_exit.announce("a\x1b]0;title\x07 b\x9b2J\n c\u202ed", "line\x1b[31m\n\tline")
+        process_exit.free_spare_memory()
+        process_exit.end_process(0)
+    shown = "line\\x1b[31m\n\tline\na\\x1b]0;title\\x07 b\\x9b2J c\\u202ed\n"
+    assert capsys.readouterr().err == shown and codes == [0], "nothing that a terminal would obey"
 
 
 def codes_of_two_nodes(monkeypatch: pytest.MonkeyPatch, places: list[Path | None], signal_number: int = 0) -> list[object]:

@@ -43,6 +43,7 @@ class Fault:
     rank: int | None = None
     tracebacks: int = 0
     ranks: int = 2
+    step: int = 2
 
 
 def move(tensor: str, call: str, *overrides: str) -> Fault:
@@ -50,6 +51,16 @@ def move(tensor: str, call: str, *overrides: str) -> Fault:
     place = rf"rank 1 failed in {re.escape(call)} \(call \d+, [a-z_]+\.py:\d+, step 2\)"
     line = rf"{place}: MemoryError: no room for the second {tensor}( \(.*\))?; docs/troubleshooting\.md says what .*"
     return Fault("memory", call, line, ("algorithm.name=outside.transition", *overrides, f"algorithm.fault={tensor}"), 1)
+
+
+PLACE = r"{} \(call \d+, [a-z_]+\.py:\d+, step 3\)"
+
+
+def exhausted(phase: str, where: str, call: str) -> Fault:
+    """Rank 1 gets no more memory in a phase."""
+    line = rf"rank 1 failed in {where}: RuntimeError: .*can't allocate memory.*; docs/.*"
+    overrides = "algorithm.name=outside.memory", f"algorithm.phase={phase}", "run.background_save=false"
+    return Fault("memory", call, line, overrides, 1, step=0 if phase == "start" else 3)
 
 
 SOURCE = (ROOT / "tests" / "outside" / "faulty.py").read_text().splitlines()
@@ -66,17 +77,21 @@ FAULTS = {
     "raise": Fault("error", "actor.update_actor", rf"{UPDATE}: KeyError: 'no such field' {SITE}", (FAULTY,), 1, 1),
     "transition": move("bucket", "actor.generate_sequences", *SPLIT),
     "nan": Fault("numerics", "actor.update_actor", f"{UPDATE}: FloatingPointError: .*nan.*", NAN),
-    "reward": Fault("reward", "reward.compute_reward", ".*outside.rewards:often_fails.*no opinion.*", OFTEN, None, 2),
+    "reward": Fault("reward", "reward.compute_reward", ".*outside.rewards:often_fails.*no opinion.*", OFTEN, None, 2, step=1),
     "kill": Fault("lost", "", r"rank 2 stopped answering .*, step [23]\).*", (*APART, "models.critic.pool=b"), 2, 0, 3),
     "overlap": move("bucket", "actor.generate_sequences", *SPLIT, "models.actor.generation.overlap=true"),
     "back": move("parameter", "actor.generate_sequences", *SPLIT),
     "whole": move("target", "actor.generate_sequences", *SPLIT, "models.actor.generation.reshard_method=full_gather"),
     "reallocation": move("message", "critic.compute_values", "models.critic.layout.tp=2", f"{CALL}.layout.dp=2"),
     "loan": move("small message", "critic.compute_values", "models.actor.layout.tp=2", *POOLS),
+    "start": exhausted("start", "the start of the program", ""),
+    "generation": exhausted("generation", PLACE.format(r"actor\.generate_sequences"), "actor.generate_sequences"),
+    "update": exhausted("update", PLACE.format(r"(critic|actor)\.update_\w+"), "update_"),
+    "save": exhausted("save", PLACE.format(r"controller\.get"), "controller.get"),
 }
 SHORT = ("raise", "transition")
 LATER = tuple(name for name in FAULTS if name not in SHORT)
-BATCHES = (SHORT, LATER[:5], LATER[5:])
+BATCHES = (SHORT, LATER[:5], LATER[5:8], LATER[8:])
 
 
 @dataclass
@@ -98,7 +113,7 @@ class Job:
 
 def start(directory: Path, name: str) -> Job:
     fault, run_dir = FAULTS[name], directory / name
-    steps = 4  # those that are traced before a run, its last two, must not be the one that fails
+    steps = fault.step + 2  # those that are traced before a run, its last two, must not be the one that fails
     overrides = tasks.settings(run_dir, steps, "run.save_freq=1", *fault.overrides)
     delay_s = REWARD_S if name == "kill" else 0.0
     return Job(name, run_dir, tasks.start_program(fault.ranks, run_dir, overrides, delay_s=delay_s))
@@ -107,7 +122,7 @@ def start(directory: Path, name: str) -> Job:
 def await_event(job: Job) -> None:
     """Returns when a job is in the step in which it fails, having killed a rank where that is the failure."""
     step_1 = job.run_dir / "checkpoints" / "step_1" / "COMMIT"
-    event = job.run_dir / "config.yaml" if job.name == "reward" else step_1  # written just before the step
+    event = {"reward": job.run_dir / "config.yaml", "start": job.run_dir}.get(job.name, step_1)  # written just before the step
     deadline = time.monotonic() + START_LIMIT_S
     while not event.exists():
         assert time.monotonic() < deadline and job.process.poll() is None, f"{job.name} did not start:\n{job.output[-4000:]}"
@@ -149,20 +164,20 @@ def job_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
 @pytest.mark.parametrize("name", tiers(FAULTS, SHORT))
 def test_every_rank_ends_and_one_line_says_why(job_of: Callable[[str], Job], name: str) -> None:
     fault, job = FAULTS[name], job_of(name)
-    (line,) = [line for line in job.output.splitlines() if re.search(r"\bcall \d+", line)]
+    (line,) = [line for line in job.output.splitlines() if re.search(r"\bcall \d+|the start of the program", line)]
     assert re.fullmatch(fault.line, line), job.output[-4000:]
     status: dict[str, Any] = json.loads((job.run_dir / "exit_status.json").read_text())
     code = EXIT_CODES[fault.error_class]
     assert (status["class"], status["code"], status["message"]) == (fault.error_class, code, line)
-    assert status["call"] in line and fault.call in status["call"]
+    assert (status["call"] or "") in line and fault.call in (status["call"] or "")
     assert fault.rank is None or status["rank"] == fault.rank
     assert [job.process.codes[rank] for rank in range(fault.ranks)] == [code] * 2 + [-signal.SIGKILL] * (fault.ranks - 2)
     assert job.output.count("Traceback") <= fault.tracebacks
     if name != "kill":
-        assert status["step"] == (1 if name == "reward" else 2)
-    if fault.error_class == "memory":
+        assert status["step"] == fault.step
+    if fault.error_class == "memory" and fault.step:
         saved = tasks.read_run(job.run_dir)  # verifies the hash of every piece
-        assert Path(status["last_checkpoint"]).name == "step_1"
+        assert Path(status["last_checkpoint"]).name in [f"step_{step}" for step in range(1, fault.step)]
         assert saved.weights and not any(tensor.isnan().any() for tensor in saved.weights.values())
     elif name == "raise":  # a defect of a program: its traceback, once
         assert 'raise KeyError("no such field")' in job.output

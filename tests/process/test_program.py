@@ -5,6 +5,7 @@ Ranks are forked and nobody ends them but they themselves. Where the launcher or
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -308,6 +309,14 @@ def test_a_script_that_python_ends_is_not_aborted_by_gloo(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_what_a_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
+    """As an environment of the user's does."""
+    script = "import os, pathlib, sys, time\nchild = os.fork()\nif child: pathlib.Path(sys.argv[1]).write_text(str(child))\n"
+    command = [sys.executable, "-c", f"{script}else: time.sleep(600)\n", str(tmp_path / "child")]
+    assert start_ranks(command, 1) == EXIT_CODES["lost"]
+    await_end(int((tmp_path / "child").read_text()))
+
+
 def test_more_ranks_than_gpus_are_refused_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -409,8 +418,10 @@ def test_classes_of_exceptions() -> None:
         "numerics": FloatingPointError("x"),
         "error": KeyError("x"),
         "preempted": Preempted("x"),
+        "memory": RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
     }
     assert {name: classify(error) for name, error in expected.items()} == {name: name for name in expected}
+    assert classify(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))) == "memory"
     assert lost_connection(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"))
     assert lost_connection(ConnectionResetError("reset"))
     assert not lost_connection(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))

@@ -20,6 +20,7 @@ from rlhf_spmd import __main__ as command
 from rlhf_spmd import __version__, evaluate, generate, score, serve, sft
 from rlhf_spmd.config.load import flatten_yaml, to_yaml
 from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.process import command_line
 from rlhf_spmd.train import read_config
 
 CONFIG = ("--config", str(tasks.task() / "ppo.json"))
@@ -93,6 +94,22 @@ def test_one_s_own_modules_are_found_beside_it_as_by_python_m(tmp_path: Path) ->
     process = subprocess.run(arguments, env=tasks.environment(), capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert "  algorithm.label_smoothing = 0.0 (a number, at least 0, below 0.5)" in process.stdout
+
+
+@pytest.mark.parametrize("key", ["reward.function={}:score", "environment.cls={}:Game", "algorithm.name={}"])
+def test_who_starts_ranks_does_not_import_the_users_code_which_could_end_it_well(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("raise KeyError('imported')\n")
+    monkeypatch.setattr(command_line, "start_ranks", lambda ranks_command, size, run_dir: 7)
+    assert run_here("train", "--nproc-per-node", "2", *CONFIG, key.format(tmp_path / "mine.py")) == 7
+
+
+def test_a_file_that_leaves_is_no_good_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("import os\nos._exit(0)\n")
+    more = tasks.settings(tmp_path / "run", 1, f"reward.function={tmp_path}/mine.py:score")
+    assert run_here("train", "--dry-run", *CONFIG, *more) == 2
+    assert "mine.py' cannot be imported: SystemExit: 0" in capsys.readouterr().err
 
 
 def test_under_torchrun_it_is_a_rank_and_starts_none(

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from rlhf_spmd.checkpoint.files import write_safetensors
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.process.arguments import ignore_closed_pipes
 from rlhf_spmd.process.board import Board, announce
 from rlhf_spmd.process.program import _fail, classify
 from rlhf_spmd.telemetry import run_lock
@@ -31,6 +33,7 @@ from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
+    UNWRITTEN,
     ExitStatus,
     JsonlLog,
     WriteError,
@@ -42,6 +45,7 @@ from rlhf_spmd.telemetry.run_dir import (
     read_jsonl,
     write_exit_status,
 )
+from rlhf_spmd.telemetry.summary import summarize
 from rlhf_spmd.telemetry.trace import write_trace
 from rlhf_spmd.training.recorder import Recorder
 
@@ -321,15 +325,29 @@ def test_other_ranks_tell_an_ending_of_their_own_job_only(tmp_path: Path) -> Non
 # -- files that cannot be written
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_counted_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that the disk takes half of is not left there. What must last is still refused."""
+    UNWRITTEN.clear()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True))  # type: ignore[arg-type]
+    ignore_closed_pipes()
+    print("step 1/3\nstep 2/3", file=sys.stderr, flush=True)
     log = JsonlLog(tmp_path / "metrics.jsonl", None)
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, log._file.fileno())
-    os.close(full)
-    with pytest.raises(WriteError) as caught:
-        log.append([{"step": 2}])
-    line = f"cannot write {tmp_path}/metrics.jsonl: No space left on device; what was saved before is intact"
-    assert str(caught.value) == line and classify(caught.value) == "checkpoint"
+    log.append([{"step": 1}])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+        log.append([{"step": 2}, {"step": 3}])
+        with pytest.raises(WriteError, match=r"metrics\.jsonl: File too large; what was saved before is intact$"):
+            atomic_write_json(log.path, ["x" * 20])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.append([{"step": 4}])
+    log.sync(), log.close()
+    assert log.path.read_text() == '{"step": 1}\n{"step": 4}\n'
+    write_exit_status(tmp_path, ExitStatus("done"))
+    line = "lines not written: 2 of standard error, 2 of metrics.jsonl"
+    assert json.loads((tmp_path / "exit_status.json").read_text())["message"] == line and line in summarize(tmp_path)
+    UNWRITTEN.clear()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
@@ -340,7 +358,6 @@ def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(
         "a.json": lambda path: atomic_write_json(path, {"a": 2}),
         "trace.json": lambda path: write_trace(path, []),
         "step_1.safetensors": lambda path: write_safetensors(path, [], lambda _: None),  # type: ignore[arg-type, return-value]
-        "metrics.jsonl": lambda path: JsonlLog(path, 1).sync(),
         "run.lock": lambda path: run_lock.acquire(path.parent),
     }
     atomic_write_json(tmp_path / "a.json", {"a": 1})

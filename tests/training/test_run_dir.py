@@ -170,4 +170,13 @@ def test_a_run_that_cannot_save_is_refused_and_one_that_may_fill_the_disk_is_tol
 )
 def test_where_a_refusal_is_written_down(overrides: list[str], wanted: str | None) -> None:
     """So that a script never reads the ending of an earlier start."""
-    assert run_dir_hint(None, overrides) == (None if wanted is None else Path(wanted))
+    assert run_dir_hint(None, overrides) == (None if wanted is None else Path(wanted).absolute())
+
+
+def test_the_users_code_moves_no_directory_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("import os\nfrom rlhf_spmd.algorithms.ppo import *\nos.chdir('/')\n")
+    Path("old", "checkpoints", "step_1").mkdir(parents=True)
+    more = "run.resume=old/checkpoints/step_1", f"algorithm.name={tmp_path}/mine.py"
+    run = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("run"), 2, *more), 1).config.run
+    assert Path.cwd() == Path("/") and run.dir == f"{tmp_path}/run" and run.resume == f"{tmp_path}/old/checkpoints/step_1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -210,6 +211,8 @@ def _explained(path: Path) -> Iterator[None]:
     except LockLost as failure:
         raise CheckpointError(str(failure)) from failure
     except OSError as failure:
+        if failure.errno == errno.ENOMEM:
+            raise  # the machine's memory, not its disk
         raise CheckpointError(
             f"cannot write checkpoint {failure.filename or path}: {failure.strerror or failure}; "
             "earlier checkpoints are intact; free space there or choose another run.dir"

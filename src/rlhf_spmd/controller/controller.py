@@ -245,12 +245,12 @@ class Controller:
 
     # For calls
 
-    def _enter(self, name: str, site: str) -> int:
-        """Give a call its number, and post it on the error board, which compares the calls of all ranks."""
+    def _enter(self, name: str, site: str, rows: str = "") -> int:
+        """Give a call its number, and post it on the error board, which compares the calls of all ranks and their rows."""
         seq, self._seq = self._seq, self._seq + 1
         self._last_site = site
         if self.board is not None:
-            self.board.enter_call(seq, name, site)
+            self.board.enter_call(seq, name, site, rows)
         return seq
 
     def _leave(self) -> None:
@@ -277,7 +277,7 @@ class Controller:
             assert call.node < REPORTS, "more than a thousand calls in one step"
             self.graph.nodes.append(call)
             return _result(call)
-        call.seq = self._enter(call.name, site)
+        call.seq = self._enter(call.name, site, ", ".join([call_input.rows.digest for call_input in call.inputs]))
         self.call_stats.append(CallStats(role.name, spec.kind, call.num_rows, call.epochs))
         if traced := self._nodes.get((call.name, site)):
             call.node = traced.popleft().node

@@ -6,6 +6,7 @@ first forms mini-batches of whole groups, shuffled by the seed, so a mini-batch 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -111,6 +112,11 @@ class RowIndex:
     @cached_property
     def all_positions(self) -> np.ndarray:
         return np.arange(len(self))
+
+    @cached_property
+    def digest(self) -> str:
+        """How many rows, and a hash of their ids: equal on all ranks, or a script has filtered rows by what only one rank knows."""
+        return f"{len(self)} rows (their ids: {zlib.crc32(self.row_ids.tobytes()):08x})"
 
     @cached_property
     def num_groups(self) -> int:

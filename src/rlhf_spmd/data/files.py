@@ -167,6 +167,8 @@ def _looks_local(path: str) -> bool:
 
 def _file_rows(file: Path) -> Iterable[RowOrError]:
     name = file.name.lower()
+    if file.exists() and not file.is_file():
+        raise DataError(f"data '{file}' is no regular file, and each rank reads it; write what comes from a pipe into a file")
     try:
         if name.endswith(PARQUET_SUFFIXES):
             yield from _parquet_rows(file)

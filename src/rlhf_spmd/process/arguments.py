@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_spmd.config.keys import Key
-from rlhf_spmd.telemetry.run_dir import atomic_write_json, read_json
+from rlhf_spmd.telemetry.run_dir import UNWRITTEN, atomic_write_json, read_json
 
 RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun accepts both
 
@@ -129,17 +129,26 @@ def _file(program: str) -> Path | None:
 
 
 class _Pipe(io.FileIO):
-    """Discards what is written after the reader has gone."""
+    """Discards what is written after the reader has gone. ``is_log``: also what cannot be written, as on a full disk; counts it."""
+
+    is_log = False
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            return memoryview(data).nbytes
+            pass
+        except OSError:
+            if not self.is_log:
+                raise
+            UNWRITTEN["standard error"] += bytes(data).count(b"\n")
+        return memoryview(data).nbytes
 
 
 def ignore_closed_pipes() -> None:
     """From now on closed readers of standard output and error raise nothing: ``| head`` ends no run with a traceback.
+
+    Nor does a full disk behind standard error.
 
     May be called again; streams that somebody else installed are left alone.
     """
@@ -151,6 +160,7 @@ def ignore_closed_pipes() -> None:
         if type(stream.buffer.raw if isinstance(stream.buffer, io.BufferedWriter) else stream.buffer) is io.FileIO:
             stream.flush()
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
+            pipe.is_log = name == "stderr"
             given: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
             given |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(pipe) if is_buffered else pipe, **given))

@@ -23,15 +23,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
 
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.launch import Launch
-from rlhf_spmd.process.exit import announce, await_all, end_process, one_line, record_status
+from rlhf_spmd.process.exit import announce, await_all, classify, end_process, one_line, record_status
 from rlhf_spmd.process.failure_detector import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, place
-from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages
+from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages, await_key
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
@@ -55,6 +55,19 @@ class Failure(ExitStatus):
         return Failure(**json.loads(text))
 
 
+class _Call(NamedTuple):
+    """A call that this rank has entered. ``chain``: hash of all calls up to it."""
+
+    seq: int
+    name: str
+    site: str
+    rows: str
+    chain: int
+
+
+NO_CALL = _Call(0, "", "", "", 0)
+
+
 class Board:
     """One per process. The program reads and sets the plain fields ``preempted``, ``run_dir`` and ``last_checkpoint``."""
 
@@ -69,7 +82,7 @@ class Board:
         self.step = 0
         self.failure: Failure | None = None
         self._main = self._own = Messages(store, key)  # connections of the main thread, which may block, and of the board
-        self._log: list[tuple[int, str, str, int]] = [(0, "", "", 0)] * HISTORY  # ring; the thread reads it without a lock
+        self._log: list[_Call] = [NO_CALL] * HISTORY  # ring; the thread reads it without a lock
         self._num_calls = 0
         self._chain = 0
         self._keys: dict[tuple[str, str], bytes] = {}
@@ -86,13 +99,15 @@ class Board:
 
     # ---- the main thread: fields only ------------------------------------------------------------------------------
 
-    def enter_call(self, seq: int, name: str, site: str) -> None:
-        """The script enters its ``seq``-th call, on members and other ranks alike; ``site`` is ``file.py:line``."""
+    def enter_call(self, seq: int, name: str, site: str, rows: str = "") -> None:
+        """The script enters its ``seq``-th call, on members and other ranks alike; ``site`` is ``file.py:line``. ``rows``: which rows
+        the call takes, in words that are equal on all ranks.
+        """
         key = self._keys.get((name, site))
         if key is None:
             key = self._keys[(name, site)] = f"{name}@{site}".encode()
-        self._chain = zlib.crc32(key, self._chain)
-        self._log[self._num_calls % HISTORY] = (seq, name, site, self._chain)
+        self._chain = zlib.crc32(rows.encode(), zlib.crc32(key, self._chain))
+        self._log[self._num_calls % HISTORY] = _Call(seq, name, site, rows, self._chain)
         self._num_calls += 1
         self._inside = True
         RECORDER.tick()
@@ -113,8 +128,7 @@ class Board:
     @property
     def call(self) -> tuple[int, str, str]:
         """Sequence number, name and site of the last call entered; (0, "", "") before the first."""
-        seq, name, site, _ = self._log[(self._num_calls - 1) % HISTORY]
-        return seq, name, site
+        return self._log[(self._num_calls - 1) % HISTORY][:3]
 
     @property
     def where(self) -> str:
@@ -146,7 +160,8 @@ class Board:
         if store.add("board/ended", 1) >= size:
             self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # checks the signatures, not only the count
             self._main.set(ALL_ENDED, "1")
-        store.wait([ALL_ENDED], timedelta(seconds=self.limits.stall_s))
+        if not await_key(store, ALL_ENDED, self.limits.stall_s):  # the store's own wait would hear no signal
+            raise ConnectionError(f"timed out: other ranks have not ended within {self.limits.stall_s:.0f} s")
         self._main.get(ALL_ENDED)
         self.stop()
         if self.launch.rank == 0:
@@ -254,9 +269,9 @@ class Board:
                 retried = False
             except ForgedMessage as error:
                 self._post(self._own_failure("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
-            except RuntimeError as error:  # torch's store clients raise nothing more precise in all versions
-                if self._stopping or self.failure is not None:
-                    pass
+            except (RuntimeError, MemoryError) as error:  # torch's store clients raise nothing more precise in all versions
+                if self._stopping or self.failure is not None or classify(error) == "memory":
+                    pass  # without memory the store is not lost; the main thread meets the same, and posts it
                 elif not retried and self._reconnect():
                     retried = True
                     continue
@@ -268,7 +283,7 @@ class Board:
     def _publish(self) -> None:
         self._beats += 1
         rank, recent = self.launch.rank, self._recent(WINDOW)
-        seq, name, site, _ = recent[-1] if recent else (0, "", "", 0)
+        seq, name, site = (recent[-1] if recent else NO_CALL)[:3]
         beat = Heartbeat(
             rank=rank,
             count=self._beats,
@@ -281,23 +296,23 @@ class Board:
             progress=RECORDER.sequence + RECORDER.ticks,
             pid=os.getpid(),
             host=socket.gethostname(),
-            calls=tuple((entry[0], entry[3]) for entry in recent),
+            calls=tuple((entry.seq, entry.chain) for entry in recent),
         )
         if seq != self._logged:  # before the heartbeat, so that the log names every call that a heartbeat mentions
-            self._own.set(f"board/log/{rank}", json.dumps([entry[:3] for entry in recent]))
+            self._own.set(f"board/log/{rank}", json.dumps(recent))
             self._logged = seq
         self._own.set(f"board/beat/{rank}", beat.encode())
         if self._suspect:
             self._own.store.set("board/suspect", "1")
 
-    def _recent(self, number: int) -> list[tuple[int, str, str, int]]:
+    def _recent(self, number: int) -> list[_Call]:
         """Returns the last calls, at most ``number``."""
         num_calls = self._num_calls
         return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
 
     def _look(self, watch: Watch) -> Finding | None:
         beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
-        own = [(seq, chain) for seq, _, _, chain in self._recent(HISTORY)]
+        own = [(entry.seq, entry.chain) for entry in self._recent(HISTORY)]
         suspect = self._suspect or self._own.store.check(["board/suspect"])
         return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
 
@@ -308,9 +323,12 @@ class Board:
             keys = [key for key in keys if self._own.store.check([key])]
         return [Heartbeat.decode(text) for text in self._own.get_all(keys)]
 
-    def _call_text(self, rank: int, seq: int) -> str:
-        entries = self._log if rank == self.launch.rank else json.loads(self._own.get(f"board/log/{rank}"))
-        return next((f"{name} ({site})" for number, name, site, *_ in entries if number == seq), "another call")
+    def _call_text(self, rank: int, seq: int) -> tuple[str, str]:
+        """Returns a call of a rank and its rows, in words."""
+        entries = self._log
+        if rank != self.launch.rank:
+            entries = [_Call(*entry) for entry in json.loads(self._own.get(f"board/log/{rank}"))]
+        return next(((f"{it.name} ({it.site})", it.rows) for it in entries if it.seq == seq), ("another call", ""))
 
     def _blame(self, finding: Finding) -> Failure:
         beat, message = finding.beat, finding.message
@@ -346,7 +364,7 @@ class Board:
         if failure.class_ in ("hang", "lost"):
             self._dump_stacks()
         self._kill_silent_neighbour(failure)
-        with suppress(RuntimeError):  # the store ended with its host, which knew
+        with suppress(RuntimeError, MemoryError):  # the store ended with its host, which knew
             await_all(self._own.store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
         end_process(failure.code)
 
@@ -354,7 +372,8 @@ class Board:
         path = self.log_path("stack")
         if path is None:
             return
-        with suppress(OSError), path.open("a") as file:  # a full disk must not keep this thread from ending the process
+        # neither a full disk nor full memory must keep this thread from ending the process
+        with suppress(OSError, MemoryError), path.open("a") as file:
             file.write(f"rank {self.launch.rank} in {self.where}; last collectives: {RECORDER.dump()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

@@ -41,8 +41,9 @@ def read_command_line(
     """Reads a program's arguments; ``argv`` None: those of this process.
 
     Ends the process if only help or the configuration is asked for. Started without torchrun, it starts the ranks,
-    waits for them and ends with their code. ``keys`` returns the configuration's keys, given the overrides. ``read``
-    returns the checked configuration of a file and overrides. ``run_dir_of`` returns where exit_status.json goes.
+    waits for them and ends with their code; it reads no configuration, which may import the user's code. ``keys``
+    returns the configuration's keys, given the overrides. ``read`` returns the checked configuration of a file and
+    overrides. ``run_dir_of`` returns where exit_status.json goes.
     """
     ignore_closed_pipes()
     try:
@@ -77,7 +78,6 @@ def read_command_line(
         if launch.size > 1 and not given.dry_run:
             arguments = [*overrides, *(["--config", config] if config else [])]
             try:
-                read(config, overrides)  # finds most mistakes before any rank starts
                 command = [sys.executable, "-u", "-m", f"rlhf_spmd.{name}", *arguments]
                 code = start_ranks(command, launch.size, run_dir_of(config, overrides))
             except ValueError as error:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from queue import SimpleQueue
+from typing import NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,18 @@ from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.progress import on_own_line
 from rlhf_spmd.telemetry.run_dir import DISK_ERRORS, EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, write_exit_status
 
+SPARE_BYTES = 16 << 20  # address space that the end of a process may need when there is no more memory
+NUM_WRITERS = 2  # a stalled stream must not keep the run directory locked
+
+# words in exceptions of torch, CUDA and Python's threads that mean: no memory; none has a class of its own
+_MEMORY_WORDS = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "out of memory",
+    "alloc_failed",
+    "can't start new thread",
+)
 # words in exceptions of gloo, nccl or the store that mean a broken connection to another rank
 _CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
 _CLASSES = {
@@ -51,6 +65,8 @@ def classify(error: BaseException) -> str:
         return str(own)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "checkpoint"
+    if isinstance(error, OSError | RuntimeError) and any(word in str(error).lower() for word in _MEMORY_WORDS):
+        return "memory"
     return next((name for name, kinds in _CLASSES.items() if isinstance(error, kinds)), "error")
 
 
@@ -73,8 +89,14 @@ def one_line(text: str) -> str:
 def announce(line: str, details: str = "") -> None:
     """Writes ``details`` (a traceback) and one line to standard error, at once, so that ranks do not mix."""
     shown = ["\t".join(map(printable, each.split("\t"))) for each in details.rstrip().split("\n")] if details else []
-    lines = [*shown, one_line(line)]
-    _to_streams(lambda: sys.stderr.write(on_own_line("\n".join(lines) + "\n")), 5.0)
+    stream = _stream()
+    text = on_own_line("\n".join([*shown, one_line(line)]) + "\n", stream)
+
+    def write() -> None:
+        stream.write(text)
+        stream.flush()
+
+    _within(5.0, write)
 
 
 def forget_status(run_dir: Path) -> None:
@@ -115,23 +137,75 @@ def end_process(code: int) -> NoReturn:
     That exit can block on a process group whose peers are gone. It aborts if a gloo thread still frees a tensor, which
     needs the interpreter.
     """
-    _to_streams(sys.stdout.flush, 1.0)
-    _to_streams(run_lock.release, 5.0)
+    _within(1.0, sys.stdout.flush)
+    _within(1.0, _stream().flush)
+    _within(5.0, run_lock.release)
     _exit(code)
 
 
-def _to_streams(write: Callable[[], object], seconds: float) -> None:
-    """Writes to streams for at most ``seconds``: a stalled pipe or disk must not block, and a closed one does not matter."""
+@dataclass(frozen=True)
+class _Ending:
+    """What writes the end of process ``pid``, made before it is needed: a thread that starts without memory is waited for for ever.
+
+    ``stream``: standard error as it was then; the user's code may redirect it since. ``spare``: memory to give back.
+    """
+
+    stream: TextIO
+    pid: int = field(default_factory=os.getpid)
+    spare: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, SPARE_BYTES))
+    writes: SimpleQueue[Callable[[], object] | None] = field(default_factory=SimpleQueue)
+
+    def work(self) -> None:
+        while (write := self.writes.get()) is not None:
+            write()
+
+
+_ending: _Ending | None = None
+
+
+@contextmanager
+def ready_to_end() -> Iterator[None]:
+    """Inside, a process writes its end from threads that run already, to the standard error that it has now."""
+    global _ending
+    outer, _ending = _ending, _Ending(sys.stderr)
+    ending = _ending
+    for _ in range(NUM_WRITERS):
+        threading.Thread(target=ending.work, name="ending", daemon=True).start()
+    try:
+        yield
+    finally:
+        _ending = outer
+        for _ in range(NUM_WRITERS):
+            ending.writes.put(None)
+
+
+def free_spare_memory() -> None:
+    """Gives back what was kept for the end of this process."""
+    if _ending is not None and not _ending.spare.closed:
+        _ending.spare.close()
+
+
+def _stream() -> TextIO:
+    return sys.stderr if _ending is None else _ending.stream
+
+
+def _within(seconds: float, write: Callable[[], object]) -> None:
+    """Calls ``write`` and waits at most ``seconds``: a stalled pipe or disk must not block, and a closed one does not matter.
+
+    Outside :func:`ready_to_end`, and in a fork, it waits as long as it takes.
+    """
+    written = threading.Event()
 
     def attempt() -> None:
-        with suppress(OSError, ValueError):
+        try:
             write()
-            sys.stderr.flush()
+        except (OSError, ValueError, MemoryError):
+            pass
+        finally:
+            written.set()
 
-    writer = threading.Thread(target=attempt, daemon=True)
-    try:
-        writer.start()
-    except RuntimeError:  # the machine gives this user no more threads: the end of a job must not fail for it
+    if _ending is None or _ending.pid != os.getpid():
         attempt()
-        return
-    writer.join(seconds)
+    else:
+        _ending.writes.put(attempt)
+        written.wait(seconds)

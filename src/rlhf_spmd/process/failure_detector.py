@@ -96,11 +96,11 @@ class Watch:
         beats: dict[int, Heartbeat],
         own_calls: Iterable[tuple[int, int]],
         suspect: bool,
-        call_text: Callable[[int, int], str],
+        call_text: Callable[[int, int], tuple[str, str]],
     ) -> Finding | None:
         """Looks at all heartbeats once; ``now`` is in seconds of a monotonic clock. Returns a finding, or None.
 
-        ``own_calls``: this rank's last calls, as in a heartbeat. ``call_text(rank, seq)`` names a call of a rank.
+        ``own_calls``: this rank's last calls, as in a heartbeat. ``call_text(rank, seq)`` names a call of a rank, and its rows.
         """
         # time in which the watcher itself was held up must not count as silence of others
         elapsed = min(now - self._last, 4 * self.limits.beat_s) if self._last is not None else 0.0
@@ -113,7 +113,7 @@ class Watch:
         )
 
     def _diverged(
-        self, beats: dict[int, Heartbeat], own: dict[int, int], call_text: Callable[[int, int], str]
+        self, beats: dict[int, Heartbeat], own: dict[int, int], call_text: Callable[[int, int], tuple[str, str]]
     ) -> Finding | None:
         newest = max(own, default=0)
         first: tuple[int, int] | None = None
@@ -137,10 +137,12 @@ class Watch:
         if first is None:
             return None
         seq, rank = first
-        entered = call_text(rank, seq)
+        (entered, rows), (own_call, own_rows) = call_text(rank, seq), call_text(self.self_rank, seq)
+        if entered == own_call:
+            entered, own_call = f"{entered} with {rows}", f"{own_call} with {own_rows}"
         message = (
-            f"call order differs: rank {rank} entered {entered} as call {seq}, "
-            f"rank {self.self_rank} entered {call_text(self.self_rank, seq)}; a script may branch only on replicated values"
+            f"call order differs: rank {rank} entered {entered} as call {seq}, rank {self.self_rank} entered {own_call}; "
+            "a script may branch only on replicated values"
         )
         return Finding(rank, message, beats[rank], call=entered.partition(" (")[0])
 

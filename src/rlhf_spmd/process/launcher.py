@@ -28,7 +28,7 @@ from rlhf_spmd.kernels.cuda_settings import usual_settings
 from rlhf_spmd.parallel.device_setup import check_gpus
 from rlhf_spmd.parallel.launch import JOB_KEY, LAUNCHER, ranks_store
 from rlhf_spmd.process.board import Failure
-from rlhf_spmd.process.exit import announce, forget_status, record_status
+from rlhf_spmd.process.exit import announce, forget_status, ready_to_end, record_status
 from rlhf_spmd.process.failure_detector import Heartbeat, group_places
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, VERDICT, ForgedMessage, Messages, given_key
 from rlhf_spmd.telemetry import run_lock
@@ -50,6 +50,7 @@ def default_num_ranks() -> int:
     return max(torch.cuda.device_count(), 1)
 
 
+@ready_to_end()
 def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) -> int:
     """Runs ``command`` as ``size`` ranks and waits for them. Returns the exit code of the first that failed, or 0.
 
@@ -108,6 +109,8 @@ class _Job:
         for number, rank in enumerate(self.ranks):
             if number not in self.ended and rank.poll() is not None:
                 self.ended.add(number)
+                with suppress(OSError):  # what the user's code has forked and left, in the rank's own session
+                    os.killpg(rank.pid, signal.SIGKILL)
                 self.failed += [rank.returncode] if rank.returncode else []
                 if not self._is_explained(number, rank.returncode):
                     self._name(number, rank.returncode)

@@ -91,7 +91,7 @@ def given_key(text: str, restart: int = 0) -> bytes:
     return f"{restart} {text}".encode()
 
 
-def await_key(store: dist.Store, key: str, limit_s: float, on_wait: Callable[[], object]) -> bool:
+def await_key(store: dist.Store, key: str, limit_s: float, on_wait: Callable[[], object] = lambda: None) -> bool:
     """Returns True when the store has ``key``, False if it has not within ``limit_s``. ``on_wait`` is called between two looks and may
     raise; the store's own wait would hear no signal."""
     deadline, pause_s = time.monotonic() + limit_s, 0.005

@@ -29,11 +29,21 @@ from rlhf_spmd.parallel.device_setup import choose_matmul
 from rlhf_spmd.parallel.launch import launcher_is_process_1, read_launch
 from rlhf_spmd.parallel.world import World, init_world
 from rlhf_spmd.process.board import Board
-from rlhf_spmd.process.exit import Preempted, classify, end_process, end_rank, error_text, forget_status, lost_connection
+from rlhf_spmd.process.exit import (
+    Preempted,
+    classify,
+    end_process,
+    end_rank,
+    error_text,
+    forget_status,
+    free_spare_memory,
+    lost_connection,
+    ready_to_end,
+)
 from rlhf_spmd.process.failure_detector import WatchLimits, place
 from rlhf_spmd.process.startup_checks import EarlySignals, agree_on_input, check_input
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, create_run_dir, writing
+from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, UNWRITTEN, create_run_dir, writing
 
 T = TypeVar("T")
 
@@ -62,6 +72,7 @@ class ProgramContext(Generic[T]):
     prepared: T
 
 
+@ready_to_end()
 def run_program(
     prepare: Callable[[], T],
     body: Callable[[ProgramContext[T]], None],
@@ -78,12 +89,14 @@ def run_program(
     ``prepare`` runs, and what ``dry_run`` says about its result is printed. A single process raises SystemExit instead
     of ending, so another program can call it.
     """
+    UNWRITTEN.clear()
     die_with_torchrun()
     set_up_cuda()
     choose_matmul()
     launch = read_launch()
     if dry_run is not None:
-        check_input(launch, lambda: dry_run(prepare()))
+        with _os_exit_caught(lambda left: None):
+            check_input(launch, lambda: dry_run(prepare()))
 
     if launch.rank == 0 and run_dir_hint is not None:
         forget_status(run_dir_hint)
@@ -229,6 +242,7 @@ def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) 
 
 def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
     """Classifies the exception, posts it, and ends this process with the code of the job's first failure."""
+    free_spare_memory()
     text = traceback.format_exc()
     board.failing = True
     path = board.log_path("err")

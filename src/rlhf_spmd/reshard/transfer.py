@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -34,27 +35,68 @@ class _StartedStep(NamedTuple):
     memories: list[Tensor]
 
 
-class BackgroundTask(threading.Thread):
-    """Runs ``work`` in a thread of its own. If it fails, the thread calls ``on_error`` at once, and :meth:`wait` raises the error."""
+class BackgroundTask:
+    """Runs ``work`` in a thread called ``name``. If it fails, the thread calls ``on_error`` at once, and :meth:`wait` raises the error.
 
-    def __init__(self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None) -> None:
-        super().__init__(target=work, name=name, daemon=True)
-        self._on_error = on_error
+    Threads are used again: where memory has run out, a new one may abort the process or never start.
+    """
+
+    def __init__(
+        self, work: Callable[[], object], name: str, on_error: Callable[[BaseException], object] | None = None
+    ) -> None:
+        self.name = name
+        self._work, self._on_error = work, on_error
         self._error: BaseException | None = None
-        self.start()
+        self._ended = threading.Event()
+        try:
+            thread = _IDLE.pop()
+        except IndexError:
+            thread = _TaskThread()
+        thread.tasks.put(self)
 
     def run(self) -> None:
         try:
-            super().run()
+            self._work()
         except BaseException as error:  # the thread's boundary: wait() raises it
             self._error = error
             if self._on_error is not None:
                 self._on_error(error)
 
+    def end(self) -> None:
+        del self._work  # and what it refers to
+        self._ended.set()
+
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def join(self) -> None:
+        self._ended.wait()
+
     def wait(self) -> None:
         self.join()
         if self._error is not None:
             raise self._error
+
+
+class _TaskThread(threading.Thread):
+    """Runs one task after the other; after each it is in ``_IDLE``."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.tasks: SimpleQueue[BackgroundTask] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            task = self.tasks.get()
+            self.name = task.name
+            task.run()
+            _IDLE.append(self)
+            task.end()
+            del task
+
+
+_IDLE: list[_TaskThread] = []
 
 
 class Transfer:

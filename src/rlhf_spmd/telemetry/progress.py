@@ -23,14 +23,14 @@ ACTIVITIES = {  # first word of a call's method -> what the bar shows
 TO_LEFT_EDGE = "\r\x1b[K"  # clears the terminal's line
 
 
-def on_own_line(text: str) -> str:
+def on_own_line(text: str, stream: TextIO) -> str:
     """Prepares ``text`` for standard error, whose line may hold a bar; the process with the bar draws it again."""
-    return TO_LEFT_EDGE + text if sys.stderr.isatty() else text
+    return TO_LEFT_EDGE + text if stream.isatty() else text
 
 
 def say(text: str) -> None:
     """Prints a line for people on standard error, from any process of a run."""
-    print(on_own_line(text), file=sys.stderr, flush=True)
+    print(on_own_line(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 class Progress:

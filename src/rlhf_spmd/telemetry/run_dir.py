@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -46,6 +47,15 @@ EXIT_CODES = {
     "signal": 10,
     "preempted": 75,
 }
+
+
+UNWRITTEN: Counter[str] = Counter()  # of logs for people, by name: lines that could not be written. They end no run
+
+
+def unwritten_text() -> str:
+    """Returns ``lines not written: 3 of rollouts.jsonl``, or ""."""
+    parts = [f"{number} of {name}" for name, number in UNWRITTEN.items()]
+    return f"lines not written: {', '.join(parts)}" if parts else ""
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -152,9 +162,10 @@ class ExitStatus:
 
 
 def write_exit_status(run_dir: str | os.PathLike[str], status: ExitStatus) -> None:
-    """Writes ``exit_status.json`` atomically; makes the directory if missing."""
+    """Writes ``exit_status.json`` atomically; makes the directory if missing. The message says what could not be written."""
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     values = {field.name: getattr(status, field.name) for field in fields(ExitStatus)}  # without those of a subclass
+    values["message"] = "; ".join(filter(None, (status.message, unwritten_text())))
     atomic_write_json(Path(run_dir) / EXIT_STATUS_FILE, {"class": values.pop("class_"), "code": status.code, **values})
 
 
@@ -212,8 +223,9 @@ def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
 class JsonlLog:
     """An append-only file of one JSON object per line, with one writer. Every object has an integer ``step``.
 
-    All methods raise WriteError. A line torn by a kill is ignored by readers. ``resume_step`` N removes lines of later
-    steps first, so a resumed run has each step once. None is a new run: an existing file is moved to ``<name>.before``.
+    A line torn by a kill is ignored by readers. ``resume_step`` N removes lines of later steps first, so a resumed run has
+    each step once. None is a new run: an existing file is moved to ``<name>.before``. Only the start raises WriteError:
+    later, lines that cannot be written are counted in ``UNWRITTEN`` and dropped.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None) -> None:
@@ -224,23 +236,29 @@ class JsonlLog:
                     os.replace(self.path, self.path.with_name(self.path.name + ".before"))
                 else:
                     self._truncate_after(resume_step)
-            self._file = open(self.path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        """Writes and flushes: the lines survive a kill of this process."""
-        lines = (json.dumps(json_value(value), allow_nan=False, ensure_ascii=False) + "\n" for value in objects)
-        with writing(self.path):
-            self._file.write("".join(lines))
-            self._file.flush()
+        """Writes all lines, which then survive a kill of this process, or none."""
+        lines = [json.dumps(json_value(value), allow_nan=False, ensure_ascii=False) + "\n" for value in objects]
+        data = memoryview("".join(lines).encode(errors="replace"))
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            UNWRITTEN[self.path.name] += len(lines)
+            with suppress(OSError):
+                self._file.truncate(end)
 
     def sync(self) -> None:
-        """Makes the lines survive a crash of this machine too."""
-        with writing(self.path):
+        """Makes the lines survive a crash of this machine too, if its disk can."""
+        with suppress(OSError):
             os.fsync(self._file.fileno())
             fsync_directory(self.path.parent)
 
     def close(self) -> None:
-        with writing(self.path):
+        with suppress(OSError):
             self._file.close()
 
     def _truncate_after(self, step: int) -> None:

@@ -24,7 +24,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
     """Returns the summary, from the files of the run directory; missing ones are left out. Raises ValueError without one."""
     run = read_run(run_dir)
     lines = [f"run {run.directory}" + (f": {run.status.class_}" if run.status else "")]
-    if run.status is not None and run.status.class_ != "done" and run.status.message:
+    if run.status is not None and run.status.message:
         lines.append(_row("message", run.status.message))
     if run.metrics:
         seconds = run.values("timing_s/step")

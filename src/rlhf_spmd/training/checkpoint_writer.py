@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from types import TracebackType
 
+import torch
+
 from rlhf_spmd.checkpoint.save import Draft
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.world import World
@@ -41,7 +43,7 @@ class CheckpointWriter:
         assert self._task is None, "a checkpoint is in flight"
         copied = draft.copied()
         self._group.connect()  # here, where all ranks are
-        self._task = BackgroundTask(lambda: self._write(copied, self._group), "checkpoint", None)
+        self._task = BackgroundTask(lambda: self._write(copied, self._group), "checkpoint")
 
     def check(self) -> None:
         """Raise CheckpointError if the checkpoint in flight has failed. Does not wait."""
@@ -58,6 +60,8 @@ class CheckpointWriter:
         self._board.last_checkpoint = str(draft.write(group))
 
     def __enter__(self) -> CheckpointWriter:
+        # so that its thread is there, with what torch keeps for each, before memory runs out
+        BackgroundTask(lambda: torch.zeros(1), "checkpoint").wait()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

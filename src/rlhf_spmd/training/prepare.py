@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -78,11 +79,12 @@ def prepare(
     ``local_size``: ranks of a host, by default all. ``launch``: this rank's, on whose device the run has to fit; None leaves memory and
     disk unchecked. Local: no communication. Raises ConfigError, ValueError or DataError, one line each.
     """
-    local_size = local_size or world_size
-    run = describe(*read_config(path, overrides, default), world_size)
+    local_size, here = local_size or world_size, Path.cwd()  # before the user's code is imported, which may change it
+    run = describe(*read_config(path, overrides, default, here=here), world_size)
     if run.config.placement.strategy == AUTO:
         planned = plan_itself(run, world_size, local_size)
-        run = replace(describe(*read_config(path, overrides, default, planned=planned), world_size), found=run.data)
+        config, algorithm = read_config(path, overrides, default, planned=planned, here=here)
+        run = replace(describe(config, algorithm, world_size), found=run.data)
     plans = place(run.plans, run.config.placement, world_size, local_size, lambda: run.graph)
     check_settings(run, plans)
     run = with_length(run, plans)

@@ -142,7 +142,7 @@ class Recorder:
     def log(
         self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        """Write a step. Its metrics come last, so that followers then find all of it. Raises LockLost, WriteError."""
+        """Write a step. Its metrics come last, so that followers then find all of it. Raises LockLost."""
         run_lock.check_still_held(self.run_dir)
         ordered = sorted(samples, key=lambda sample: int(sample["row_id"]))
         count = min(len(ordered), self.num_samples)
@@ -155,7 +155,7 @@ class Recorder:
             self.progress.say(warning)
 
     def sync(self) -> None:
-        """Flush to the disk, so that the files hold the steps of the checkpoint that follows. Raises WriteError."""
+        """Flush to the disk, so that the files hold the steps of the checkpoint that follows."""
         for log in self._logs:
             log.sync()
 

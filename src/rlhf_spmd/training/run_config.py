@@ -94,8 +94,8 @@ class RunConfig:
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
-    """Return where exit_status.json goes when the configuration is refused, or None: ``run.dir`` of command line, file and defaults, as
-    far as they can be read.
+    """Return where exit_status.json goes when the configuration is refused, absolute, or None: ``run.dir`` of command line, file and
+    defaults, as far as they can be read.
     """
     try:
         tree = read_tree(path, overrides)
@@ -105,4 +105,4 @@ def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
     except (ConfigError, OmegaConfBaseException, TypeError, ValueError):
         said = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=") and "${" not in value]
         found = said[-1] if said else None
-    return Path(found) if isinstance(found, str) and found else None
+    return Path(found).absolute() if isinstance(found, str) and found else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, read_plan
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.telemetry.logger import LoggerConfig
-from rlhf_spmd.training.run_config import RunConfig
+from rlhf_spmd.training.run_config import RESUME, RunConfig
 from rlhf_spmd.workers import RoleConfig
 
 
@@ -57,12 +58,15 @@ def read_config(
     default: str = "ppo",
     more: Mapping[str, Any] = MappingProxyType({}),
     planned: PlanFile | None = None,
+    here: Path | None = None,
 ) -> tuple[TrainConfig, ModuleType]:
     """Return the checked configuration and the algorithm's module.
 
     ``default``: the algorithm where none is named. ``more``: further sections, or other types of known ones. ``planned``: a plan that
-    overrides everything. Raises ConfigError, one line.
+    overrides everything. ``here``: where relative directories of the run begin; None: the working directory before the user's code is
+    imported, which may change it. Raises ConfigError, one line.
     """
+    here = here or Path.cwd()
     chosen: list[ModuleType] = []
 
     def sections(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +86,9 @@ def read_config(
         return (file if more or whole.get("plan") is None else apply_plan(file, read_plan(str(whole["plan"])))), True
 
     config = load(TrainConfig, path, overrides, sections, revise)
+    run = config.run
+    resume = run.resume if run.resume in RESUME else str(here / run.resume)
+    config = replace(config, run=replace(run, dir=str(here / run.dir), resume=resume))
     check_tree(config)
     return config, chosen[0]
 

@@ -312,12 +312,17 @@ class Trainer:
         payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
         if recorder is not None and payloads is not None:
             run_lock.check_still_held(self.run_dir)
-            write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)
-            write_report(
-                self.run_dir, status=run_dir.ExitStatus(ended, step=global_step, last_checkpoint=self.board.last_checkpoint)
-            )
+            status = run_dir.ExitStatus(ended, step=global_step, last_checkpoint=self.board.last_checkpoint)
+            for name, write in (
+                (run_dir.TRACE_FILE, lambda: write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)),
+                (run_dir.REPORT_FILE, lambda: write_report(self.run_dir, status=status)),
+            ):
+                try:
+                    write()
+                except run_dir.WriteError:
+                    run_dir.UNWRITTEN[name] += 1
             recorder.close()
-            print(*artifact_lines(self.run_dir), sep="\n", file=sys.stderr)
+            print(*artifact_lines(self.run_dir), *filter(None, [run_dir.unwritten_text()]), sep="\n", file=sys.stderr)
 
     def _export(self, global_step: int, ended: bool) -> None:
         if self.board.last_checkpoint is not None:
