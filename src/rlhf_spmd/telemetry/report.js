@@ -316,7 +316,8 @@ function summary() {
   document.querySelector("main").append(
     el("h1", {}, SEVERAL ? `${RUNS.length} runs` : RUNS[0].name), el("p", {className: "caption"}, caption),
     table(["Run", "State", "Steps", ...columns.map(([title]) => title)], rows, "summary"),
-    ...RUNS.flatMap(({status}) => status.message ? [el("div", {className: "message " + status.kind}, status.message)] : []));
+    ...RUNS.flatMap(({status}) => status.message ? [el("div", {className: "message " + status.kind}, status.message)] : []),
+    ...RUNS.flatMap((run) => run.signals.map((text) => el("div", {className: "message warn"}, SEVERAL ? run.name + ", " : "", text))));
 }
 
 function settings() {

@@ -33,6 +33,7 @@ from rlhf_spmd.telemetry.run_dir import (
     VALIDATION_FILE,
     ExitStatus,
     atomic_write_text,
+    finite_number,
     json_value,
     list_checkpoints,
     newest_checkpoint,
@@ -41,6 +42,7 @@ from rlhf_spmd.telemetry.run_dir import (
     read_json,
     read_jsonl,
 )
+from rlhf_spmd.telemetry.signals import read_signals
 
 TIMING = "timing_s/"
 NOT_DRAWN = ("step", "unix_s")  # keys of metrics.jsonl that are axes, not curves
@@ -65,11 +67,11 @@ class RunRecord:
 
     def values(self, name: str) -> list[float]:
         """Returns the numbers of a metric by rising step, without steps that lack it."""
-        return [number for row in self.metrics if (number := _number(row.get(name))) is not None]
+        return [number for row in self.metrics if (number := finite_number(row.get(name))) is not None]
 
     def names(self) -> list[str]:
         """Returns every metric with at least one number, in order of appearance."""
-        seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if _number(value) is not None)
+        seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if finite_number(value) is not None)
         return [name for name in seen if name not in NOT_DRAWN]
 
 
@@ -158,6 +160,7 @@ def _run_data(
         "name": _name(run),
         "directory": str(run.directory),
         "status": _status(run.status),
+        "signals": read_signals(run.metrics),
         "facts": _facts(run),
         **_curves(run),
         "best": best,
@@ -213,12 +216,12 @@ def _facts(run: RunRecord) -> dict[str, str]:
 def _curves(run: RunRecord) -> dict[str, Any]:
     """Returns ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their
     extremes."""
-    steps, times = [row["step"] for row in run.metrics], [_number(row.get("unix_s")) for row in run.metrics]
+    steps, times = [row["step"] for row in run.metrics], [finite_number(row.get("unix_s")) for row in run.metrics]
     if None in times:  # the time of steps alone
-        times = list(accumulate(_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
+        times = list(accumulate(finite_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
     stretch = math.ceil(2 * len(steps) / MAX_ROWS) if len(steps) > MAX_ROWS else 1
     ends = [end for at in range(0, len(steps), stretch) for end in sorted({at, min(at + stretch, len(steps)) - 1})]
-    columns = {name: [_number(row.get(name)) for row in run.metrics] for name in run.names()}
+    columns = {name: [finite_number(row.get(name)) for row in run.metrics] for name in run.names()}
     return {
         "steps": [steps[end] for end in ends],
         "hours": [_rounded(((times[end] or 0.0) - (times[0] or 0.0)) / 3600) for end in ends],
@@ -231,7 +234,7 @@ def _best(run: RunRecord) -> dict[str, Any] | None:
     metric."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
-    found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := _number(row.get(name))) is not None]
+    found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := finite_number(row.get(name))) is not None]
     if not found:
         return None
     value, step = (min if LOWEST.fullmatch(name) else max)(found, key=lambda one: one[0])
@@ -277,13 +280,6 @@ def _phase_colors(runs: Sequence[RunRecord], busy: Sequence[Mapping[str, float]]
 def _trace(run: RunRecord) -> Mapping[str, Any]:
     trace = read_json(run.directory / TRACE_FILE)
     return trace if isinstance(trace, dict) else {}
-
-
-def _number(value: Any) -> float | None:
-    """Returns a finite number, or None for null, text and NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def _rounded(value: float | None) -> float | None:
