@@ -16,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rlhf_spmd.telemetry import timeline_chart
@@ -42,6 +43,7 @@ from rlhf_spmd.telemetry.run_dir import (
     read_json,
     read_jsonl,
 )
+from rlhf_spmd.telemetry.run_lock import other_owner
 from rlhf_spmd.telemetry.signals import read_signals
 
 TIMING = "timing_s/"
@@ -50,6 +52,7 @@ MAX_ROWS = 2000  # points of a curve
 MAX_STEPS = 8  # columns of the validation samples
 SAMPLES_PER_STEP = 6
 MAX_TEXT = 4000
+OF_A_START = ("run.seed", "run.name", "run.dir", "run.resume", "logger.name")  # keys in which runs of one experiment differ
 NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
 Values = Sequence[float | None]
@@ -58,12 +61,13 @@ Sample = Mapping[str, Any]  # a line of rollouts.jsonl or validation.jsonl
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The parsed contents of a run directory. ``config``: by dotted key."""
+    """The parsed contents of a run directory. ``config``: by dotted key. ``is_running``: a living process owns it."""
 
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
     config: Mapping[str, str]
     status: ExitStatus | None
+    is_running: bool = False
 
     def values(self, name: str) -> list[float]:
         """Returns the numbers of a metric by rising step, without steps that lack it."""
@@ -98,7 +102,11 @@ def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) 
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
     by_step = {row["step"]: row for row in read_lines(directory, METRICS_FILE)}
     metrics = [by_step[step] for step in sorted(by_step)]
-    return RunRecord(directory, metrics, read_config(directory), status or read_exit_status(directory))
+    ended = status or read_exit_status(directory)
+    is_running = False
+    with suppress(OSError):  # a directory in which this user cannot write shows no age of its lock
+        is_running = ended is None and other_owner(directory) is not None
+    return RunRecord(directory, metrics, read_config(directory), ended, is_running)
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
@@ -121,7 +129,12 @@ def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, li
     alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[entries[n]["name"]] > 1}
     for n, path in alike.items():  # runs of one name are told apart by their directories
         entries[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
-    whole = json_value({"runs": entries, "colors": colors, "live": is_live})
+    groups = _seed_groups(runs)
+    for number, group in enumerate(groups):
+        for n in group:
+            entries[n]["group"] = number
+    lines = [_mean_curves([runs[n] for n in group], [entries[n]["name"] for n in group]) for group in groups]
+    whole = json_value({"runs": entries, "groups": lines, "colors": colors, "live": is_live})
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
 
@@ -159,7 +172,7 @@ def _run_data(
     return {
         "name": _name(run),
         "directory": str(run.directory),
-        "status": _status(run.status),
+        "status": _status(run),
         "signals": read_signals(run.metrics),
         "facts": _facts(run),
         **_curves(run),
@@ -176,10 +189,11 @@ def _name(run: RunRecord) -> str:
     return run.config.get("run.name") or run.directory.resolve().name
 
 
-def _status(status: ExitStatus | None) -> dict[str, str]:
+def _status(run: RunRecord) -> dict[str, str]:
     """Returns the badge: ``kind``, ``text``, and ``message``: what stopped a run, where, and what to resume from."""
+    status = run.status
     if status is None:
-        return {"kind": "", "text": "not finished", "message": ""}
+        return {"kind": "", "text": "running" if run.is_running else "not finished", "message": ""}
     kind = {"done": "good", "preempted": "warn"}.get(status.class_, "bad")
     where = (
         f"rank {status.rank}" if status.rank is not None else "",
@@ -227,6 +241,39 @@ def _curves(run: RunRecord) -> dict[str, Any]:
         "hours": [_rounded(((times[end] or 0.0) - (times[0] or 0.0)) / 3600) for end in ends],
         "metrics": {name: list(map(_rounded, _extremes(column, stretch))) for name, column in columns.items()},
     }
+
+
+def _seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
+    """Returns the positions of runs that differ in ``run.seed``, and but for names and directories in nothing else."""
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for n, run in enumerate(runs):
+        rest = sorted((key, value) for key, value in run.config.items() if key not in OF_A_START)
+        alike.setdefault(tuple(rest), []).append(n)
+    seeds = [[runs[n].config.get("run.seed") for n in group] for group in alike.values()]
+    return [group for group, its in zip(alike.values(), seeds, strict=True) if None not in its and len(set(its)) > 1]
+
+
+def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
+    """Returns what :func:`_curves` returns of the means of ``runs`` at each step, with their ``low`` and ``high`` ends."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        began = next(iter(run.values("unix_s")), 0.0)
+        for row in run.metrics:
+            by_step.setdefault(row["step"], []).append({**row, "unix_s": (finite_number(row.get("unix_s")) or began) - began})
+    keys = dict.fromkeys(name for run in runs for name in (*run.names(), "unix_s"))
+    columns: dict[str, list[dict[str, Any]]] = {"mean": [], "low": [], "high": []}
+    for step, rows in sorted(by_step.items()):
+        for rows_of_kind in columns.values():
+            rows_of_kind.append({"step": step})
+        for key in keys:
+            found = [value for row in rows if (value := finite_number(row.get(key))) is not None]
+            for kind, pick in (("mean", mean), ("low", min), ("high", max)) if found else ():
+                columns[kind][-1][key] = pick(found)
+    drawn = {kind: _curves(RunRecord(Path(), rows, {}, None)) for kind, rows in columns.items()}
+    ends = {kind: drawn[kind]["metrics"] for kind in ("low", "high")}
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    common = "".join(letters[0] for letters in alike).rstrip("-_./ ") or names[0]
+    return {"name": f"{common}, {len(runs)} seeds", **drawn["mean"], **ends}
 
 
 def _best(run: RunRecord) -> dict[str, Any] | None:
