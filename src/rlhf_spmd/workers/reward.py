@@ -83,9 +83,10 @@ class RewardWorker(ModelWorker):
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
         rows = call.rows if self.first else None
-        self.shown: frozenset[int] = frozenset()
+        shown = call.args[0] if call.args else None
+        self.shown: frozenset[int] = shown or frozenset()
         self.extracted: dict[int, str | None] = {}
-        if rows is not None:
+        if rows is not None and shown is None:
             self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.context.num_samples)].tolist())
 
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,8 +121,8 @@ class RewardWorker(ModelWorker):
         streams=True,
         report=_report,
     )
-    def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
-        """Score each row.
+    def compute_reward(self, batch: Batch, shown: frozenset[int] | None = None) -> tuple[Batch | None, dict[str, Any]]:
+        """Score each row. ``shown``: ids of the rows that the first reward reports as samples; None: some of every step.
 
         ``scores`` [rows]: weight * function + model_weight * model; nan for rows that this reward does not score. The first reward
         adds weight * reward of the row's environment. ``failed`` bool [rows]: a call failed, so the row has no score, whatever other
