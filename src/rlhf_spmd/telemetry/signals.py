@@ -54,7 +54,7 @@ RULES = (
         ("reward/min", "reward/max"),
         10,
         lambda first, now: now[0] == now[1] == first[0],
-        "every response of {steps} steps scored {0:.4g}: the reward tells none from another, so nothing is learnt; look at scores and "
+        "every response of {steps} steps scored {0:.4g}: the reward tells none from another and teaches nothing; look at scores and "
         "extracted answers in rollouts.jsonl, reward/failures, reward/no_answer, reward.function",
         unless=("reward/total_mean", "group/equal_fraction"),  # others may tell them apart; the next rule says it
     ),
@@ -62,8 +62,8 @@ RULES = (
         ("group/equal_fraction", "group/right_fraction", "group/wrong_fraction"),
         10,
         lambda first, now: now[0] == 1,
-        "all responses of each prompt scored alike for {steps} steps (group/equal_fraction 1; last right {1:.2g}, wrong {2:.2g}): no "
-        "advantage, so nothing is learnt; look at the difficulty of the data, sampling.temperature, sampling.n",
+        "all responses of each prompt scored alike for {steps} steps (group/equal_fraction 1; last right {1:.2g}, wrong {2:.2g}): "
+        "their scores teach nothing; look at the difficulty of the data, sampling.temperature, sampling.n",
     ),
     Rule(
         ("response_length/clip_ratio", "response_length/min", "response_length/max"),
@@ -76,19 +76,15 @@ RULES = (
         ("actor/entropy",),
         10,
         lambda first, now: abs(now[0]) < NEAR_ZERO_NATS,
-        "actor/entropy is {0:.2g} nats after {steps} steps below "
-        + f"{NEAR_ZERO_NATS}"
-        + ": samples of a prompt hardly differ, so "
+        f"actor/entropy is {{0:.2g}} nats after {{steps}} steps below {NEAR_ZERO_NATS}: samples of a prompt hardly differ, so "
         "little is explored; look at models.actor.optim.lr, algorithm.entropy_coeff, sampling.temperature",
     ),
     Rule(
         ("actor/kl",),
         10,
         lambda first, now: now[0] > FAR_NATS,
-        "actor/kl is {0:.3g} nats per token after {steps} steps above "
-        + f"{FAR_NATS:g}"
-        + ": the policy has left its reference; look "
-        "at samples, models.actor.optim.lr, algorithm.kl_ctrl.kl_coef or algorithm.kl_loss_coef",
+        f"actor/kl is {{0:.3g}} nats per token after {{steps}} steps above {FAR_NATS:g}: the policy has left its reference; "
+        "look at samples, models.actor.optim.lr, algorithm.kl_ctrl.kl_coef or algorithm.kl_loss_coef",
     ),
 )
 
