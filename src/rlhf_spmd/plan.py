@@ -144,17 +144,18 @@ def plan(request: PlanRequest) -> PlanResult:
     machine, times = machine_of(config.cluster)  # type: ignore[attr-defined]
     search = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
     own = configured(request)
-    fits = isinstance(own, PlanResult) and own.refusal is None and own.warning is None
+    accepted = own if isinstance(own, PlanResult) and own.refusal is None and own.warning is None else None
     try:
         planned = checked_plan(config, request.calls, request.described, step_of(request, machine), machine, times, **search)
     except ValueError:
-        if not (isinstance(own, PlanResult) and fits):
+        if accepted is None:
             raise
-        return own
-    if not (isinstance(own, PlanResult) and fits and own.seconds < planned.seconds):
+        return accepted
+    if accepted is None or accepted.seconds >= planned.seconds:
         return planned
-    bound = min(planned.search.lower_bound, own.seconds)
-    return replace(own, search=replace(planned.search, plan=own.search.plan, seconds=own.seconds, lower_bound=bound))
+    bound = min(planned.search.lower_bound, accepted.seconds)
+    found = replace(planned.search, plan=accepted.search.plan, seconds=accepted.seconds, lower_bound=bound)
+    return replace(accepted, search=found)
 
 
 def configured(request: PlanRequest) -> PlanResult | str | None:
