@@ -7,6 +7,8 @@
 #                                                           queue, default: preempted; "preempted lost" also restarts after
 #                                                           a lost rank or node
 #                                             MAX_REQUEUES  default: 50
+#                                             CONTAINER     words before each node's command: pyxis' options of srun, or
+#                                                           apptainer's command (docs/clusters.md); default: none
 set -uo pipefail
 [[ -n ${SLURM_JOB_ID:-} ]] || { echo "SLURM_JOB_ID is not set: this runs in a job; submit launch/slurm_one_node.sbatch or slurm_multi_node.sbatch" >&2; exit 2; }
 cd "${SLURM_SUBMIT_DIR:-.}"
@@ -37,8 +39,8 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not inherit it f
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $NNODES node(s) x $NPROC_PER_NODE rank(s), store at $MASTER_ADDR:$MASTER_PORT, run directory $run_dir"
 
 # --kill-on-bad-exit: when one node's ranks have failed, the other nodes' are not left waiting
-# shellcheck disable=SC2016  # SLURM_NODEID is known on the node
-srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+# shellcheck disable=SC2016,SC2086  # SLURM_NODEID is known on the node; CONTAINER is several words
+srun --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 ${CONTAINER:-} \
   bash -c 'NODE_RANK=$SLURM_NODEID exec bash launch/torchrun.sh "$@"' torchrun "$@" ${resume[@]+"${resume[@]}"} &
 step=$!
 

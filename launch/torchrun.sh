@@ -14,7 +14,7 @@
 #   MASTER_ADDR     host name or address of node 0         default: 127.0.0.1
 #   MASTER_PORT     a port that is free on node 0          default: 29500; two jobs on one host need two ports
 #   PROGRAM         Python module (or a .py file) to run   default: rlhf_spmd.train
-#   PYTHON          the interpreter of the environment     default: python3
+#   PYTHON          the interpreter of the environment     default: python3 if it has rlhf_spmd, else that of .venv beside launch/
 #   SAVE_SECONDS    time for saving after SIGTERM          default: 600; torchrun's own default kills after 30 s
 #   START_SECONDS   time in which node 0 must answer       default: 300; torchrun itself would wait for ever
 #   CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_ALLOC_CONF, NCCL_GRAPH_REGISTER  for CUDA, see docs/gpus.md; left alone where they are set
@@ -41,6 +41,18 @@ fi
 PROGRAM=${PROGRAM:-rlhf_spmd.train}
 [[ $PROGRAM == *.py ]] || PROGRAM="-m $PROGRAM"
 
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  venv=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python
+  has='import importlib.util, sys; sys.exit(importlib.util.find_spec("rlhf_spmd") is None)'
+  python3 -c "$has" 2>/dev/null || if [[ -x $venv ]]; then
+    PYTHON=$venv
+  else
+    echo "config error: python3 has no rlhf_spmd, and there is no $venv; activate the environment, or give PYTHON=/path/to/venv/bin/python" >&2
+    exit 2
+  fi
+fi
+
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # results depend on the thread count, and ranks on one host share its cores
 # Before CUDA's first use; the programs set the same for themselves where nothing is set. kernels/cuda_settings.py says why.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-32} # hardware queues for the streams of a rank
@@ -62,7 +74,7 @@ if ((NODE_RANK == 0)); then
 else
   START_SECONDS=${START_SECONDS:-300}
   connect='import datetime, sys; from torch.distributed import TCPStore as S; host, port, limit = sys.argv[1:]; S(host, int(port), None, False, datetime.timedelta(seconds=int(limit)), False)'
-  said=$(timeout "$((START_SECONDS + 60))" "${PYTHON:-python3}" -c "$connect" "$MASTER_ADDR" "$MASTER_PORT" "$START_SECONDS" 2>&1 >/dev/null) || {
+  said=$(timeout "$((START_SECONDS + 60))" "$PYTHON" -c "$connect" "$MASTER_ADDR" "$MASTER_PORT" "$START_SECONDS" 2>&1 >/dev/null) || {
     echo "node $NODE_RANK: no store at $where within $START_SECONDS s; is node 0 started, and does nothing else listen there? Last line: $(tail -n 1 <<<"$said")" >&2
     exit 5
   }
@@ -70,7 +82,7 @@ fi
 
 # exec: a signal sent to this script must reach torchrun, which passes SIGTERM on to the ranks
 # shellcheck disable=SC2086  # PROGRAM is "-m module" or one path
-exec "${PYTHON:-python3}" -m torch.distributed.run \
+exec "$PYTHON" -m torch.distributed.run \
   --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts 0 \
   $PROGRAM ${config[@]+"${config[@]}"} "$@"

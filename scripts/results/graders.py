@@ -1,9 +1,10 @@
 """What the graders say on real answers, before and after a change; writes ``docs/figures/graders.json``.
 
-    python scripts/results/graders.py --data DIR --before SRC [--out FILE]
+    python scripts/results/graders.py --data DIR [--before SRC] [--out FILE]
 
 ``--data``: a directory with ``math500``, ``deepmath``, ``gsm8k``, ``aime24``, ``humaneval`` and ``mbpp``. ``--before``: ``src`` of a
-checkout from before the change; the same cases are scored by it and by this checkout, each in a process of its own.
+checkout from before the change; the same cases are scored by it and by this checkout, each in a process of its own. Without it, what
+the file has of before stays, and so do its notes. Some cases are also scored by ``auto``, under the name of a data source.
 """
 
 from __future__ import annotations
@@ -30,7 +31,19 @@ COLUMNS = [
     "wrong rows",
     "score before, wrong",
     "score after, wrong",
+    "answered",
+    "no answer",
+    "timed out",
 ]
+AUTO = {  # (part, reward) -> the data source under which ``auto`` scores it too
+    ("MATH-500, answers, and with another last digit", "math"): "HuggingFaceH4/MATH-500",
+    ("DeepMath, answers, and those of other rows", "math"): "math_dapo",
+    ("AIME 2024, in sentences of ten styles", "aime"): "aime2024",
+    ("GSM8K, output of four models, the published judgement", "gsm8k"): "openai/gsm8k",
+    ("letters in ten forms", "multiple_choice"): "cais/mmlu",
+    ("HumanEval and MBPP, programs and broken ones", "code"): "openai_humaneval",
+}
+Part = tuple[str, str, list["Case"]]
 MOST = 40  # differences of a part that are listed one by one
 
 
@@ -130,41 +143,62 @@ def others(data: Path) -> Iterator[tuple[str, str, list[Case]]]:
     yield "HumanEval and MBPP, programs and broken ones", "code", cases
 
 
-def score(parts: list[tuple[str, str, list[list[Any]]]]) -> list[list[float | None]]:
-    """Returns the scores of each part by the graders that this process imports; None for a call that raised."""
+def by_source(parts: list[Part]) -> Iterator[Part]:
+    for name, reward, cases in parts:
+        if source := AUTO.get((name, reward)):
+            yield name, f"auto {source}", [case._replace(row={**case.row, "data_source": source}) for case in cases]
+
+
+class Verdicts(NamedTuple):
+    """Of a part's cases. ``scores``: None for a call that failed. ``counts``: responses in which the grader read an answer, in which it
+    read none (both None if it reads no answers), and calls that overran their time."""
+
+    scores: list[float | None]
+    counts: tuple[int | None, int | None, int]
+
+
+def score(parts: list[tuple[str, str, list[list[Any]]]]) -> list[Verdicts]:
+    """Returns the verdicts of the graders that this process imports."""
     from rlhf_spmd.rewards.config import RewardConfig
+    from rlhf_spmd.rewards.runner import RewardRunner
 
-    scores = []
-    for _, reward, cases in parts:
-        bound = RewardConfig(function=reward).bind("reward").ready()
-        found: list[float | None] = []
-        for response, row, *_ in cases:
-            try:
-                result = bound.call([(row.get("prompt", ""), response, row)], 60.0)[0]
-                found.append(float(result["score"] if isinstance(result, dict) else result))
-            except ValueError:
-                found.append(None)
-        scores.append(found)
-    return scores
+    verdicts = []
+    for name, reward, cases in parts:
+        with RewardRunner(RewardConfig(function=reward.partition(" ")[0], num_workers=2)) as runner:
+            result = runner.score([(row.get("prompt", ""), response, row) for response, row, *_ in cases])
+        if result.failures:
+            print(f"{name} ({reward}): {result.failures} calls failed: {result.first_error}", file=sys.stderr)
+        none = list(result.answers.values()).count(None)
+        read = (len(result.answers) - none, none) if result.answers else (None, None)
+        verdicts.append(Verdicts(result.scores, (*read, result.timeouts)))
+    return verdicts
 
 
-def score_apart(source: Path, parts: list[tuple[str, str, list[Case]]]) -> list[list[float | None]]:
+def score_apart(source: Path, parts: list[Part]) -> list[Verdicts]:
     """Returns :func:`score` of a process whose ``rlhf_spmd`` is in ``source``."""
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
     command = [sys.executable, __file__, "--score"]
-    done = subprocess.run(command, input=json.dumps(parts), capture_output=True, text=True, env=environment, check=True)
-    scores: list[list[float | None]] = json.loads(done.stdout)
-    return scores
+    done = subprocess.run(command, input=json.dumps(parts), stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return [Verdicts(*found) for found in json.loads(done.stdout)]
 
 
-def figures(parts: list[tuple[str, str, list[Case]]], before: list[Any], after: list[Any], command: str) -> dict[str, Any]:
-    rows, notes = [], []
-    for (name, reward, cases), old, new in zip(parts, before, after, strict=True):
-        counts = []
+def figures(
+    parts: list[Part], before: list[Verdicts] | None, after: list[Verdicts], known: dict[str, Any], command: str
+) -> dict[str, Any]:
+    """``before``: None: what ``known``, the file so far, has of it."""
+    rows, notes = [], known["notes"] if before is None else []
+    known_rows = {(row[0], row[1]): (row[3], row[6]) for row in known["rows"]}
+    for at, ((name, reward, cases), (new, read)) in enumerate(zip(parts, after, strict=True)):
+        counts: list[int | None] = []
         for right in (True, False):
             chosen = [i for i, case in enumerate(cases) if case.right is right]
-            counts += [len(chosen), *(sum(scores[i] == 1.0 for i in chosen) for scores in (old, new))]
-        rows.append([name, reward, *counts])
+            was = known_rows.get((name, reward), (None, None))[not right]
+            was = was if before is None else sum(before[at].scores[i] == 1.0 for i in chosen)
+            counts += [len(chosen), was, sum(new[i] == 1.0 for i in chosen)]
+        rows.append([name, reward, *counts, *read])
+        if before is None:
+            continue
+        old = before[at].scores
         changed = [(case, was, now) for case, was, now in zip(cases, old, new, strict=True) if was != now]
         kinds = [(case, was, now) for case, was, now in changed if len(changed) <= MOST or now == 0 or not case.right]
         if len(kinds) < len(changed):
@@ -193,8 +227,10 @@ def main() -> None:
         print(json.dumps(score(json.load(sys.stdin))))
         return
     parts = [*mathematics(given.data), *others(given.data)]
-    before, after = score_apart(given.before, parts), score_apart(ROOT / "src", parts)
-    found = figures(parts, before, after, "python scripts/results/graders.py --data DIR --before SRC")
+    parts += by_source(parts)
+    before, after = score_apart(given.before, parts) if given.before else None, score_apart(ROOT / "src", parts)
+    known = json.loads(given.out.read_text(encoding="utf-8"))
+    found = figures(parts, before, after, known, "python scripts/results/graders.py --data DIR --before SRC")
     given.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for row in found["rows"]:
         print(*row, sep=" | ")

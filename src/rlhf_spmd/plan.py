@@ -1,6 +1,6 @@
 """Where and how every call of a training run should run on a cluster: the fastest plan that fits, for `train plan=FILE`.
 
-rlhf-spmd plan --config configs/quickstart_ppo.yaml cluster.nodes=2 cluster.gpus_per_node=8 cluster.gpu=h100
+rlhf-spmd plan --config configs/quickstart_ppo.yaml cluster.nodes=2 cluster.gpus_per_node=8 cluster.gpu=h100 plan.out=plan.yaml
 rlhf-spmd plan profile --nproc-per-node 8 --config FILE plan.out=profile.json
 """
 
@@ -30,7 +30,7 @@ from rlhf_spmd.planner.plan_file import PlanFile, read_plan
 from rlhf_spmd.planner.plan_page import PlanSummary, compare, measured_seconds, page, read_trace
 from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, ProblemBuilder, to_file
 from rlhf_spmd.planner.problem import Choice, simulate
-from rlhf_spmd.planner.profile import Profile, ProfileTimes, read_profile, write_profile
+from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.process.command_line import read_command_line, refuse
@@ -58,7 +58,7 @@ class SearchConfig:
     - fixed: a plan, which is evaluated instead; `config`: the configuration's own placement and layouts
     - time_limit_s: of the search, seconds
     - seed: of `mcmc`
-    - out: where the plan goes, and beside it its picture as HTML; of `plan profile` the profile
+    - out: file that the plan is written to, and beside it its picture as HTML; of `plan profile` the profile; null: no file
     - measured: directory of a run that followed the plan: compared with it, call by call
     """
 
@@ -66,12 +66,12 @@ class SearchConfig:
     fixed: str | None = None
     time_limit_s: Seconds = 60.0
     seed: int = 0
-    out: str = "plan.yaml"
+    out: str | None = None
     measured: str | None = None
 
     def check(self, where: str) -> None:
-        out = Path(self.out)
-        if out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir():
+        out = None if self.out is None else Path(self.out)
+        if out is not None and (out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir()):
             raise ValueError(
                 f"{where}.out={self.out}: must be a file in a directory that exists, and not .html, which its picture is"
             )
@@ -121,23 +121,51 @@ def without_exactness(config: Any) -> Any:
     return replace(config, generation=replace(generation, reuse_rollout_log_probs=False)) if is_open else config
 
 
-def machine_of(cluster: ClusterConfig) -> tuple[Machine, Profile | None]:
-    """The machine, and the profile that ``cluster.gpu`` names. Raises ValueError if the profile cannot be read."""
-    measured = read_profile(cluster.hosts[0][2]) if is_file(cluster.hosts[0][2]) else None
-    if measured:
-        measured.check_ranks(sum(hosts * each for hosts, each, _ in cluster.hosts), "cluster.gpu")
-    return cluster.machine(measured.device if measured else None), measured
+def machine_of(cluster: ClusterConfig) -> tuple[Machine, CallTimes]:
+    """The machine, and the times of calls there, by the profile that ``cluster.gpu`` names, if it does. Raises ValueError if it
+    cannot be read."""
+    if not is_file(cluster.hosts[0][2]):
+        machine = cluster.machine()
+        return machine, FormulaTimes(machine)
+    measured = read_profile(cluster.hosts[0][2])
+    measured.check_ranks(sum(hosts * each for hosts, each, _ in cluster.hosts), "cluster.gpu")
+    machine = cluster.machine(measured.device)
+    return machine, ProfileTimes(measured, machine)
 
 
 def plan(request: PlanRequest) -> PlanResult:
-    """Searches a plan, or evaluates the one that ``plan.fixed`` names. Raises ValueError, one line."""
+    """Searches a plan, or evaluates the one that ``plan.fixed`` names. Raises ValueError, one line.
+
+    The configuration's own placement and layouts are a candidate: no plan is slower than them if they are sure to fit.
+    """
     config, settings = request.config, request.config.plan
-    machine, measured = machine_of(config.cluster)  # type: ignore[attr-defined]
-    times: CallTimes = ProfileTimes(measured, machine) if measured else FormulaTimes(machine)
     if settings.fixed is not None:
-        return evaluate(request, machine, times)
+        return evaluate(request, settings.fixed)
+    machine, times = machine_of(config.cluster)  # type: ignore[attr-defined]
     search = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
-    return checked_plan(config, request.calls, request.described, step_of(request, machine), machine, times, **search)
+    own = configured(request)
+    accepted = own if isinstance(own, PlanResult) and own.refusal is None and own.warning is None else None
+    try:
+        planned = checked_plan(config, request.calls, request.described, step_of(request, machine), machine, times, **search)
+    except ValueError:
+        if accepted is None:
+            raise
+        return accepted
+    if accepted is None or accepted.seconds >= planned.seconds:
+        return planned
+    bound = min(planned.search.lower_bound, accepted.seconds)
+    found = replace(planned.search, plan=accepted.search.plan, seconds=accepted.seconds, lower_bound=bound)
+    return replace(accepted, search=found)
+
+
+def configured(request: PlanRequest) -> PlanResult | str | None:
+    """The plan of the configuration's own placement and layouts, or why there is none; None if it leaves them to the planner."""
+    if request.config.placement.strategy == AUTO:
+        return None
+    try:
+        return evaluate(request, "config")
+    except ValueError as error:
+        return str(error)
 
 
 def step_of(request: PlanRequest, machine: Machine) -> StepFacts:
@@ -151,9 +179,10 @@ def step_of(request: PlanRequest, machine: Machine) -> StepFacts:
     return StepFacts(request.graph, prompt, request.work.responses, limits, torch.device(device), ahead, validates, copied)
 
 
-def evaluate(request: PlanRequest, machine: Machine, times: CallTimes) -> PlanResult:
-    """The plan that ``plan.fixed`` names, or the configuration's own placement and layouts. Raises ValueError."""
-    config, path = request.config, str(request.config.plan.fixed)
+def evaluate(request: PlanRequest, path: str) -> PlanResult:
+    """The plan in the file ``path``, or with "config" the configuration's own placement and layouts. Raises ValueError."""
+    config = request.config
+    machine, times = machine_of(config.cluster)  # type: ignore[attr-defined]
     refusal = warning = None
     budget = config.algorithm.limits.max_tokens
     if path == "config":
@@ -219,15 +248,11 @@ def summary_of(request: PlanRequest, planned: PlanResult) -> PlanSummary:
     """What the plan comes to, beside the configuration's own placement and layouts."""
     config = request.config
     machine, _ = machine_of(config.cluster)  # type: ignore[attr-defined]
-    own: PlanResult | str | None = None
-    if config.plan.fixed is None and config.placement.strategy != AUTO:
-        try:
-            own = plan(replace(request, config=replace(config, plan=replace(config.plan, fixed="config"))))
-        except ValueError as error:
-            own = str(error)
+    own = configured(request) if config.plan.fixed is None else None
     rows, steps = max(call.work.rows for call in request.calls), config.run.steps
     tokens = rows * (request.work.prompt + sum(request.work.responses) / len(request.work.responses))
-    return PlanSummary(planned, machine, tokens, None if steps == UNKNOWN_STEPS else steps, own)
+    cluster = config.cluster.text(machine)  # type: ignore[attr-defined]
+    return PlanSummary(planned, machine, cluster, tokens, None if steps == UNKNOWN_STEPS else steps, own)
 
 
 def table(planned: PlanResult) -> str:
@@ -259,6 +284,14 @@ def table(planned: PlanResult) -> str:
     lines.append(f"step {planned.seconds:.4g} s ({proof}; searched for {found.search_seconds:.2f} s)")
     lines.append("* the role's weights stay here")
     return "\n".join(lines)
+
+
+def read_profiled(path: str | None, overrides: Sequence[str]) -> PlanRequest:
+    """As :func:`read_run`, for what a profile is made of."""
+    request = read_run(path, overrides)
+    if request.config.plan.out is None:
+        raise ConfigError("plan.out is not given; plan profile writes to it, as in plan.out=profile.json")
+    return request
 
 
 def measure(context: ProgramContext[PlanRequest]) -> None:
@@ -295,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command.dry_run:
         refuse("--dry-run: plan trains nothing; leave it out")
     if profiles:
-        run_program(lambda: read_run(config, overrides), measure)
+        run_program(lambda: read_profiled(config, overrides), measure)
         return
     try:
         if command.launch.size > 1:
@@ -303,19 +336,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         request = read_run(config, overrides)
         planned, settings = plan(request), request.config.plan
         summary = summary_of(request, planned)
-        out = Path(settings.out)
-        picture, writes = out.with_suffix(".html"), settings.fixed in (None, "config") and planned.refusal is None
-        if writes:
-            out.write_text(planned.file.to_yaml(), encoding="utf-8")
-        picture.write_text(page(planned.file, settings.measured, summary.lines()), encoding="utf-8")
+        written = []
+        if settings.out is not None:
+            out, picture = Path(settings.out), Path(settings.out).with_suffix(".html")
+            if settings.fixed in (None, "config") and planned.refusal is None:
+                out.write_text(planned.file.to_yaml(), encoding="utf-8")
+                written = [f"written: {out} (start with plan={out})"]
+            picture.write_text(page(planned.file, settings.measured, summary.lines()), encoding="utf-8")
+            written.append(f"picture: {picture}")
     except (DataError, ValueError, OSError) as error:
         print(f"config error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if as_json:
         print(json.dumps(to_json(planned, summary)))
     else:
-        written = [f"written: {out} (start with plan={out})"] if writes else []
-        print("\n".join([table(planned), "", *summary.lines(), *written, f"picture: {picture}"]))
+        print("\n".join([table(planned), "", *summary.lines(), *written]))
     if settings.measured is not None:
         print(comparison(planned.file, settings.measured), file=sys.stderr)
     if planned.refusal is not None:

@@ -2,6 +2,7 @@
 
 rlhf-spmd report runs/quickstart/ppo                                        writes runs/quickstart/ppo/report.html
 rlhf-spmd report runs/quickstart/ppo runs/quickstart/grpo out=both.html     compares the two
+rlhf-spmd report runs/sweep                                                 compares the runs in a folder: runs/sweep/report.html
 rlhf-spmd report --serve runs/quickstart/ppo                                follows it in the browser, until Ctrl-C
 """
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     ignore_closed_pipes()
     parser = Parser("report", __doc__)
-    parser.add_argument("run", nargs="*", help="the run.dir of a run, finished or not; out=FILE: where the page is written")
+    parser.add_argument("run", nargs="*", help="a run.dir, finished or not, or a folder of them; out=FILE: where the page goes")
     parser.add_argument(
         "--serve", action="store_true", help="write nothing: show the page on this machine and keep it up to date"
     )
@@ -46,13 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.serve and outs:
             raise ValueError(f"out={outs[-1]}: --serve writes nothing; leave one of the two out")
         if len(runs) > 1 and not outs and not given.serve:
-            raise ValueError(f"{len(runs)} runs and no out=FILE; give out=FILE for a page of several runs")
-        found = [read_run(run) for run in runs]
-        for run in found:
-            check_run(run.directory)
+            raise ValueError(f"{len(runs)} directories and no out=FILE; give out=FILE for a page of several")
+        found = [run for folder in runs for run in runs_in(folder)]
         if given.serve:
-            return serve(runs, given.port)
-        page = render(found)
+            return serve(found, given.port)
+        page = render([read_run(run) for run in found])
         path = Path(outs[-1] if outs else Path(runs[0]) / REPORT_FILE)
         try:
             atomic_write_text(path, page)
@@ -64,15 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_run(directory: Path) -> None:
-    """Raises ValueError for a directory that no run has written to; it lists the runs below it."""
+def runs_in(directory: str | Path) -> list[str]:
+    """Returns the directory of a run itself, or the runs in a folder and one level below. Raises ValueError if there is none."""
     marks = CONFIG_FILE, METRICS_FILE, EXIT_STATUS_FILE
-    if not any((directory / mark).is_file() for mark in marks):
-        below = sorted(
-            {str(file.parent) for depth in ("*", "*/*") for mark in marks for file in directory.glob(f"{depth}/{mark}")}
-        )
-        hint = f"runs below it: {', '.join(below)}" if below else "give the run.dir of a run"
-        raise ValueError(f"{directory} is no run's directory: it has none of {', '.join(marks)}; {hint}")
+    if not (folder := Path(directory)).is_dir():
+        raise ValueError(f"run directory {folder} does not exist; give the run.dir of a run")
+    found = list[str]()
+    for depth in ("", "*/", "*/*/"):
+        there = {file.parent for mark in marks for file in folder.glob(depth + mark) if file.is_file()}
+        found += sorted(str(run) for run in there if not any(run.is_relative_to(outer) for outer in found))
+    if found:
+        return found
+    raise ValueError(
+        f"{folder} is no run's directory: it has none of {', '.join(marks)}, nor have folders in it; give a run.dir"
+    )
 
 
 def serve(runs: Sequence[str], port: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
-from rlhf_spmd.report import check_run
+from rlhf_spmd.report import runs_in
 from rlhf_spmd.telemetry.summary import summarize
 
 
@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", help="the run.dir of a run, finished or not")
     try:
         run_dir = parser.parse_args(argv).run_dir
-        if Path(run_dir).is_dir():
-            check_run(Path(run_dir))
+        if (runs := runs_in(run_dir)) != [str(Path(run_dir))]:
+            raise ValueError(f"{run_dir} is no run's directory; runs below it: {', '.join(runs)}")
         print(summarize(run_dir))
     except ValueError as error:
         print(f"config error: {error}", file=sys.stderr)

@@ -169,15 +169,15 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
     out = directory / "alone" / "export"
     assert 'PeftModel.from_pretrained(model, "adapter")' in (out / "README.md").read_text()
     assert not (out / "config.json").exists() and (out / "adapter" / "adapter_model.safetensors").is_file()
-    adapter = {"rank": 4, "alpha": 8, "path": str(out / "adapter")}
-    start = f"models.actor.lora={json.dumps(adapter)}", "models.actor.optim.lr=0"
+    adapter = {"rank": 0, "path": str(out / "adapter")}  # rank and alpha are the file's
+    start = f"models.actor.lora={json.dumps({**adapter, 'alpha': 16})}", "models.actor.optim.lr=0"
     second = CASE.train(directory / "second", *layouts("actor dp2 zero3"), *start, ranks=2, steps=1)
     apart, tensor = tasks.worst_tensor(first, second)
     assert apart == 0.0, tensor
     # nothing is learnt: the reference is the policy that training begins with, unless another one is named
     base, other = (
         f"models.reference.path={tasks.task() / 'actor'}",
-        f"models.reference.lora={json.dumps({**adapter, 'alpha': 8})}",
+        f"models.reference.lora={json.dumps({'rank': 4, 'alpha': 8, 'path': adapter['path']})}",
     )
     kl = [second.metrics[0]["actor/kl_loss"]]
     references = [("models.reference.layout.tp=2",), (other,), (base,)]
@@ -204,6 +204,10 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
         (("models.actor.lora.bits=4", FP32), "with tp=1 a rank would have 96 columns of model.layers.0.mlp.down_proj"),
         ((*FOUR_BITS, "models.actor.dtype=float64"), "models.actor.lora.bits=4: bitsandbytes has no float64"),
         ((*FOUR_BITS, "models.actor.calls={generate_sequences: {layout: {tp: 1}}}"), "weights in 4 bits cannot be sent"),
+        (
+            ("models.actor.lora={rank: 0, path: /nowhere}",),
+            "models.actor.lora.path=/nowhere, and models.actor.lora.rank is not given: /nowhere/adapter_config.json: no such file",
+        ),
         (("models.actor.lora.path=/nowhere",), "models.actor.lora.path=/nowhere: adapter_model.safetensors cannot be read"),
     ],
 )

@@ -24,7 +24,7 @@ from rlhf_spmd.models.adapters import merge
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.lora import ALL_LINEAR, AdapterPart, LoraConfig, check_peft_config, is_adapter
+from rlhf_spmd.models.lora import ALL_LINEAR, AdapterPart, LoraConfig, check_peft_config, is_adapter, with_stored_settings
 from rlhf_spmd.models.quantized import BLOCK, rounded
 from rlhf_spmd.models.sharding import check_lora, plan_params
 from rlhf_spmd.models.spec import read_spec, spec_from_config
@@ -393,6 +393,25 @@ def test_dropout_is_drawn_again_where_layers_are_computed_again(tmp_path: Path) 
             assert not torch.allclose(log_probs_of(decoder), log_probs), "dropout does nothing"
     for other in found[1:]:
         assert all(torch.allclose(x, y, rtol=1e-12, atol=1e-12) for x, y in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "expected"),
+    [
+        ({}, {"r": 4, "lora_alpha": 32}, {"rank": 4, "alpha": 32}),
+        ({}, {"r": 4}, {"rank": 4, "alpha": 8}),  # PEFT's default
+        ({}, {"r": 2, "use_rslora": True, "target_modules": ["v_proj", "q_proj"]}, {"rank": 2, "alpha": 8, "use_rslora": True}),
+        (
+            {"alpha": 3.0, "dropout": 0.1},
+            {"r": 4, "lora_alpha": 32},
+            {"rank": 4, "alpha": 3.0, "dropout": 0.1},
+        ),  # refused later
+    ],
+)
+def test_an_adapters_rank_is_its_files(given: dict[str, Any], stored: dict[str, Any], expected: dict[str, Any]) -> None:
+    modules = {"target_modules": sorted(stored["target_modules"])} if "target_modules" in stored else {}
+    found = with_stored_settings(LoraConfig(path="x", **given), stored, "x/adapter_config.json")
+    assert found == LoraConfig(path="x", **expected, **modules)
 
 
 @pytest.mark.parametrize(

@@ -248,8 +248,9 @@ def test_training_validates_by_the_same_measures(tmp_path: Path) -> None:
     prompts = [("short", "ab0"), ("short", "ab1"), ("other", "abcdef0"), ("other", "abcdef1")]
     assert [(row["step"], row["set"], row["prompt"]) for row in samples] == [(step, *p) for step in range(3) for p in prompts]
     assert samples[0]["response"] != samples[8]["response"] and {"answer", "score", "row_id", "length"} <= set(samples[0])
-    for row in samples:
+    for row in (*samples, *read_output(tmp_path / "alone" / "rollouts.jsonl")):
         assert row["finish_reason"] == ("stop" if len(row["response"]) < row["length"] else "length")
+        assert row["extracted"] == (row["response"] or None) and row.get("answer") == ("7" if "set" in row else None)
     run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "two", 2, *more))
     others = read_output(tmp_path / "two" / "validation.jsonl")
     assert [row["response"] for row in others] == [row["response"] for row in samples]

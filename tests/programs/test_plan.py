@@ -105,12 +105,29 @@ def test_a_plan_says_what_it_comes_to(capsys: pytest.CaptureFixture[str], tmp_pa
     """For a preset, whose model's sizes are known without a network."""
     preset, out = str(CONFIGS / "presets" / "grpo_qwen2.5_7b_8gpu.yaml"), tmp_path / "plan.yaml"
     plan.main(["--config", preset, "cluster.nodes=1", "cluster.gpu=h100", "placement.strategy=split", f"plan.out={out}"])
-    fits, step, comparison, *files = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    cluster, fits, step, comparison, *files = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert cluster == "cluster: 1 host of 8 h100, 79.2 GiB each, 450 GB/s in a host"
     assert re.fullmatch(r"fits: [\d.]+ of 79.2 GiB on the fullest rank, \d+% free", fits)
     seconds = re.match(r"([\d.]+) s a step, [\d,]+ tokens/s, [\d.]+ hours", step)
     assert seconds is not None and " times as fast as" in comparison
     assert float(comparison.split("(")[1].split()[0]) > float(seconds[1])
     assert files == [f"written: {out} (start with plan={out})", f"picture: {out.with_suffix('.html')}"]
+
+
+def test_a_plan_is_never_slower_than_the_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is a candidate, and whose plan as a file is what it was. Without ``plan.out`` nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    preset, cluster = str(CONFIGS / "presets" / "grpo_qwen3_8b_8gpu.yaml"), ("cluster.nodes=1", "plan.search=grid")
+    own = planned_by(capsys, *cluster, "plan.fixed=config", config=preset)
+    found = planned_by(capsys, *cluster, config=preset)
+    assert found["step_seconds"] <= own["step_seconds"] and list(tmp_path.iterdir()) == []
+    assert found["cluster"].startswith("1 host of 8 h100, 79.2 GiB each")
+    planned_by(capsys, *cluster, "plan.out=plan.yaml", config=preset)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.yaml"]
+    again = planned_by(capsys, *cluster, "plan.fixed=plan.yaml", config=preset)
+    assert (again["calls"], again["step_seconds"]) == (found["calls"], found["step_seconds"])
 
 
 def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -112,6 +112,43 @@ def test_a_mistake_is_a_line_and_status_2(command: str, line: str) -> None:
     assert not any(text in output for text in ("set -euo", "Usage: mkdir", "Traceback"))
 
 
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_python_is_that_of_the_environment(tmp_path: Path) -> None:
+    """Of python3 if it has the package, else of the repository; or the mistake is named."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    variables = {name: value for name, value in environment().items() if name != "PYTHON"}
+    variables["PATH"] = f"{tmp_path / 'bin'}:{variables['PATH']}"
+    outputs = []
+    for has_it, has_venv in ((True, True), (False, True), (False, False)):
+        script(tmp_path / "bin" / "python3", f'[[ $1 == -c ]] && exit {int(not has_it)}; echo "path $2"')
+        script(tmp_path / ".venv" / "bin" / "python", 'echo "venv $2"')
+        if not has_venv:
+            shutil.rmtree(tmp_path / ".venv")
+        command = ["bash", str(tmp_path / "launch" / "torchrun.sh"), "run.steps=1"]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+        outputs.append((done.returncode, done.stdout + done.stderr))
+    line = f"config error: python3 has no rlhf_spmd, and there is no {tmp_path}/.venv/bin/python; activate the environment, or give "
+    assert outputs == [(0, "path torch.distributed.run\n"), (0, "venv torch.distributed.run\n"), outputs[2]]
+    assert outputs[2][0] == 2 and outputs[2][1].startswith(line)
+
+
+@pytest.mark.parametrize("container", ["", "--container-image=a.sqsh --container-mounts=/x:/x", "apptainer exec --nv a.sif"])
+def test_a_node_runs_in_the_container(container: str, tmp_path: Path) -> None:
+    for name, text in (("srun", 'echo "srun $*"'), ("scontrol", "echo host0")):
+        script(tmp_path / name, text)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host0", "SLURM_JOB_NUM_NODES": "1", "CONTAINER": container}
+    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_SUBMIT_DIR=str(ROOT), **job)
+    command = ["bash", "launch/slurm_run.sh", f"run.dir={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    words = f"--kill-on-bad-exit=1 {container} bash -c".replace("  ", " ")
+    assert f"{words} NODE_RANK=$SLURM_NODEID exec bash launch/torchrun.sh" in done.stdout
+
+
 def test_torchrun_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
     """It holds the store of all ranks."""
     (tmp_path / "python").write_text("#!/bin/bash\nulimit -Sn\n")

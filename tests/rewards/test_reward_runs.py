@@ -116,7 +116,7 @@ def test_functions_of_a_file_and_built_in_rewards_add_up(tmp_path: Path, functio
     ]
     run = train(2, tmp_path / "run", 1, prompts(tmp_path), *overrides, config=actor_only())
     samples = read_output(tmp_path / "run" / "rollouts.jsonl")
-    assert len(samples) == 16
+    assert len(samples) == 16 and {sample["answer"] for sample in samples} == {"1"}
     answers = [answer_of(s["prompt"], s["response"]) for s in samples]
     assert {answer is None for answer in answers} == {True, False}
     lengths = [len(token_ids(s["response"])) for s in samples]

@@ -13,6 +13,7 @@ import sys
 import threading
 import urllib.parse
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import pytest
 import tasks
 from ranks import run_command
 from rlhf_spmd import report as report_program
-from rlhf_spmd.telemetry import report, timeline_chart
+from rlhf_spmd.telemetry import report, run_lock, timeline_chart
 from rlhf_spmd.telemetry.report import MAX_ROWS, RunRecord, read_run, render, write_report
 from rlhf_spmd.telemetry.run_dir import (
     METRICS_FILE,
@@ -169,14 +170,50 @@ def test_the_command_compares_runs_on_one_page(tmp_path: Path, capsys: pytest.Ca
     assert report_program.main([first, second, f"out={tmp_path / 'both.html'}"]) == 0
     page = Page((tmp_path / "both.html").read_text())
     assert [run["name"] for run in page.runs] == ["a/run", "b/run"] and page.tags.count("template") == 2
+    assert report_program.main([str(tmp_path)]) == 0, "a folder of runs"
+    assert [run["name"] for run in Page((tmp_path / "report.html").read_text()).runs] == ["a/run", "b/run"]
+    (tmp_path / "c" / "deep").mkdir(parents=True)
     for arguments, line in (
-        ([first, second], "2 runs and no out=FILE; give out=FILE for a page of several runs"),
+        ([first, second], "2 directories and no out=FILE; give out=FILE for a page of several"),
         ([str(tmp_path / "none")], f"run directory {tmp_path / 'none'} does not exist; give the run.dir of a run"),
-        ([str(tmp_path)], f"{tmp_path} is no run's directory: it has none of .*; runs below it: {first}, {second}"),
+        (
+            [str(tmp_path / "c")],
+            f"{tmp_path / 'c'} is no run's directory: it has none of .*, nor have folders in it; give a run.dir",
+        ),
         ([first, f"out={tmp_path}/none/x.html"], f"out={tmp_path}/none/x.html: No such file or directory; give a file in .*"),
         ([first, "ot=x.html"], "ot=x.html: there is no such key, and no such run directory; allowed are .* out=FILE"),
     ):
         assert re.fullmatch(f"config error: {line}\n", refusal(arguments, capsys)), line
+
+
+def test_runs_that_differ_in_their_seed_are_one_line(tmp_path: Path) -> None:
+    """The mean of each step's numbers, where there are any, between the lowest and the highest."""
+    rows = {1: [0.0, 1.0, 2.0], 2: [1.0, 2.0, 6.0], 3: [4.0, 6.0]}
+    for seed, values in rows.items():
+        (tmp_path / f"ppo-{seed}").mkdir()
+        made = {"run": {"seed": seed, "name": f"ppo-{seed}", "dir": f"runs/{seed}"}, "algorithm": {"name": "ppo"}}
+        atomic_write_text(tmp_path / f"ppo-{seed}" / "config.yaml", json.dumps(made))
+        lines = ({"step": step, "a": value, "unix_s": 3600.0 * (step + seed)} for step, value in enumerate(values, 1))
+        atomic_write_text(tmp_path / f"ppo-{seed}" / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "other").mkdir()
+    atomic_write_text(tmp_path / "other" / "config.yaml", "run: {seed: 4}\nalgorithm: {name: grpo}")
+    assert report_program.main([str(tmp_path)]) == 0
+    page = Page((tmp_path / "report.html").read_text())
+    (line,) = json.loads(page.data)["groups"]
+    assert [(run["name"], run.get("group")) for run in page.runs] == [("other", None), *((f"ppo-{seed}", 0) for seed in rows)]
+    assert line["name"] == "ppo, 3 seeds" and line["steps"] == [1, 2, 3] and line["hours"] == [0, 1, 2]
+    assert [line[part]["a"] for part in ("low", "high")] == [[0, 1, 2], [4, 6, 6]]
+    assert line["metrics"]["a"] == pytest.approx([5 / 3, 3, 4], abs=1e-5)
+
+
+def test_a_run_whose_process_lives_is_running(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "config.yaml", CONFIG)
+    own = run_lock.this_process()
+    for pid, text in ((1, "running"), (4_000_000, "not finished")):
+        owner = replace(own, pid=pid, started=run_lock._started(pid) or "1")
+        atomic_write_text(tmp_path / run_lock.LOCK_FILE, json.dumps(asdict(owner)))
+        assert Page(render([read_run(tmp_path)])).runs[0]["status"]["text"] == text
+    assert Page(render([read_run(tmp_path, ExitStatus("done"))])).runs[0]["status"]["text"] == "done"
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -256,6 +293,7 @@ def test_a_browser_makes_panels_of_it(tmp_path: Path) -> None:
     drawn = browse((tmp_path / "both.html").resolve().as_uri())
     marks = re.findall(r'class="key" style="--k: ?[^"]+">(.*?)</span>', drawn)
     # in the summary, over sections (the shorter run has no validation) and over the tables of settings
+    assert "<h2>What differs</h2>" in drawn
     assert (marks.count(tmp_path.name), marks.count(f"{tmp_path.name}/other")) == (1 + 5 + 4, 1 + 4 + 4)
     assert "models.actor.layout.tp</td><td>2</td><td>4" in drawn and "in some of the runs, 2 values" in drawn
 

@@ -1,7 +1,6 @@
 """Settings by which a run would learn nothing, or that nothing reads: said before it starts; and sections that an override drops."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import tasks
 from rlhf_spmd.config.load import load
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import TrainConfig, prepare
-from rlhf_spmd.training.recorder import StillLosses
 
 
 def ppo(tmp_path: Path, *overrides: str, size: int = 1) -> tuple[str, ...]:
@@ -30,27 +28,6 @@ def test_an_update_that_changes_nothing_and_a_warm_up_that_never_ends_are_said(t
     assert updates >= 4
     assert rate == pytest.approx(1e-3 * updates / 400, rel=0.06)  # two digits are shown
     assert ppo(tmp_path, f"models.critic.optim.lr_warmup_steps={updates}") == ()
-
-
-@pytest.mark.parametrize(
-    ("step", "is_still"),
-    [
-        (lambda i: {"loss": 0.6931 - 2e-6 * i}, True),  # a reward model at 1e-6
-        (lambda i: {"loss": 0.6931 - 2e-4 * i}, False),
-        (lambda i: {"loss": 0.0}, False),  # of advantages that add up to 0
-        (lambda i: {"loss": 0.0, "grad_norm": 0.0}, True),
-        (lambda i: {"loss": 1e-9 * (-1) ** i}, False),
-        (lambda i: {"loss": 0.6931, "lr": 1e-6 * (i + 1)}, False),  # of a warm-up
-        (lambda i: {"loss": 0.6931, "lr": 1e-6 - 1e-8 * i}, True),
-    ],
-)
-def test_a_loss_that_stays_where_it_began_is_said_once(step: Callable[[int], dict[str, float]], is_still: bool) -> None:
-    still = StillLosses()
-    rows = [{"loss": 0.0, "lr": 1e-6, "grad_norm": 0.2} | step(i) for i in range(3 * StillLosses.STEPS // 2)]
-    lines = [still.add({f"reward/{name}": x for name, x in row.items()} | {"reward/mean": 1.0}) for row in rows]
-    assert [i for i, line in enumerate(lines) if line] == [StillLosses.STEPS - 1] * is_still
-    if is_still:
-        assert lines[StillLosses.STEPS - 1][0].startswith(f"warning: reward/loss stays at {rows[0]['loss']:.4g} for 50 steps")
 
 
 def test_a_stream_of_rows_that_nobody_takes_is_said(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, Function, GlobalReduce, RewardWorker, RoleClass, Rows
+from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, GlobalReduce, RewardWorker, RoleClass, Rows
 
 
 @dataclass(frozen=True)
@@ -224,13 +224,14 @@ def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Referen
     return prompts.union(rollout), rollout
 
 
-def score(models: Any, rows: Reference) -> tuple[Reference, list[Reference]]:
-    """Return ``scores`` and ``answer_codes`` of the responses, and the calls that made them.
+def score(models: Any, rows: Reference, shown: frozenset[int] | None = None) -> tuple[Reference, list[Reference]]:
+    """Return ``scores`` and ``answer_codes`` of the responses, and the calls that made them. ``shown``: ids of the rows that are
+    reported as samples; None: some of every step.
 
     A score is the sum of all rewards in ``models.rewards``. It is nan where none of them scores the response, or where the call of
     one failed. The answer in a response is that of the first reward that reads one.
     """
-    calls = [reward.compute_reward(rows) for reward in models.rewards]
+    calls = [reward.compute_reward(rows, shown) for reward in models.rewards]
     if len(calls) == 1:
         return calls[0].select("scores", "answer_codes"), calls
     fields = ("scores", "failed", "answer_codes")
@@ -274,11 +275,7 @@ def validate(models: Any, data: Any, config: Any, global_step: int, stream: str 
 
 
 def _answer_and_score(
-    models: Any, global_step: int, rows: Reference, sampling: SamplingConfig, read_samples: Function
+    models: Any, global_step: int, rows: Reference, sampling: SamplingConfig, shown: frozenset[int]
 ) -> tuple[Reference, list[Reference]]:
     """Return ``scores`` and ``answer_codes`` of the responses, and the calls whose values are reported."""
-    answered = rows.union(models.actor.generate_sequences(rows, sampling, global_step))
-    scores, calls = score(models, answered)
-    answered = answered.union(scores)
-    read = models.compute.apply(answered, read_samples, ("response_ids", "scores", "stopped"))
-    return scores, [*calls, read]
+    return score(models, rows.union(models.actor.generate_sequences(rows, sampling, global_step)), shown)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -44,7 +44,8 @@ PEFT_EQUAL = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("use_
 class LoraConfig:
     """``models.<role>.lora``: low-rank adapters are trained, and heads of values, in place of the model's weights; PEFT's names.
 
-    - rank: of the adapters, see [parallelism.md](parallelism.md#adapters-lora); 0: all weights are trained
+    - rank: of the adapters, see [parallelism.md](parallelism.md#adapters-lora); 0: all weights are trained, or with `path` the rank of
+      its adapter, whose `alpha`, `use_rslora` and `target_modules` hold where the defaults stand here
     - alpha: adapters are scaled by alpha / rank
     - use_rslora: by alpha / sqrt(rank) instead
     - dropout: of what adapters read in updates; what is drawn differs between layouts
@@ -73,9 +74,7 @@ class LoraConfig:
         return named == ALL_LINEAR or any(f".{module}".endswith(f".{end}") for end in named)
 
     def check(self, where: str) -> None:
-        if not self.rank and self.path is not None:
-            raise ValueError(f"{where}.rank=0: give the rank of the adapter in {where}.path, 'r' in its adapter_config.json")
-        if not self.rank and self != LoraConfig():
+        if not self.rank and self.path is None and self != LoraConfig():
             raise ValueError(f"{where}.rank=0: there are no adapters, and the other keys of {where} do nothing; give it a rank")
         self.need_package(where)
         if not self.target_modules or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
@@ -87,6 +86,17 @@ class LoraConfig:
         """Raises ValueError without bitsandbytes."""
         if self.bits is not None and find_spec("bitsandbytes") is None:
             raise ValueError(f"{where}.bits={self.bits} needs the library: pip install bitsandbytes")
+
+
+def with_stored_settings(lora: LoraConfig, config: Mapping[str, Any], file: str) -> LoraConfig:
+    """Returns ``lora`` with the rank of the adapter whose adapter_config.json is ``config``, and with what else the file says where
+    ``lora`` has the default. Raises ValueError for a file without a rank."""
+    rank, modules, usual = config.get("r"), config.get("target_modules"), LoraConfig()
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{file}: r={rank!r} must be the adapter's rank, a whole number of at least 1")
+    stored = {name: config.get(key, default) for key, (name, default) in PEFT_EQUAL.items()}
+    stored |= {"target_modules": sorted(modules)} if isinstance(modules, list) else {}
+    return replace(lora, **{name: value for name, value in stored.items() if getattr(lora, name) == getattr(usual, name)})
 
 
 def check_peft_config(config: Mapping[str, Any], lora: LoraConfig, file: str, where: str) -> None:

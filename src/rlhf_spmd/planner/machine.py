@@ -117,6 +117,13 @@ class ClusterConfig:
         beside = math.inf if self.host_memory_gb is None else self.host_memory_gb * GIB
         return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9, beside)
 
+    def text(self, machine: Machine) -> str:
+        """The cluster for people: hosts, devices and links of ``machine``, which is made from it."""
+        hosts = " and ".join(f"{hosts} host{'s' * (hosts > 1)} of {each} {kind}" for hosts, each, kind in self.hosts)
+        memory = " or ".join(f"{amount / GIB:.1f}" for amount in sorted(set(machine.memory)))
+        between = f", {machine.network / 1e9:g} GB/s between hosts" if machine.size > machine.local_size else ""
+        return f"{hosts}, {memory} GiB each, {machine.device.link / 1e9:g} GB/s in a host{between}"
+
 
 def is_file(name: str) -> bool:
     return "/" in name or "." in name

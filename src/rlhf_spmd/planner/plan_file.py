@@ -118,10 +118,9 @@ class PlanFile:
             own = {name.split(".")[1]: call for name, call in self.calls.items() if name.split(".")[0] == role}
             for method, call in own.items():
                 if call.max_num_seqs is not None:
-                    found["generation"] = {
-                        "max_num_seqs": call.max_num_seqs,
-                        "gpu_memory_utilization": call.gpu_memory_utilization,
-                    }
+                    share = call.gpu_memory_utilization  # None: the configuration's
+                    found["generation"] = {"max_num_seqs": call.max_num_seqs}
+                    found["generation"] |= {} if share is None else {"gpu_memory_utilization": share}
                     if call.rank_range == home.rank_range and home.pp % call.pp == 0 and home.tp % call.tp == 0:
                         found["generation"] |= {"pp": call.pp, "tp": call.tp}
                         continue

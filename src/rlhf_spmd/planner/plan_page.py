@@ -111,12 +111,13 @@ def page(plan: PlanFile, run: str | None, summary: Sequence[str] = ()) -> str:
 class PlanSummary:
     """What a plan for ``machine`` comes to.
 
-    ``tokens``: prompts and responses of a step. ``steps``: of the run; None if its length is in epochs. ``own``: the plan of the
-    configuration's own placement and layouts, or why there is none; None if that is the plan that is judged.
+    ``cluster``: in words. ``tokens``: prompts and responses of a step. ``steps``: of the run; None if its length is in epochs.
+    ``own``: the plan of the configuration's own placement and layouts, or why there is none; None if that is what is judged.
     """
 
     planned: PlanResult
     machine: Machine
+    cluster: str
     tokens: float
     steps: int | None
     own: PlanResult | str | None
@@ -126,6 +127,7 @@ class PlanSummary:
         seconds = self.planned.seconds
         own = self.own if isinstance(self.own, str | None) else self.own.refusal or self.own.seconds
         return {
+            "cluster": self.cluster,
             "memory_gb": max(call.memory_gb for call in self.planned.file.calls.values()),
             "room_gb": min(self.machine.memory) / GIB,
             "tokens_per_second": self.tokens / seconds,
@@ -136,9 +138,10 @@ class PlanSummary:
     def lines(self) -> list[str]:
         found, planned = self.to_json(), self.planned
         used, room, hours, own = (found[key] for key in ("memory_gb", "room_gb", "hours", "configuration"))
-        lines = [f"fits: {used:.1f} of {room:.1f} GiB on the fullest rank, {1 - used / room:.0%} free"]
+        fit = f"fits: {used:.1f} of {room:.1f} GiB on the fullest rank, {1 - used / room:.0%} free"
         if planned.refusal or planned.warning:
-            lines = [f"does not fit: {planned.refusal}" if planned.refusal else f"warning: {planned.warning}"]
+            fit = f"does not fit: {planned.refusal}" if planned.refusal else f"warning: {planned.warning}"
+        lines = [f"cluster: {self.cluster}", fit]
         speed = f"{planned.seconds:.3g} s a step, {found['tokens_per_second']:,.0f} tokens/s"
         lines.append(speed if hours is None else f"{speed}, {_time(hours)} for the run")
         if own and "refusal" in own:
@@ -149,6 +152,8 @@ class PlanSummary:
                 f"the configuration as it is ({own['step_seconds']:.3g} s a step)",
             )
             lines.append(f"{gain:.2f} times as fast as {than}" if gain > 1.005 else f"as fast as {than}")
+            if isinstance(self.own, PlanResult) and self.own.warning:
+                lines.append(f"which may not fit: {self.own.warning}")
         return lines
 
 

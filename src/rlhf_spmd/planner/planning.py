@@ -351,6 +351,7 @@ def to_file(
             share = (held + moved + option.active + (SPARE - 1) * option.cache) / min(machine.memory)
             share = max(share, GenerationConfig().memory_share(on_host=False))
         generates, given = call.kind == "generate", option.settings
+        configured = builder.fixed is not None and builder.fixed.calls[call.name].gpu_memory_utilization is None
         placed[call.name] = PlacedCall(
             str(ranks),
             option.pp,
@@ -366,7 +367,7 @@ def to_file(
             given["offload"],
             given["optim_offload"],
             max_num_seqs=given["max_num_seqs"] if generates else None,
-            gpu_memory_utilization=round(min(max(share, 0.05), 0.95), 3) if generates else None,
+            gpu_memory_utilization=round(min(max(share, 0.05), 0.95), 3) if generates and not configured else None,
             graphs=generates and bool(given["graphs"]),
             micro_batches=1 if generates else _micro_batches(call.work, given),
             start=round(start, 4),

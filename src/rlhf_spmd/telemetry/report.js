@@ -1,7 +1,7 @@
 "use strict";
 // Makes the page from the JSON in #data (_run_data in report.py) and the timelines in the templates, and where it is served, anew from
 // what changes (report.py). report_samples.js, which comes before it in the page, makes the samples. What a run wrote is only ever set as text, never parsed as HTML.
-let DATA, RUNS, SEVERAL, NAMES, SOURCES, CLOCK;  // see show()
+let DATA, RUNS, LINES, SEVERAL, NAMES, SOURCES, CLOCK;  // see show()
 const TIMING = "timing_s/", VALIDATION = "Validation";
 const REWARD = ["reward/total_mean", "reward/mean"], LENGTH = "response_length/mean";
 const MAIN = [  // titles and metrics (names or patterns) of the panels that come first, where they exist
@@ -71,7 +71,9 @@ function mark(text, fill) {
   return key;
 }
 
-function runMark(run) { return SEVERAL ? mark(run.name, `var(--${hue(RUNS.indexOf(run))})`) : run.name; }
+function runMark(run) {  // in the colour of its line
+  return SEVERAL ? mark(run.name, `var(--${hue(LINES.indexOf(DATA.groups[run.group] ?? run))})`) : run.name;
+}
 function card(...children) { return el("figure", {className: "card"}, ...children); }
 
 function table(head, rows, className) {
@@ -118,7 +120,8 @@ function curve(run, name, positive) {  // positions and values where there are s
     return positive && value <= 0 ? null : value;
   });
   const x = at.map((i) => view.x === "step" ? run.steps[i] : run.hours[i] * CLOCK[1]);
-  return {x, y: at.map((i) => values[i]), band: std ? [edge(-1, min), edge(1, max)] : null};
+  if (run.low) return {x, y: at.map((i) => values[i]), band: [run.low, run.high].map((its) => at.map((i) => its[name][i]))};
+  return {x, y: at.map((i) => values[i]), band: std && !SEVERAL ? [edge(-1, min), edge(1, max)] : null};
 }
 
 function near(values, at) {  // the position of the known value nearest to ``at``
@@ -143,13 +146,13 @@ function drawPanel(figure, names) {
   const positive = view.log && RUNS.some((run) => names.some((name) => known(run.metrics[name]).some((value) => value > 0)));
   const add = (x, y, options) => { tables.push([x, y]); series.push({value: (_, value) => shown(value), ...options}); };
   const aside = {class: "aside", points: {show: false}};  // not in the legend
-  for (const run of RUNS) for (const [part, name] of names.entries()) {
+  for (const run of LINES) for (const [part, name] of names.entries()) {
     const {x, y, band} = curve(run, name, positive);
     if (!x.length) continue;
-    const stroke = color(hue(SEVERAL ? RUNS.indexOf(run) : SOURCES.indexOf(source(name))));
+    const stroke = color(hue(SEVERAL ? LINES.indexOf(run) : SOURCES.indexOf(source(name))));
     const dash = names.slice(0, part).some((other) => SEVERAL || source(other) === source(name)) ? [5, 4] : undefined;
     const label = SEVERAL ? run.name + (names.length > 1 ? " " + name : "") : name;
-    if (band && !SEVERAL) {
+    if (band) {
       for (const edge of band) add(x, edge, {...aside, stroke: "transparent"});
       bands.push({series: [series.length - 1, series.length - 2], fill: stroke + "22"});
     }
@@ -158,7 +161,7 @@ function drawPanel(figure, names) {
     const value = (plot, _, index, i) => shown(plot.data[average ? index - 1 : index][i]);  // of the step itself
     add(x, average ? smoothed(y) : y, {label, value, stroke, width: 1.8, dash, points: {show: x.length < 2, fill: stroke}});
   }
-  for (const {best, ...run} of RUNS) if (best && names.includes(best.name)) {
+  for (const {best, ...run} of LINES) if (best && names.includes(best.name)) {
     const x = view.x === "step" ? best.step : run.hours[run.steps.indexOf(best.step)] * CLOCK[1], stroke = color("text");
     if (x !== undefined && !isNaN(x)) add([x], [best.value], {...aside, stroke, paths: () => null, points: {show: true, size: 9, width: 2}});
   }
@@ -225,13 +228,15 @@ function controls() {
 }
 
 function curves() {
+  const same = (one, other) => RUNS.every(({metrics}) => String(metrics[one]) === String(metrics[other]));
+  const once = (names) => names.filter((name) => name !== "actor/pg_loss" || !same(name, "actor/loss"));  // nothing is added to it
   const first = MAIN.flatMap(([title, ...patterns]) => {
-    const found = matching(patterns);
+    const found = once(matching(patterns));
     if (title === VALIDATION) return found.map((name) => [`${title} ${name.slice(4)}`, [name]]);
     return found.length ? [[title, found]] : [];
   });
   const taken = new Set(first.flatMap(([, names]) => names)), groups = {};  // groups: by source, then by title
-  for (const name of NAMES.filter((name) => !taken.has(name))) {
+  for (const name of once(NAMES).filter((name) => !taken.has(name))) {
     const title = name.replace(/\/(mean|std|min|max)$/, "");  // which stand in one panel, std as the band of the mean
     if (name === title + "/std" && NAMES.includes(title + "/mean") || name !== title && taken.has(title + "/mean")) continue;
     ((groups[source(name)] ??= {})[title] ??= []).push(name);
@@ -241,7 +246,8 @@ function curves() {
     return el("details", {open: !first.length, ontoggle: () => drawAll(made)}, el("summary", {}, `${name} (${Object.keys(group).length})`), made);
   });
   const caption = "Thin: the steps themselves; bold: their exponential average."
-    + (SEVERAL ? "" : " Bands: one standard deviation over the samples of a step.");
+    + (DATA.groups.length ? " Of runs that differ in their seed alone the mean; bands: from the lowest to the highest."
+      : SEVERAL ? "" : " Bands: one standard deviation over the samples of a step.");
   const content = el("div", {}, controls(), panels(first), el("div", {className: "folded"}, folded));
   section("Curves", caption, NAMES.length ? content : el("p", {}, "No metrics yet."));
 }
@@ -316,38 +322,45 @@ function summary() {
   document.querySelector("main").append(
     el("h1", {}, SEVERAL ? `${RUNS.length} runs` : RUNS[0].name), el("p", {className: "caption"}, caption),
     table(["Run", "State", "Steps", ...columns.map(([title]) => title)], rows, "summary"),
-    ...RUNS.flatMap(({status}) => status.message ? [el("div", {className: "message " + status.kind}, status.message)] : []));
+    ...RUNS.flatMap(({status}) => status.message ? [el("div", {className: "message " + status.kind}, status.message)] : []),
+    ...RUNS.flatMap((run) => run.signals.map((text) => el("div", {className: "message warn"}, SEVERAL ? run.name + ", " : "", text))));
+}
+
+const config = (run) => run.config, facts = (run) => ({...run.facts, "Run directory": run.directory});
+function keysOf(of) { return [...new Set(RUNS.flatMap((run) => Object.keys(of(run))))]; }
+function compared(keys, of) { return table(["", ...RUNS.map(runMark)], keys.map((key) => [key, ...RUNS.map((run) => of(run)[key] ?? "")]), "mono"); }
+function folded(title, keys) {
+  return keys.length ? el("details", {}, el("summary", {}, `${title}, ${keys.length} values`), compared(keys, config)) : null;
+}
+
+function differences() {
+  const different = keysOf(config).filter((key) => key !== "run.dir" && RUNS.some((run) => run.config[key] !== RUNS[0].config[key]));
+  const shared = different.filter((key) => RUNS.every((run) => key in run.config));
+  section("What differs", "Keys of the configurations; folded those that not every run has.",
+    shared.length ? compared(shared, config) : null, folded("in some of the runs", different.filter((key) => !shared.includes(key))));
 }
 
 function settings() {
-  const keysOf = (of) => [...new Set(RUNS.flatMap((run) => Object.keys(of(run))))];
-  const config = (run) => run.config, facts = (run) => ({...run.facts, "Run directory": run.directory});
-  const lines = (keys, of) =>
-    table(["", ...RUNS.map(runMark)], keys.map((key) => [key, ...RUNS.map((run) => of(run)[key] ?? "")]), "mono");
-  const folded = (title, keys) =>
-    keys.length ? el("details", {}, el("summary", {}, `${title}, ${keys.length} values`), lines(keys, config)) : null;
-  section("How it was made", "", lines(keysOf(facts), facts));
-  const keys = keysOf(config), different = keys.filter((key) => RUNS.some((run) => run.config[key] !== RUNS[0].config[key]));
-  const shared = different.filter((key) => RUNS.every((run) => key in run.config));
-  section("Configuration", SEVERAL ? "Keys with different values; folded those that not every run has." : "",
-    shared.length ? lines(shared, config) : null,
-    folded("in some of the runs", different.filter((key) => !shared.includes(key))), folded("config.yaml", keys));
+  section("How it was made", "", compared(keysOf(facts), facts));
+  section("Configuration", "", folded("config.yaml", keysOf(config)));
 }
 
 // ---- the page, and again when its runs go on
 
 function show(data) {
   DATA = data, RUNS = data.runs, SEVERAL = RUNS.length > 1;
+  LINES = [...data.groups, ...RUNS.filter((run) => run.group === undefined)];
   NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
   SOURCES = [...new Set(["actor", "critic", "reward", "val", ...NAMES.map(source)])];  // of one run, a colour for each
   CLOCK = RUNS.some((run) => run.hours.at(-1) > 2) ? ["hours", 1] : ["minutes", 60];
   const tables = () => [...document.querySelectorAll(".scroll:has(.validation)")];
-  const places = tables().map((it) => it.scrollLeft + it.clientWidth < it.scrollWidth - 2 ? it.scrollLeft : null);
+  const places = tables().map((it) => it.scrollLeft);
   const title = (fold) => fold.firstChild.textContent.replace(/[\d(].*/, ""), top = scrollY;
   const open = new Set([...document.querySelectorAll("details[open]")].map(title));
   for (const figure of document.querySelectorAll("figure")) figure.plot?.destroy();
   document.querySelector("main").replaceChildren();
   summary();
+  differences();
   curves();
   section("Time per step", "Seconds of each phase; the mark is the whole step; of a long run a bar is the mean of neighbours. "
     + "Phases that run at the same time pile up above it.", each(phases));
@@ -358,7 +371,7 @@ function show(data) {
   settings();
   for (const fold of document.querySelectorAll("details")) if (open.has(title(fold))) fold.open = true;
   sift();
-  tables().forEach((it, i) => { it.scrollLeft = places[i] ?? it.scrollWidth; });  // the newest column, unless another was looked at
+  tables().forEach((it, i) => { it.scrollLeft = places[i] ?? 0; });
   scrollTo(0, top);
 }
 

@@ -16,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rlhf_spmd.telemetry import timeline_chart
@@ -33,6 +34,7 @@ from rlhf_spmd.telemetry.run_dir import (
     VALIDATION_FILE,
     ExitStatus,
     atomic_write_text,
+    finite_number,
     json_value,
     list_checkpoints,
     newest_checkpoint,
@@ -41,6 +43,8 @@ from rlhf_spmd.telemetry.run_dir import (
     read_json,
     read_jsonl,
 )
+from rlhf_spmd.telemetry.run_lock import other_owner
+from rlhf_spmd.telemetry.signals import read_signals
 
 TIMING = "timing_s/"
 NOT_DRAWN = ("step", "unix_s")  # keys of metrics.jsonl that are axes, not curves
@@ -48,6 +52,7 @@ MAX_ROWS = 2000  # points of a curve
 MAX_STEPS = 8  # columns of the validation samples
 SAMPLES_PER_STEP = 6
 MAX_TEXT = 4000
+OF_A_START = ("run.seed", "run.name", "run.dir", "run.resume", "logger.name")  # keys in which runs of one experiment differ
 NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
 Values = Sequence[float | None]
@@ -56,20 +61,21 @@ Sample = Mapping[str, Any]  # a line of rollouts.jsonl or validation.jsonl
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The parsed contents of a run directory. ``config``: by dotted key."""
+    """The parsed contents of a run directory. ``config``: by dotted key. ``is_running``: a living process owns it."""
 
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
     config: Mapping[str, str]
     status: ExitStatus | None
+    is_running: bool = False
 
     def values(self, name: str) -> list[float]:
         """Returns the numbers of a metric by rising step, without steps that lack it."""
-        return [number for row in self.metrics if (number := _number(row.get(name))) is not None]
+        return [number for row in self.metrics if (number := finite_number(row.get(name))) is not None]
 
     def names(self) -> list[str]:
         """Returns every metric with at least one number, in order of appearance."""
-        seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if _number(value) is not None)
+        seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if finite_number(value) is not None)
         return [name for name in seen if name not in NOT_DRAWN]
 
 
@@ -96,7 +102,11 @@ def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) 
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
     by_step = {row["step"]: row for row in read_lines(directory, METRICS_FILE)}
     metrics = [by_step[step] for step in sorted(by_step)]
-    return RunRecord(directory, metrics, read_config(directory), status or read_exit_status(directory))
+    ended = status or read_exit_status(directory)
+    is_running = False
+    with suppress(OSError):  # a directory in which this user cannot write shows no age of its lock
+        is_running = ended is None and other_owner(directory) is not None
+    return RunRecord(directory, metrics, read_config(directory), ended, is_running)
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
@@ -119,7 +129,12 @@ def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, li
     alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[entries[n]["name"]] > 1}
     for n, path in alike.items():  # runs of one name are told apart by their directories
         entries[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
-    whole = json_value({"runs": entries, "colors": colors, "live": is_live})
+    groups = _seed_groups(runs)
+    for number, group in enumerate(groups):
+        for n in group:
+            entries[n]["group"] = number
+    lines = [_mean_curves([runs[n] for n in group], [entries[n]["name"] for n in group]) for group in groups]
+    whole = json_value({"runs": entries, "groups": lines, "colors": colors, "live": is_live})
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
 
@@ -157,7 +172,8 @@ def _run_data(
     return {
         "name": _name(run),
         "directory": str(run.directory),
-        "status": _status(run.status),
+        "status": _status(run),
+        "signals": read_signals(run.metrics),
         "facts": _facts(run),
         **_curves(run),
         "best": best,
@@ -173,10 +189,11 @@ def _name(run: RunRecord) -> str:
     return run.config.get("run.name") or run.directory.resolve().name
 
 
-def _status(status: ExitStatus | None) -> dict[str, str]:
+def _status(run: RunRecord) -> dict[str, str]:
     """Returns the badge: ``kind``, ``text``, and ``message``: what stopped a run, where, and what to resume from."""
+    status = run.status
     if status is None:
-        return {"kind": "", "text": "not finished", "message": ""}
+        return {"kind": "", "text": "running" if run.is_running else "not finished", "message": ""}
     kind = {"done": "good", "preempted": "warn"}.get(status.class_, "bad")
     where = (
         f"rank {status.rank}" if status.rank is not None else "",
@@ -213,12 +230,12 @@ def _facts(run: RunRecord) -> dict[str, str]:
 def _curves(run: RunRecord) -> dict[str, Any]:
     """Returns ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their
     extremes."""
-    steps, times = [row["step"] for row in run.metrics], [_number(row.get("unix_s")) for row in run.metrics]
+    steps, times = [row["step"] for row in run.metrics], [finite_number(row.get("unix_s")) for row in run.metrics]
     if None in times:  # the time of steps alone
-        times = list(accumulate(_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
+        times = list(accumulate(finite_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
     stretch = math.ceil(2 * len(steps) / MAX_ROWS) if len(steps) > MAX_ROWS else 1
     ends = [end for at in range(0, len(steps), stretch) for end in sorted({at, min(at + stretch, len(steps)) - 1})]
-    columns = {name: [_number(row.get(name)) for row in run.metrics] for name in run.names()}
+    columns = {name: [finite_number(row.get(name)) for row in run.metrics] for name in run.names()}
     return {
         "steps": [steps[end] for end in ends],
         "hours": [_rounded(((times[end] or 0.0) - (times[0] or 0.0)) / 3600) for end in ends],
@@ -226,12 +243,45 @@ def _curves(run: RunRecord) -> dict[str, Any]:
     }
 
 
+def _seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
+    """Returns the positions of runs that differ in ``run.seed``, and but for names and directories in nothing else."""
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for n, run in enumerate(runs):
+        rest = sorted((key, value) for key, value in run.config.items() if key not in OF_A_START)
+        alike.setdefault(tuple(rest), []).append(n)
+    seeds = [[runs[n].config.get("run.seed") for n in group] for group in alike.values()]
+    return [group for group, its in zip(alike.values(), seeds, strict=True) if None not in its and len(set(its)) > 1]
+
+
+def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
+    """Returns what :func:`_curves` returns of the means of ``runs`` at each step, with their ``low`` and ``high`` ends."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        began = next(iter(run.values("unix_s")), 0.0)
+        for row in run.metrics:
+            by_step.setdefault(row["step"], []).append({**row, "unix_s": (finite_number(row.get("unix_s")) or began) - began})
+    keys = dict.fromkeys(name for run in runs for name in (*run.names(), "unix_s"))
+    columns: dict[str, list[dict[str, Any]]] = {"mean": [], "low": [], "high": []}
+    for step, rows in sorted(by_step.items()):
+        for rows_of_kind in columns.values():
+            rows_of_kind.append({"step": step})
+        for key in keys:
+            found = [value for row in rows if (value := finite_number(row.get(key))) is not None]
+            for kind, pick in (("mean", mean), ("low", min), ("high", max)) if found else ():
+                columns[kind][-1][key] = pick(found)
+    drawn = {kind: _curves(RunRecord(Path(), rows, {}, None)) for kind, rows in columns.items()}
+    ends = {kind: drawn[kind]["metrics"] for kind in ("low", "high")}
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    common = "".join(letters[0] for letters in alike).rstrip("-_./ ") or names[0]
+    return {"name": f"{common}, {len(runs)} seeds", **drawn["mean"], **ends}
+
+
 def _best(run: RunRecord) -> dict[str, Any] | None:
     """Returns metric, step and value of the best validation after the first step: by ``run.keep_best``, else a usual
     metric."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
-    found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := _number(row.get(name))) is not None]
+    found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := finite_number(row.get(name))) is not None]
     if not found:
         return None
     value, step = (min if LOWEST.fullmatch(name) else max)(found, key=lambda one: one[0])
@@ -277,13 +327,6 @@ def _phase_colors(runs: Sequence[RunRecord], busy: Sequence[Mapping[str, float]]
 def _trace(run: RunRecord) -> Mapping[str, Any]:
     trace = read_json(run.directory / TRACE_FILE)
     return trace if isinstance(trace, dict) else {}
-
-
-def _number(value: Any) -> float | None:
-    """Returns a finite number, or None for null, text and NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def _rounded(value: float | None) -> float | None:

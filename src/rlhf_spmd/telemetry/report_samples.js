@@ -7,12 +7,15 @@ function said(turns, whole, className, speaker) {  // turns: pairs of who speaks
     who ? el("span", {className: "who"}, `${who}: `) : "", shown(text), who ? "\n" : ""));
 }
 
+function expected(answer) { return (answer ?? null) === null ? null : el("div", {className: "extra"}, `expected ${shown(answer)}`); }
+
 function sample(its, tag) {
   const {step, set, row_id, prompt, messages, response, turns, answer, score, ...more} = its;
   const told = Object.entries(more).map(([key, value]) => `${key} ${shown(value).slice(0, 120)}`).join(", ");
   return el(tag, {className: "sample"},
     el("div", {className: "score"}, typeof score === "number" ? `score ${shown(score)}` : ""),
     el("pre", {}, said(messages?.map(({role, content}) => [role, content]), prompt, "prompt"), said(turns, response, "response", messages && "model")),
+    tag === "td" ? null : expected(answer),  // which a table says once, of all steps
     el("div", {className: "extra"}, told));
 }
 
@@ -30,9 +33,8 @@ function validations(run) {
   const sets = new Set(all.map((its) => its.set)).size;
   const rows = [...new Map(all.map((its) => [key(its), its])).values()].map((one) => {
     const its = new Map(all.filter((other) => key(other) === key(one)).map((other) => [other.step, other]));
-    const told = [["expected", one.answer], ["of", sets > 1 ? one.set : null]].filter(([, value]) => (value ?? null) !== null);
-    const prompt = el("td", {className: "sample"}, el("pre", {}, shown(one.prompt)),
-      told.map(([key, value]) => el("div", {className: "extra"}, `${key} ${shown(value)}`)));
+    const set = sets > 1 ? el("div", {className: "extra"}, `of ${one.set}`) : null;
+    const prompt = el("td", {className: "sample"}, el("pre", {}, shown(one.prompt)), expected(one.answer), set);
     const cells = steps.map((step) => its.has(step) ? sample({...its.get(step), prompt: ""}, "td") : "");
     return [prompt, ...cells];
   });

@@ -299,6 +299,13 @@ def json_value(value: Any) -> Any:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
+def finite_number(value: Any) -> float | None:
+    """Returns a finite number, or None for null, text and NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         value = parse_json(line)

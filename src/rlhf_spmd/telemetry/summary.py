@@ -14,6 +14,7 @@ from tqdm import tqdm
 from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.report import Sample, first_and_last_samples, read_run
 from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, newest_checkpoint, read_config
+from rlhf_spmd.telemetry.signals import read_signals
 
 LABEL_WIDTH = 20
 AVERAGED_STEPS = 5  # steps that "first" and "last" average
@@ -40,6 +41,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
             lines.append(_row(label, f"{first:.4g} -> {last:.4g}  ({last - first:+.3f}; {which})"))
     if rates := run.values("perf/tokens_per_s"):
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
+    lines += [_row("warning", text) for text in read_signals(run.metrics)]
     for samples in first_and_last_samples(run, NUM_SAMPLES):
         lines += [f"  samples of step {samples[0]['step']}", *map(_sample, samples)]
     lines += artifact_lines(run.directory)

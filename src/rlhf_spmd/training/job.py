@@ -111,7 +111,7 @@ def build_data(job: TrainJob, controller: Controller) -> Data:
         )
         for name, dataset in job.validation.items()
     }
-    validation = Validation(controller, rows, job.sampling(validates=True), job.tokenizer, config.run.log_samples)
+    validation = Validation(controller, rows, job.sampling(validates=True), config.run.log_samples)
     return Data(controller, streams, validation, job.sampling())
 
 

@@ -14,7 +14,8 @@ from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.logger import TrackerProcesses
 from rlhf_spmd.telemetry.progress import Progress
-from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE, JsonlLog
+from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE, JsonlLog, read_jsonl
+from rlhf_spmd.telemetry.signals import Signals
 from rlhf_spmd.training.validation import mean_extras
 
 
@@ -88,39 +89,6 @@ def _of_sums(total: float, count: float | None = None, squares: float | None = N
     return mean if squares is None else max(squares / count - mean**2, 0.0) ** 0.5 if count else 0.0
 
 
-class StillLosses:
-    """Finds roles whose loss stays where it began: within ``TOLERANCE`` of its size, over the first ``STEPS`` steps."""
-
-    STEPS, TOLERANCE = 50, 1e-3
-
-    def __init__(self) -> None:
-        self._first: dict[str, list[dict[str, float]]] = {}  # role -> its metrics in the first steps
-
-    def add(self, metrics: Mapping[str, float]) -> list[str]:
-        """Take a step's metrics. Return a warning for each role that has just been found."""
-        warnings = []
-        for role in (name.removesuffix("/lr") for name in metrics if name.endswith("/lr") and name[:-3] + "/loss" in metrics):
-            first = self._first.setdefault(role, [])
-            row = {name: metrics.get(f"{role}/{name}", 0.0) for name in ("lr", "loss", "grad_norm")}
-            if first and len(first) < self.STEPS and row["lr"] > first[-1]["lr"]:
-                first.clear()  # a warm-up
-            if len(first) == self.STEPS:
-                continue
-            first.append(row)
-            losses = [row["loss"] for row in first]
-            largest = max(map(abs, losses))
-            # a policy's loss may be 0 whatever it learns
-            still = max(losses) - min(losses) <= self.TOLERANCE * largest and (
-                largest or not any(x["grad_norm"] for x in first)
-            )
-            if len(first) == self.STEPS and still:
-                warnings.append(
-                    f"warning: {role}/loss stays at {losses[0]:.4g} for {self.STEPS} steps: almost nothing is learnt at "
-                    f"models.{role}.optim.lr, now {row['lr']:.2g}; raise it, or look at the data"
-                )
-        return warnings
-
-
 class Recorder:
     """Writes metrics and samples, and shows progress. Rank 0 only."""
 
@@ -137,7 +105,9 @@ class Recorder:
         self.followers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
         self.progress = Progress(steps, start_step=started_at)
-        self.still_losses = None if started_at else StillLosses()  # in later steps a loss may have come to its end
+        self.signals = Signals()
+        for row in read_jsonl(run_dir / METRICS_FILE):  # of earlier starts, which have said what they found
+            self.signals.add(row)
 
     def log(
         self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
@@ -151,8 +121,8 @@ class Recorder:
         self.validations.append({"step": global_step, **sample} for sample in validated)
         self.metrics.append([{"step": global_step, "unix_s": round(time.time(), 3), **metrics}])
         self.progress.update(global_step, metrics)
-        for warning in self.still_losses.add(metrics) if self.still_losses else ():
-            self.progress.say(warning)
+        for text in self.signals.add(metrics):
+            self.progress.say(f"warning: {text}")
 
     def sync(self) -> None:
         """Flush to the disk, so that the files hold the steps of the checkpoint that follows."""

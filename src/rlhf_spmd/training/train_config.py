@@ -12,9 +12,11 @@ from typing import Any
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.config.schema import first_line, is_inline, section_keys, type_hints
+from rlhf_spmd.config.schema import ConfigError, first_line, is_inline, section_keys, type_hints
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.models.lora import with_stored_settings
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_json
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, read_plan
 from rlhf_spmd.rewards.config import RewardConfig
@@ -90,7 +92,19 @@ def read_config(
     resume = run.resume if run.resume in RESUME else str(here / run.resume)
     config = replace(config, run=replace(run, dir=str(here / run.dir), resume=resume))
     check_tree(config)
-    return config, chosen[0]
+    models = {role: _with_stored_adapter(model, f"models.{role}.lora") for role, model in config.models.items()}
+    return replace(config, models=models), chosen[0]
+
+
+def _with_stored_adapter(model: RoleConfig, where: str) -> RoleConfig:
+    """Return ``model`` with the rank of the adapter that it begins with, if it does not give one. Raises ConfigError."""
+    if model.lora.rank or model.lora.path is None:
+        return model
+    file = Path(model.lora.path) / ADAPTER_CONFIG
+    try:
+        return replace(model, lora=with_stored_settings(model.lora, read_json(file), str(file)))
+    except ValueError as error:
+        raise ConfigError(f"{where}.path={model.lora.path}, and {where}.rank is not given: {error}") from error
 
 
 def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:

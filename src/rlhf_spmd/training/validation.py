@@ -8,16 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhf_spmd.controller import Controller, Reference, source
-from rlhf_spmd.data.batch import Field
 from rlhf_spmd.data.loader import validation_batches
-from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.rewards.eval_metrics import measure_sets
 from rlhf_spmd.rewards.results import RewardError
-from rlhf_spmd.workers import Function, GlobalReduce, Rows
 
 
 class ValidationRows(NamedTuple):
@@ -45,7 +41,6 @@ class Validation:
     _controller: Controller
     rows: Mapping[str, ValidationRows]
     sampling: SamplingConfig
-    tokenizer: Any
     num_shown: int
     shown: list[dict[str, Any]] = field(default_factory=list)
 
@@ -64,7 +59,7 @@ class Validation:
         return [value for rows in batches for value in self._controller.get(self._controller.run(call, rows))[0]]
 
     def evaluate_rewards(
-        self, name: str, script: Callable[[Reference, SamplingConfig, Function], tuple[Reference, list[Reference]]]
+        self, name: str, script: Callable[[Reference, SamplingConfig, frozenset[int]], tuple[Reference, list[Reference]]]
     ) -> dict[str, float]:
         """Samples and scores responses to a stream's validation prompts. Returns metrics, each named ``val/...``.
 
@@ -72,24 +67,24 @@ class Validation:
         :func:`eval_metrics.measure_sets`, for prompts whose responses all have a score. The first prompts of each set go to
         ``shown``, with one response each.
 
-        ``script`` gets rows, sampling and a function for ``compute.apply``. It returns a reference to the rows' ``scores``
-        (nan: none) and ``answer_codes``, and the calls that report. Raises RewardError if no response has a score.
+        ``script`` gets rows, sampling, and the ids of the rows that are to be reported as samples. It returns a reference to the
+        rows' ``scores`` (nan: none) and ``answer_codes``, and the calls that report. Raises RewardError if no response has a score.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        given = self.rows[name]
+        given, n = self.rows[name], self.sampling.n
+        firsts = [int((given.dataset.sources < number).sum()) for number in range(len(given.sets))]
+        shown = frozenset(n * (first + i) for first in firsts for i in range(self.num_shown))
         reports: list[dict[str, Any]] = []
         fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
         for batch in validation_batches(given.dataset, given.batch_size):
-            repeated = batch.repeat(self.sampling.n)
-            found, calls = self._controller.run(script, source(repeated), self.sampling, self._sampler(given))
+            repeated = batch.repeat(n)
+            found, calls = self._controller.run(script, source(repeated), self.sampling, shown)
             for wanted, parts in fields.items():
                 parts.append(self._controller.get_field(found, wanted))
             reports += [report for members in self._controller.get(*calls) for report in members]
-        samples = [sample for report in reports for sample in report.get("answers", [])]
-        self.shown += sorted(samples, key=lambda sample: int(sample["row_id"]))
         means = {key: value for key, value in mean_extras(reports).items() if key not in given.repeated}
-        scores, codes = (torch.cat(parts).reshape(-1, self.sampling.n).numpy() for parts in fields.values())
+        scores, codes = (torch.cat(parts).reshape(-1, n).numpy() for parts in fields.values())
         scored = ~np.isnan(scores)
         if not scored.any():
             raise RewardError(f"no reward scores any of the {scores.size} responses to validation prompts")
@@ -97,29 +92,13 @@ class Validation:
         votes = [[code if code >= 0 else None for code in row] for row in codes.tolist()]  # nan is None too
         answers = [row if reads else None for row, reads in zip(votes, read, strict=True)]
         numbers, whole = given.dataset.sources.numpy(), scored.all(1)
+        samples = {int(sample["row_id"]): sample for report in reports for sample in report.get("samples", [])}
+        for row_id, sample in sorted(samples.items()):
+            its_set, score = given.sets[numbers[row_id // n]], float(scores[row_id // n, 0])  # of all rewards
+            self.shown.append({"set": its_set, "answer": None, **sample, "score": score})
         sets = {name: np.flatnonzero((numbers == number) & whole) for number, name in enumerate(given.sets)}
         means = {"reward_mean": float(scores[scored].mean(dtype=np.float64)), **means, **measure_sets(scores, answers, sets)}
         return {f"val/{key}": value for key, value in means.items()}
-
-    def _sampler(self, given: ValidationRows) -> Function:
-        """Returns a function for ``compute.apply`` that reports responses for people to read."""
-        n, sources = self.sampling.n, given.dataset.sources
-        firsts = [int((sources < number).sum()) for number in range(len(given.sets))]
-        shown = {first + i for first in firsts for i in range(self.num_shown)}
-
-        def read_samples(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> tuple[dict[str, Field], dict[str, Any]]:
-            ids = fields["response_ids"].split(rows.lengths.tolist()) if len(rows) else ()
-            samples = []
-            of_rows = (rows.row_ids, rows.group_ids, rows.lengths, fields["scores"], fields["stopped"])
-            for response, row_id, number, length, score, stopped in zip(ids, *(x.tolist() for x in of_rows), strict=True):
-                if number in shown and row_id == number * n:
-                    seen, text = given.dataset.row(number), decode(self.tokenizer, [response])[0]
-                    named = {"set": given.sets[int(sources[number])], "row_id": row_id, "prompt": seen["prompt"]}
-                    named |= {"response": text, "answer": seen["answer"], "score": score, "length": length}
-                    samples.append({**named, "finish_reason": "stop" if stopped else "length"})
-            return {}, {"answers": samples}
-
-        return read_samples
 
 
 def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:

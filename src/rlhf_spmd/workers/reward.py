@@ -17,7 +17,7 @@ from rlhf_spmd.environments.config import ChatMessage, environment_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.multi_turn import turn_messages
 from rlhf_spmd.generation.sequence import Request
-from rlhf_spmd.rewards.binding import TURNS, RewardRow, chat_messages
+from rlhf_spmd.rewards.binding import TURNS, RewardRow, chat_messages, right_answer
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.eval_metrics import answer_code
 from rlhf_spmd.rewards.results import RewardError, check_failures, merge_sums, source_metric
@@ -83,9 +83,10 @@ class RewardWorker(ModelWorker):
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
         rows = call.rows if self.first else None
-        self.shown: frozenset[int] = frozenset()
+        shown = call.args[0] if call.args else None
+        self.shown: frozenset[int] = shown or frozenset()
         self.extracted: dict[int, str | None] = {}
-        if rows is not None:
+        if rows is not None and shown is None:
             self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.context.num_samples)].tolist())
 
     def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,8 +121,8 @@ class RewardWorker(ModelWorker):
         streams=True,
         report=_report,
     )
-    def compute_reward(self, batch: Batch) -> tuple[Batch | None, dict[str, Any]]:
-        """Score each row.
+    def compute_reward(self, batch: Batch, shown: frozenset[int] | None = None) -> tuple[Batch | None, dict[str, Any]]:
+        """Score each row. ``shown``: ids of the rows that the first reward reports as samples; None: some of every step.
 
         ``scores`` [rows]: weight * function + model_weight * model; nan for rows that this reward does not score. The first reward
         adds weight * reward of the row's environment. ``failed`` bool [rows]: a call failed, so the row has no score, whatever other
@@ -178,8 +179,8 @@ class RewardWorker(ModelWorker):
         """The i-th row for people to read.
 
         ``versions``: runs of tokens as [step whose weights drew them, length]. ``messages``: the prompt, if the data have it as a
-        chat. ``turns``: who wrote which part of the response, if the model did not write all of it. ``extracted``: the answer
-        that the reward read in the response (None: none), if it reads answers.
+        chat. ``turns``: who wrote which part of the response, if the model did not write all of it. ``answer``: the row's.
+        ``extracted``: the answer that the reward read in the response (None: none), if it reads answers.
         """
         sample = {"row_id": int(batch.row_ids[i]), "prompt": text[0], "response": text[1], "score": float(scores[i])}
         sample["length"] = int(batch["response_ids"].lengths[i])
@@ -190,6 +191,8 @@ class RewardWorker(ModelWorker):
             sample["versions"] = torch.stack(torch.unique_consecutive(versions, return_counts=True), 1).tolist()
         if messages := chat_messages(text[2], text[0]):
             sample["messages"] = messages
+        if (answer := right_answer(text[2])) is not None:
+            sample["answer"] = answer
         if sample["row_id"] in self.extracted:
             sample["extracted"] = self.extracted[sample["row_id"]]
         if MASK in batch:
