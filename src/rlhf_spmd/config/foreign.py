@@ -16,9 +16,13 @@ SHARED = ("algorithm", "data", "reward")  # sections that are ours too
 
 @cache
 def foreign_names() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them."""
-    found: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {project: {"defaults": {}, "keys": {}, "said": {}, "not_needed": {}, **names} for project, names in found.items()}
+    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them. What is ``absent`` there
+    is said to be nothing, and why."""
+    tables: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    for names in tables.values():
+        absent = {name: f"nothing, {why}" for why, group in names.pop("absent", {}).items() for name in group.split()}
+        names["said"] = {**absent, **names.get("said", {})}
+    return {project: {"defaults": {}, "keys": {}, "not_needed": {}, **names} for project, names in tables.items()}
 
 
 def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
