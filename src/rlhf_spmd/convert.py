@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -46,6 +46,7 @@ from rlhf_spmd.config.verl_meanings import (
 )
 from rlhf_spmd.config.verl_sft import is_sft, sft_settings
 from rlhf_spmd.config.written import Plain, resolve
+from rlhf_spmd.data.dataset import Truncation
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.process.arguments import ignore_closed_pipes
 from rlhf_spmd.telemetry.logger import PACKAGES
@@ -334,6 +335,8 @@ def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], c
     for key in ("run.test_freq", "run.save_freq"):
         if found.get(key, 0) < 0:
             found[key] = 0
+    if found.get("data.truncation", "error") not in get_args(Truncation):
+        left["data.truncation"] = f"there is no {found.pop('data.truncation')}; a longer prompt is an error"
     ranks = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", 8)
     for key in [key for key in found if key.endswith(".zero_size") and not 0 < found[key] < ranks]:
         del found[key]  # all ranks

@@ -175,6 +175,17 @@ grpo +data.apply_chat_template_kwargs.enable_thinking=False +data.apply_chat_tem
 becomes data.chat_template_kwargs.enable_thinking: false, data.chat_template_kwargs.effort: high
 not apply_chat
 
+grpo data.filter_overlong_prompts=False data.truncation=left
+becomes data.filter_overlong_prompts: false, data.truncation: left
+
+grpo data.truncation=left
+becomes data.filter_overlong_prompts: true, data.truncation: error
+says data.truncation: left out, does nothing without data.filter_overlong_prompts=false
+
+grpo data.filter_overlong_prompts=False data.truncation=middle
+becomes data.filter_overlong_prompts: false, data.truncation: error
+says data.truncation: left out, there is no middle; a longer prompt is an error
+
 grpo DISTILLATION
 becomes algorithm.name: distill, algorithm.gamma: 0.0, models.teacher.path: /models/teacher
 says loss_max_clamp: left out, the teacher is a role, models.teacher, and nothing is clamped

@@ -30,7 +30,7 @@ def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     """Return this project's settings by dotted key, and the reason for each of verl's keys that is not carried over."""
     names = sft_names()
     verl: dict[str, Any] = names["defaults"] | dict(given)
-    found: dict[str, Any] = {"algorithm.name": "sft", "data.filter_overlong": verl["data.truncation"] != "error"}
+    found: dict[str, Any] = {"algorithm.name": "sft", "data.filter_overlong": False, "data.truncation": verl["data.truncation"]}
     ours = {key: our_name(names["keys"], key) for key in verl}
     found |= {name: verl[key] for key, name in ours.items() if name is not None and _is_set(key, verl[key])}
     optimizer, without = optimizer_of(verl, "optim", "actor")
