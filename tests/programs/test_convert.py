@@ -63,6 +63,7 @@ def test_a_script_with_a_critic(tmp_path: Path) -> None:
     assert config.algorithm.name == "ppo" and not config.algorithm.kl.use_kl_in_reward, "verl's default, not this project's"
     assert config.data.path == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
     assert (config.data.val_path, config.data.epochs, config.run.steps) == ("/data/gsm8k/test.parquet", 3, None)
+    assert config.run.keep_checkpoints is None, "verl keeps all"
     assert (config.run.save_freq, config.run.test_freq, config.logger.wandb, config.logger.trackers) == (0, 5, "disabled", [])
     actor, critic = config.models["actor"], config.models["critic"]
     assert (actor.path, actor.optim.lr, actor.optim.offload, actor.layout.zero) == ("/models/small", 2e-6, True, 3)
@@ -122,7 +123,21 @@ becomes algorithm.loss_agg_mode: token-mean, algorithm.use_kl_in_reward: true, a
 grpo reward.custom_reward_function.path=OWN +reward.custom_reward_function.reward_kwargs.scale=2 reward.reward_manager.name=dapo \
     +reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=32
 becomes reward.function: OWN:compute_score, reward.kwargs.scale: 2, algorithm.name: dapo, algorithm.overlong_buffer.len: 32
-not reward.
+says reward_model.reward_manager: left out, reward.function scores each response
+not custom_reward_function
+
+grpo actor_rollout_ref.ref.fsdp_config.param_offload=True actor_rollout_ref.ref.ulysses_sequence_parallel_size=2 \
+    reward_model.reward_manager=dapo actor_rollout_ref.actor.fsdp_config.fsdp_size=-1 trainer.max_actor_ckpt_to_keep=null
+becomes run.keep_checkpoints: null, models.actor.layout.zero_size: null
+says actor_rollout_ref.ref.fsdp_config.param_offload: left out, grpo has no reference with these settings
+says actor_rollout_ref.ref.ulysses_sequence_parallel_size: left out, grpo has no reference with these settings
+says reward_model.reward_manager: left out, reward.function scores each response; dapo's shaping
+says actor_rollout_ref.actor.fsdp_config.fsdp_size: left out, -1 is all ranks, as here without it
+
+grpo actor_rollout_ref.rollout.do_sample=False trainer.max_actor_ckpt_to_keep=1
+becomes run.keep_checkpoints: 2
+says actor_rollout_ref.rollout.do_sample: left out, here: sampling.temperature
+says trainer.max_actor_ckpt_to_keep: left out, the one before the newest is kept too
 
 gae reward.reward_model.enable=True reward.reward_model.model_path=/rm critic.optim.optimizer=muon
 becomes reward.model: /rm, models.critic.optim.name: muon

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,34 @@ from yaml import safe_load
 
 SLIPS = "slips"  # in the projects' place: what people write without thinking of one
 SHARED = ("algorithm", "data", "reward")  # sections that are ours too
+
+
+class ForeignSettings(dict[str, Any]):
+    """Another project's settings by dotted key. ``given``: keys that are not its defaults. ``read``: keys that were looked up, so
+    that a conversion can name the others."""
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__({**defaults, **given})
+        self.given, self.read = dict(given), set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def left(
+        self, ours: Callable[[str], str | None], made: Mapping[str, Any], why: Callable[[str, str | None], str]
+    ) -> dict[str, str]:
+        """Return, with a reason, each given key that is in ``made`` by no name of ours and was not read.
+
+        ``ours``: what stands for a key. ``why``: the reason for a key and what stands for it.
+        """
+        names = {key: ours(key) for key in self.given}
+        lost = {key: name for key, name in names.items() if (key not in self.read if name is None else name not in made)}
+        return {key: why(key, name) for key, name in lost.items()}
 
 
 @cache
