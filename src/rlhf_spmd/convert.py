@@ -1,14 +1,15 @@
-"""A configuration of verl's PPO trainer as one of this project: from its YAML, or from a shell script that starts it.
+"""A configuration of verl or TRL as one of this project: verl's YAML, a shell script that starts verl, or the YAML of TRL's commands.
 
 rlhf-spmd convert run_qwen2-7b.sh > mine.yaml
 rlhf-spmd convert my_ppo_trainer.yaml data.train_batch_size=512 > mine.yaml
+rlhf-spmd convert dpo.yaml trainer=dpo num_processes=8 > mine.yaml     # of trl dpo --config dpo.yaml
 
-Standard output is the configuration, with the command at its head. Standard error says, key by key, what has no counterpart:
-either it is not needed here, and why, or it is not known. verl's own defaults are written out where they differ from this project's.
+Standard output is the configuration, with the command at its head. Standard error names each key that is not carried over:
+either it is not needed here, and why, or it is not known. Their own defaults are written out where they differ from this project's.
 A script runs in a bash that can start no program and write no file; what it would start last of verl is taken. What cannot be converted
 ends with one line and status 2.
-What stands for verl's names is in config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
-development version, January 2026).
+What stands for their names is in config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
+development version, January 2026), TRL 1.16.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
 from rlhf_spmd.config.shell_script import last_command
+from rlhf_spmd.config.trl_settings import trainer_of, trl_settings
 from rlhf_spmd.config.verl_meanings import (
     GATHERED,
     optimizer_of,
@@ -47,7 +49,7 @@ from rlhf_spmd.config.verl_meanings import (
 from rlhf_spmd.config.verl_sft import is_sft, sft_name, sft_names, sft_settings, why_left
 from rlhf_spmd.config.written import Plain, resolve
 from rlhf_spmd.data.dataset import Truncation
-from rlhf_spmd.data.prompts import DataConfig
+from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.process.arguments import ignore_closed_pipes
 from rlhf_spmd.telemetry.logger import PACKAGES
 
@@ -133,6 +135,11 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the file and the overrides by dotted key, without nulls."""
     if not path.is_file():
         raise Refused(f"{path}: there is no such file")
+    if path.suffix == ".py":
+        raise Refused(
+            f"{path}: a Python script is not read, it computes its settings; give the YAML of TRL's commands (trl grpo --config FILE: "
+            "the fields of GRPOConfig, ModelConfig and ScriptArguments by their names), or a shell script or a YAML of verl"
+        )
     for text in overrides:
         if not re.match(r"\+*[\w.]+=", text):
             raise Refused(f"'{text}' is no override; give key=value, such as trainer.nnodes=2")
@@ -141,9 +148,9 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     given = {key.lstrip("+"): value_of(value) for key, _, value in (word.partition("=") for word in words)}
     if is_tree:
         try:
-            tree = OmegaConf.create(resolve(switched(read_file(path, "verl's configuration"))))
+            tree = OmegaConf.create(resolve(switched(read_file(path, "a configuration of verl or TRL"))))
             if not tree:
-                raise Refused(f"{path}: must hold verl's settings (section: key: value), and is empty")
+                raise Refused(f"{path}: must hold settings of verl or TRL (key: value), and is empty")
             for key, value in given.items():
                 OmegaConf.update(tree, key, value)
             # the file that is written has references in place of values from the environment, which may be secret
@@ -151,7 +158,11 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
     named = {reduce(lambda name, newer: re.sub(newer[0], newer[1], name), NEWER, key): value for key, value in given.items()}
-    decides = {**foreign_names()["verl"]["defaults"], **sft_names()["defaults"]}  # where null is not what verl has anyway
+    decides = {
+        **foreign_names()["verl"]["defaults"],
+        **sft_names()["defaults"],
+        "max_length": 1024,
+    }  # where null means something
     return {
         key: value
         for key, value in named.items()
@@ -159,16 +170,24 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def check_is_verl(path: Path, given: dict[str, Any]) -> None:
-    """Raises Refused for another project's settings, or this one's."""
+def is_trl(given: Mapping[str, Any]) -> bool:
+    """Return True if the settings are of TRL's commands, whose keys are in no section."""
+    names = foreign_names()["TRL"]
+    return any(key in names["keys"] or key in names["said"] for key in given if "." not in key)
+
+
+def check_project(path: Path, given: Mapping[str, Any]) -> None:
+    """Raises Refused for settings of a project that cannot be converted, or of this one."""
     own = next((key for key in given if key.startswith(("models.", "run.", "sampling.", "algorithm.name"))), None)
     if own is not None:
         raise Refused(f"{path}: is a configuration of rlhf_spmd already: {own} is no key of verl")
     of_verl = "actor_rollout_ref.", "critic.", "trainer.", "reward_model.", "custom_reward_function."
     known = {project: {**names["keys"], **names["said"]} for project, names in foreign_names().items()}
-    if not any(key.startswith(of_verl) or key in known["verl"] for key in given):
+    if not is_trl(given) and not any(key.startswith(of_verl) or key in known["verl"] for key in given):
         hint = next((f"; {key} is {project}'s" for key in given for project in known if key in known[project]), "")
-        raise Refused(f"{path}: has no key of verl{hint}; docs/migrating.md says what stands for those of other projects")
+        raise Refused(
+            f"{path}: has no key of verl or TRL{hint}; docs/migrating.md says what stands for those of other projects"
+        )
 
 
 def algorithm_of(verl: ForeignSettings) -> dict[str, Any]:
@@ -221,13 +240,7 @@ def run_of(verl: ForeignSettings, left: dict[str, str]) -> dict[str, Any]:
     if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
     found["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
-    asked = re.findall(r"\w+", str(verl.get("trainer.logger", "wandb")))
-    if absent := [name for name in asked if name not in ("console", "file", "wandb", *PACKAGES)]:
-        left[f"trainer.logger={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
-    found |= {
-        "logger.wandb": "online" if "wandb" in asked else "disabled",
-        "logger.trackers": [p for p in PACKAGES if p in asked],
-    }
+    found |= trackers_of("trainer.logger", verl.get("trainer.logger", "wandb"), left)
     resume, mode = {"auto": "auto", "disable": "never", "resume_path": None}, verl.get("trainer.resume_mode", "auto")
     if mode == "resume_path":
         resume[mode] = verl.get("trainer.resume_from_path")
@@ -238,10 +251,26 @@ def run_of(verl: ForeignSettings, left: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def trackers_of(key: str, names: Any, left: dict[str, str]) -> dict[str, Any]:
+    """Return the trackers that ``key`` names. Adds to ``left`` what is no tracker here."""
+    asked = re.findall(r"\w+", str(names))
+    if absent := [name for name in asked if name not in ("console", "file", "none", "wandb", *PACKAGES)]:
+        left[f"{key}={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
+    return {
+        "logger.wandb": "online" if "wandb" in asked else "disabled",
+        "logger.trackers": [p for p in PACKAGES if p in asked],
+    }
+
+
 def convert(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return this project's settings by dotted key, and the reason for each of verl's keys that is not carried over."""
-    if is_sft(given):
-        return convert_sft(given)
+    """Return this project's settings by dotted key, and the reason for each key of the source that is not carried over."""
+    if is_trl(given):
+        return convert_trl(given)
+    return convert_sft(given) if is_sft(given) else convert_verl(given)
+
+
+def convert_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the same for verl's PPO trainer."""
     table = foreign_names()["verl"]
     verl, names, left = ForeignSettings(given, table["defaults"]), table["keys"], dict[str, str]()
     for key in NUMBERS:
@@ -264,15 +293,7 @@ def convert(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     if (teacher := teacher_of(verl)) is not None:
         found["models.teacher.path"] = teacher
         drop(found, gone, "algorithm.gamma", "each token's KL counts by itself, as verl has it")
-    tree: Any = OmegaConf.to_container(tree_of(found))
-    made = {
-        name: read_section(kind, tree.get(name, {}), interpolated=True)
-        for name, kind in (("algorithm", config), ("data", DataConfig))
-    }
-    idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
-    for ours, needed in idle.items():
-        drop(found, gone, ours, f"does nothing without {needed}")
-    roles = list(made["algorithm"].roles)
+    roles = list(drop_idle(found, gone, config).roles)
     for section, role in (("actor_rollout_ref.actor.optim", "actor"), ("critic.optim", "critic")):
         optimizer, without = optimizer_of(verl, section, role) if role in roles else ({}, {})
         found, left = {**found, **optimizer}, {**left, **without}
@@ -298,6 +319,56 @@ def convert(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     return found, {**verl.left(lambda key: our_name(names, key), found, why), **left}
 
 
+def convert_trl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the same for TRL's commands."""
+    table = foreign_names()["TRL"]
+    trl = ForeignSettings(given, table["defaults"])
+    trainer, mark = trainer_of(trl)
+    found, left = trl_settings(trl, trainer)
+    gone: dict[str, str] = {}
+    config = find("algorithm", "rlhf_spmd.algorithms", found["algorithm.name"], exports="step").Config
+    data = {f"data.{name}" for section in config.streams.values() for name in section.config.__dataclass_fields__}
+
+    def ours(key: str) -> str | None:
+        section, _, inner = key.partition(".")
+        if section == "generation_kwargs":
+            return f"sampling.{inner}" if inner in SamplingConfig.__dataclass_fields__ else None
+        name = table["keys"].get(section)
+        return f"{name}.{inner}" if name and inner else name
+
+    for key, value in trl.items():
+        name = ours(key)
+        if name is None or key in trl.read:
+            continue
+        absent = name.startswith("data.") and ".".join(name.split(".")[:2]) not in data
+        if absent or (name.startswith("algorithm.") and default_of(config, name) is MISSING):
+            gone[name] = f"{found['algorithm.name']} has no such setting"
+        elif name.startswith("models.actor.lora."):
+            gone[name] = "use_peft is false"
+        elif key in given or name not in found:
+            found[name] = value
+    found |= trackers_of("report_to", trl.get("report_to", "none"), left)
+    drop_unread(found, gone, found.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode")))
+    if found["run.test_freq"] and "sampling.n" in found:
+        found = {**{f"val_{key}": value for key, value in found.items() if key.startswith("sampling.")}, **found}
+    else:
+        drop(found, gone, "val_sampling.n", "nothing is validated")
+    drop_idle(found, gone, config)
+    if mark and trainer == "grpo":
+        left["trainer"] = f"so {trainer} is taken, by {mark}; for another add trainer=NAME"
+
+    def why(key: str, name: str | None) -> str:
+        said = table["said"].get(key) or table["said"].get(key.partition(".")[0])
+        patterns = (reason for pattern, reason in table["not_needed"].items() if re.search(pattern, key))
+        named = f"here: {said}".removeprefix("here: nothing, ") if said else UNKNOWN
+        named = "set it in the environment" if key.startswith("env.") else named
+        return gone.get(name or "") or next(patterns, IDLE if name else named)
+
+    left = {**trl.left(lambda key: None if key in trl.read else ours(key), found, why), **left}
+    role = f"models.{config.exported}."
+    return {role + key[13:] if key.startswith("models.actor.") else key: value for key, value in found.items()}, left
+
+
 def convert_sft(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the same for verl's SFT trainer."""
     verl = ForeignSettings(given, sft_names()["defaults"])
@@ -320,6 +391,29 @@ def drop(found: dict[str, Any], gone: dict[str, str], ours: str, why: str) -> No
         gone[ours] = why
 
 
+def drop_idle(found: dict[str, Any], gone: dict[str, str], config: type) -> Any:
+    """Leave out, in place, what does nothing beside the other settings. Returns the algorithm's configuration."""
+    tree: Any = OmegaConf.to_container(tree_of(found))
+    kinds = {
+        "algorithm": config,
+        **{section.key: section.config for section in config.streams.values() if section.key == "data"},
+    }  # type: ignore[attr-defined]
+    made = {name: read_section(kind, tree.get(name, {}), interpolated=True) for name, kind in kinds.items()}
+    idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
+    for ours, needed in idle.items():
+        drop(found, gone, ours, f"does nothing without {needed}")
+    return made["algorithm"]
+
+
+def drop_unread(found: dict[str, Any], gone: dict[str, str], mode: Any) -> None:
+    """Leave out, in place, what a loss of this mode does not read."""
+    unread = {"vanilla": (), "sapo": ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}.get(
+        mode, ("clip_ratio_c",)
+    )
+    for key in (*unread, *(() if mode == "sapo" else ("tau_pos", "tau_neg"))):
+        drop(found, gone, f"algorithm.{key}", f"loss_mode={mode} does not read it")
+
+
 def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], verl: ForeignSettings, config: type) -> None:
     """Change, in place, the settings that verl and this project express differently."""
     found.update(ranks_of_experts(verl, found))
@@ -338,11 +432,7 @@ def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], ve
         found["algorithm.loss_agg_mode"] = "seq-mean-token-mean"
     if mode == "cispo" and (found.get("algorithm.clip_ratio_low") or 0) > 1:
         found["algorithm.clip_ratio_low"] = 1  # no lower bound: a ratio is above 0
-    unread = {"vanilla": (), "sapo": ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}.get(
-        mode, ("clip_ratio_c",)
-    )
-    for key in (*unread, *(() if mode == "sapo" else ("tau_pos", "tau_neg"))):
-        drop(found, gone, f"algorithm.{key}", f"loss_mode={mode} does not read it")
+    drop_unread(found, gone, mode)
     if not verl.get(VALIDATION + "do_sample", True) or "val_sampling.temperature" not in found:
         found["val_sampling.temperature"] = 0
     for key in ("run.test_freq", "run.save_freq"):
@@ -407,14 +497,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     try:
-        verl = read(Path(arguments[0]), arguments[1:])
-        check_is_verl(Path(arguments[0]), verl)
-        found, left = convert(verl)
+        given = read(Path(arguments[0]), arguments[1:])
+        check_project(Path(arguments[0]), given)
+        found, left = convert(given)
     except (ConfigError, Refused, yaml.YAMLError, UnicodeDecodeError) as error:
         remedy = "; set the variable in the environment of this command" if "${oc.env:" in str(error) else ""
         print(f"config error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
         return 2
-    gpus, nodes = verl.get("trainer.n_gpus_per_node", 8), verl.get("trainer.nnodes", 1)
+    gpus, nodes = given.get("trainer.n_gpus_per_node", 8), given.get("trainer.nnodes", 1)
+    gpus = given.get("num_processes", 1) if is_trl(given) else gpus
     several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"
     print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
     print(OmegaConf.to_yaml(tree_of(found)), end="")

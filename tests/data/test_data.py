@@ -223,7 +223,9 @@ def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
         {"prompt": "7>", "answer": None, "data_source": None, "id": "x"},
         {"prompt": "21>", "answer": "12", "data_source": None, "id": 0, "level": 3},
     ]
-    dropped = r"data.max_prompt_length=5 drops 1 of 3 prompts \(33%\), which are longer; the first: .*a.jsonl:2: 11 tokens. Raise it, or cut"
+    dropped = (
+        r"data.max_prompt_length=5 drops 1 of 3 prompts \(33%\), which are longer; the first: .*:2: 11 tokens. Raise it, or cut"
+    )
     assert re.match(dropped, *data.warnings()) and not prompts(tokenizer, path, max_prompt_length=11).warnings()
     with pytest.raises(DataError, match=r"a\.jsonl:2: 11 tokens are more than data\.max_prompt_length=5"):
         prompts(tokenizer, path, max_prompt_length=5, filter_overlong_prompts=False)
@@ -435,7 +437,9 @@ def test_long_rows_are_cut(tmp_path: Path, tokenizer: Any, side: Any, limit: int
     data = build_dataset(SftConfig(path=path, max_length=limit, filter_overlong=False, truncation=side), tokenizer)
     pairs = [tuple(data.columns[key].rows()[0].tolist() for key in ("prompt_ids", "response_ids"))]
     assert (len(data), pairs[0]) == ((2, expected) if expected else (1, ([1, 7, 14], [2])))
-    assert bool(data.tally.num_cut) == bool(expected) and data.tally.left_out == ({} if expected else {"prompt leaves no room": 1})
+    assert bool(data.tally.num_cut) == bool(expected) and data.tally.left_out == (
+        {} if expected else {"prompt leaves no room": 1}
+    )
 
 
 def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:

@@ -64,7 +64,11 @@ CONFIG = [
     (["algorithm.kl_loss_coef=0.1"], 1, ["algorithm.kl_loss_coef=0.1 does nothing without algorithm.use_kl_loss;"]),
     (["algorithm.use_kl_in_reward=false"], 1, ["kl_ctrl.kl_coef=0.05 does nothing without algorithm.use_kl_in_reward;"]),
     (["algorithm.kl_ctrl.type=fixed"], 1, ["target_kl=0.5 does nothing without algorithm.kl_ctrl.type=adaptive;"]),
-    (["data.truncation=left"], 1, ["data.truncation=left does nothing without data.filter_overlong_prompts=false; leave it out"]),
+    (
+        ["data.truncation=left"],
+        1,
+        ["data.truncation=left does nothing without data.filter_overlong_prompts=false; leave it out"],
+    ),
     (["data.val_batch_size=3"], 1, ["data.val_batch_size=3 does nothing without data.val_path; leave it out"]),
     (["reward.weight=0"], 1, ["reward.weight=0: nothing else is rewarded; leave it out"]),
     (["algorithm.name=grop"], 1, ["unknown algorithm 'grop'", "did you mean 'grpo'?", "available: ", "grpo", "ppo", "sft"]),

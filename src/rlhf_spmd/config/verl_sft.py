@@ -37,7 +37,9 @@ def sft_name(key: str) -> str | None:
 def why_left(key: str, ours: str | None) -> str:
     """Return why a key that is not carried over is not needed, or that it is not known."""
     if ours is not None:
-        return "there are no adapters" if ours.startswith("models.actor.lora.") else "it is none, or all ranks, as here without it"
+        return (
+            "there are no adapters" if ours.startswith("models.actor.lora.") else "it is none, or all ranks, as here without it"
+        )
     unknown = "not known: look it up" if "." in key else "it chooses among verl's defaults"
     return next((why for name, why in sft_names()["not_needed"].items() if name in key), unknown)
 
