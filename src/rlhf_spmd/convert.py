@@ -391,14 +391,14 @@ def drop(found: dict[str, Any], gone: dict[str, str], ours: str, why: str) -> No
         gone[ours] = why
 
 
-def drop_idle(found: dict[str, Any], gone: dict[str, str], config: type) -> Any:
+def drop_idle(found: dict[str, Any], gone: dict[str, str], config: Any) -> Any:
     """Leave out, in place, what does nothing beside the other settings. Returns the algorithm's configuration."""
     tree: Any = OmegaConf.to_container(tree_of(found))
-    kinds = {
-        "algorithm": config,
-        **{section.key: section.config for section in config.streams.values() if section.key == "data"},
-    }  # type: ignore[attr-defined]
-    made = {name: read_section(kind, tree.get(name, {}), interpolated=True) for name, kind in kinds.items()}
+    kinds = {section.key: section.config for section in config.streams.values() if section.key == "data"}
+    made = {
+        name: read_section(kind, tree.get(name, {}), interpolated=True)
+        for name, kind in (kinds | {"algorithm": config}).items()
+    }
     idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
     for ours, needed in idle.items():
         drop(found, gone, ours, f"does nothing without {needed}")
