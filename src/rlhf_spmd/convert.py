@@ -54,6 +54,7 @@ from rlhf_spmd.process.arguments import ignore_closed_pipes
 from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+OF_VERL = ("actor_rollout_ref.", "critic.", "trainer.", "reward_model.", "custom_reward_function.")
 VALIDATION, FILTER = ROLLOUT + "val_kwargs.", "algorithm.filter_groups."
 OVERLONG = ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
 
@@ -171,9 +172,10 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def is_trl(given: Mapping[str, Any]) -> bool:
-    """Return True if the settings are of TRL's commands, whose keys are in no section."""
+    """Return True if the settings are of TRL's commands: their keys are in no section, and verl's are."""
     names = foreign_names()["TRL"]
-    return any(key in names["keys"] or key in names["said"] for key in given if "." not in key)
+    by_section = any(key.startswith((*OF_VERL, "data.", "algorithm.", "model.", "optim.", "engine.")) for key in given)
+    return not by_section and any(key in names["keys"] or key in names["said"] for key in given)
 
 
 def check_project(path: Path, given: Mapping[str, Any]) -> None:
@@ -181,9 +183,8 @@ def check_project(path: Path, given: Mapping[str, Any]) -> None:
     own = next((key for key in given if key.startswith(("models.", "run.", "sampling.", "algorithm.name"))), None)
     if own is not None:
         raise Refused(f"{path}: is a configuration of rlhf_spmd already: {own} is no key of verl")
-    of_verl = "actor_rollout_ref.", "critic.", "trainer.", "reward_model.", "custom_reward_function."
     known = {project: {**names["keys"], **names["said"]} for project, names in foreign_names().items()}
-    if not is_trl(given) and not any(key.startswith(of_verl) or key in known["verl"] for key in given):
+    if not is_trl(given) and not any(key.startswith(OF_VERL) or key in known["verl"] for key in given):
         hint = next((f"; {key} is {project}'s" for key in given for project in known if key in known[project]), "")
         raise Refused(
             f"{path}: has no key of verl or TRL{hint}; docs/migrating.md says what stands for those of other projects"

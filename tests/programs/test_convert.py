@@ -420,7 +420,7 @@ torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/
     data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
     data.micro_batch_size_per_gpu=4 engine.fsdp_size=2 model.partial_pretrain=/m model.lora_rank=8 optim.lr=1e-4 \\
     trainer.total_epochs=2 trainer.default_local_dir=/out trainer.logger=console trainer.no_such=1 \\
-    use_remove_padding=true trainer.test_freq=-1
+    use_remove_padding=true trainer.test_freq=-1 optim=fsdp
 """
     config, _, errors = convert(tmp_path, text)
     assert config.algorithm.name == "sft" and set(config.models) == {"actor"}

@@ -55,8 +55,9 @@ def replay_of(verl: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return ``models.actor.router_replay`` where updates take the experts of an earlier pass; and why others cannot be had."""
     for key in (key for key in verl if re.fullmatch(r"actor_rollout_ref\.actor\.(\w+\.)?router_replay\.mode", key)):
         if verl[key] in ("R2", "R3"):
-            verl.get("actor_rollout_ref.rollout.enable_rollout_routing_replay")  # which R3 means
-            return {"models.actor.router_replay": verl[key]}, {}
+            records = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+            unmeant = verl[key] == "R3" and not verl.get(records, True)
+            return {"models.actor.router_replay": verl[key]}, {records: "R3 takes the experts of generation"} if unmeant else {}
         if verl[key] != "disabled":
             return {}, {key: f"there is no {verl[key]}; models.actor.router_replay has R2 and R3"}
     return {}, {}

@@ -68,7 +68,7 @@ def sft_settings(verl: ForeignSettings) -> tuple[dict[str, Any], dict[str, str]]
     if not any(key.startswith("engine.") and "parallel" in key and "sequence" not in key for key in verl):
         found["models.actor.layout.zero"] = 3
     messages = verl.get("data.multiturn.messages_key", verl.get("data.messages_key"))
-    if messages or verl.get("data.multiturn.enable"):
+    if verl.get("data.multiturn.enable") or messages:
         found["data.prompt_key"] = messages or "messages"
         return found, left
     found["data.apply_chat_template"] = True  # verl makes a user's message of the prompt
