@@ -267,6 +267,9 @@ BROKEN = [
     ("a.yaml", "loss_type: vespo", "trainer=grpo", "loss_type=vespo: of GRPO's losses here are grpo, bnpo, dapo"),
     ("a.yaml", "loss_type: [sigmoid, sft]", "trainer=dpo", "loss_type=['sigmoid', 'sft']: of DPO's losses here are"),
     ("a.yaml", "max_steps: many", "trainer=sft", "max_steps=many must be a number"),
+    ("a.yaml", "reward_funcs: mine", "max_steps=3", "reward_funcs=mine and reward_weights=[] must be lists"),
+    ("a.yaml", "datasets: [a, b]", "trainer=sft", "datasets=['a', 'b'] must be a list of mappings, each with a path"),
+    ("a.yaml", "truncation_mode: middle", "trainer=sft", "truncation_mode=middle must be keep_start or keep_end"),
     ("a.yaml", "reward_funcs: [mine]", "max_steps=3", "reward_funcs: 'mine' is none of accuracy_reward, "),
     (
         "a.py",
@@ -340,6 +343,10 @@ becomes models.actor.optim.name: adamw_8bit, models.actor.optim.betas: [0.9, 0.9
 says packing: left out, rows are always packed
 says assistant_only_loss: left out, so TRL learns all turns of a conversation
 
+trainer: sft, datasets: [{path: a, split: train}, {path: b, split: train, columns: [text]}], learning_rate: 1e-6
+becomes data.path: [a, b], data.split: train, models.actor.optim.lr: 1e-06
+says datasets.columns: left out, write such rows into a file
+
 trainer: reward, center_rewards_coefficient: 0.01, learning_rate: 1.0e-5, label_smoothing: 0.1
 becomes algorithm.name: reward_model, models.reward.path: /m, models.reward.optim.lr: 1e-05, algorithm.center_rewards_coefficient: 0.01
 says label_smoothing: left out, reward_model has no such setting
@@ -349,7 +356,7 @@ says label_smoothing: left out, reward_model has no such setting
 @pytest.mark.parametrize("case", OF_TRL.strip().split("\n\n"))
 def test_settings_of_trl_mean_the_same(tmp_path: Path, case: str) -> None:
     keys, *lines = case.splitlines()
-    text = json.dumps({"model_name_or_path": "/m", "dataset_name": "/d", **yaml.safe_load(f"{{{keys}}}")})
+    text = f"{{model_name_or_path: /m, dataset_name: /d, {keys}}}"
     check_meaning(*convert(tmp_path, text, "trl.yaml")[::2], lines)
 
 

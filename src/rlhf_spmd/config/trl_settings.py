@@ -146,6 +146,8 @@ def _data(trl: ForeignSettings, trainer: str) -> Parts:
     left: dict[str, str] = {}
     if mixed := trl.get("datasets"):
         trl.get("dataset_name")  # which TRL does not read either
+        if not isinstance(mixed, list) or not all(isinstance(one, dict) and "path" in one for one in mixed):
+            raise ConfigError(f"datasets={mixed} must be a list of mappings, each with a path")
         paths = [one["path"] for one in mixed]
         found["data.path"] = paths if len(paths) > 1 else paths[0]
         for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
@@ -171,7 +173,10 @@ def _data(trl: ForeignSettings, trainer: str) -> Parts:
     limit = trl.get("max_length")
     found["data.max_length"] = NO_LIMIT if limit is None else limit
     if trainer == "sft":
-        side = {"keep_start": "right", "keep_end": "left"}[trl.get("truncation_mode", "keep_start")]
+        sides, mode = {"keep_start": "right", "keep_end": "left"}, trl.get("truncation_mode", "keep_start")
+        if mode not in sides:
+            raise ConfigError(f"truncation_mode={mode} must be {' or '.join(sides)}")
+        side = sides[mode]
         found |= {"data.filter_overlong": False, "data.truncation": side}
     elif trainer != "reward":
         left["truncation_mode"] = "longer rows than data.max_length are dropped, and counted"
@@ -295,9 +300,10 @@ def _sft(trl: ForeignSettings) -> Parts:
 
 def _rewards(trl: ForeignSettings) -> Parts:
     """Return the reward model and ``rewards.<name>`` for TRL's list of functions, each with its weight."""
-    names = list(trl.get("reward_funcs") or [])
-    model = trl.get("reward_model_name_or_path")
-    weights = list(trl.get("reward_weights") or [])
+    names, weights = trl.get("reward_funcs", []), trl.get("reward_weights", [])
+    if not isinstance(names, list) or not isinstance(weights, list):
+        raise ConfigError(f"reward_funcs={names} and reward_weights={weights} must be lists")
+    model, weights = trl.get("reward_model_name_or_path"), list(weights)
     count = len(names) + (model is not None)
     if not count:
         return {}, {"reward_funcs": "so there is no reward: give rewards.<name>.function for each that the script passes"}
