@@ -121,7 +121,9 @@ def lay_out(made: Path, nodes: int, gpus: int) -> None:
     config, _ = read_config(str(made), [])
     roles = set(config.models)
     roles |= {"reference"} & set(config.algorithm.roles)
-    asks = any(model.layout.ep > 1 or model.router_replay != "disabled" for model in config.models.values())
+    asks = any(
+        max(model.layout.ep, model.generation.ep) > 1 or model.router_replay != "disabled" for model in config.models.values()
+    )
     (made.parent / "config.json").write_text(json.dumps(LLAMA | (EXPERTS if asks else {})), encoding="utf-8")
     sizes = [f"models.{role}.path={made.parent}" for role in roles if role != "reward"]
     sizes += [f"reward.model={made.parent}"] if config.reward.model is not None else []

@@ -281,7 +281,9 @@ def convert_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
     found, gone, bounds = dict(chosen), dict[str, str](), split_bounds(verl)  # gone: why a key of ours is not set after all
-    if default_of(config, "algorithm.adv_estimator") is MISSING and found.pop("algorithm.adv_estimator", None):
+    unused = "algorithm.adv_estimator" in (given if name == "distill" else found)
+    if default_of(config, "algorithm.adv_estimator") is MISSING and unused:
+        found.pop("algorithm.adv_estimator", None)
         left["algorithm.adv_estimator"] = f"{name} has advantages of its own"
     for key, value in verl.items():
         ours = our_name(names, key)
@@ -375,6 +377,7 @@ def convert_sft(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
     verl = ForeignSettings(given, sft_names()["defaults"])
     found, left = sft_settings(verl)
     found = {**run_of(verl, left), **found}
+    verl.read.update(("trainer.nnodes", "trainer.n_gpus_per_node"))  # which the command says
     return found, {**verl.left(sft_name, found, why_left), **left}
 
 

@@ -167,6 +167,7 @@ says expert_tensor_parallel_size: left out, layout.tp splits each expert
 
 grpo ROLLOUT.expert_parallel_size=8 actor_rollout_ref.rollout.tensor_model_parallel_size=4
 becomes models.actor.generation.ep: 4, models.actor.generation.tp: 4, models.actor.layout.zero: 0
+says expert_parallel_size: left out, the 4 ranks of generation.tp share them
 not generation shares experts
 
 grpo ROLLOUT.expert_parallel_size=8 actor_rollout_ref.rollout.tensor_model_parallel_size=1
@@ -203,6 +204,7 @@ says data.truncation: left out, there is no middle; a longer prompt is an error
 
 grpo DISTILLATION
 becomes algorithm.name: distill, algorithm.gamma: 0.0, models.teacher.path: /models/teacher
+says algorithm.adv_estimator: left out, distill has advantages of its own
 says loss_max_clamp: left out, the teacher is a role, models.teacher, and nothing is clamped
 """
 WORDS = {
@@ -427,7 +429,7 @@ torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/
     data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
     data.micro_batch_size_per_gpu=4 engine.fsdp_size=2 model.partial_pretrain=/m model.lora_rank=8 optim.lr=1e-4 \\
     trainer.total_epochs=2 trainer.default_local_dir=/out trainer.logger=console trainer.no_such=1 \\
-    use_remove_padding=true trainer.test_freq=-1 optim=fsdp
+    use_remove_padding=true trainer.test_freq=-1 optim=fsdp trainer.nnodes=1
 """
     config, _, errors = convert(tmp_path, text)
     assert config.algorithm.name == "sft" and set(config.models) == {"actor"}
@@ -437,7 +439,7 @@ torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/
     assert (actor.path, actor.lora.rank, actor.optim.lr, actor.layout.zero) == ("/m", 8, 1e-4, 3)
     assert actor.layout.zero_size == 2
     assert (config.run.dir, config.run.test_freq, config.logger.wandb) == ("/out", 0, "disabled")
-    assert "trainer.no_such: left out, not known" in errors and "rows are always packed" in errors
+    assert "trainer.no_such: left out, not known" in errors and "nnodes" not in errors and "rows are always packed" in errors
     _, result, _ = convert(tmp_path, text.replace("data.prompt_key=extra_info", "data.multiturn.enable=true"))
     assert "prompt_key: messages" in result and "response_key" not in result
 

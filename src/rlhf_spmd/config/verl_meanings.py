@@ -90,7 +90,7 @@ def whole_experts_of(verl: Mapping[str, Any], found: Mapping[str, Any]) -> tuple
         return {}, {}
     if tp == 1:
         return {}, {key: "generation shares experts among the ranks of generation.tp, and that is 1"}
-    return {"models.actor.generation.ep": tp}, {}
+    return {"models.actor.generation.ep": tp}, {} if verl[key] == tp else {key: f"the {tp} ranks of generation.tp share them"}
 
 
 def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict[str, Any], dict[str, str]]:
