@@ -3,6 +3,9 @@
     python scripts/results/convert_scripts.py CHECKOUT/examples
     python scripts/results/convert_scripts.py CHECKOUT/examples --json examples.json
 
+The second table has a line for each script that converts: its keys, those that are translated, those that are named on standard
+error, and those that are lost: neither, and the result is the same with another value.
+
 A script converts if ``convert`` writes a configuration. It loads if ``train`` accepts that. It is laid out if ``plan`` then finds its
 calls and places them as configured on the script's GPUs, whatever memory they need; each model has the sizes of a large Llama, or of
 a large Qwen3-MoE where the script asks for what only experts have.
@@ -21,11 +24,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from rlhf_spmd import convert, plan
+from rlhf_spmd.config.foreign import foreign_names
+from rlhf_spmd.config.verl_meanings import our_name
+from rlhf_spmd.config.verl_sft import is_sft, sft_name
 from rlhf_spmd.train import read_config
 
 # divisible by what layouts divide by
@@ -46,13 +54,15 @@ EXPERTS = {
     "moe_intermediate_size": 4096,
 }
 UNKNOWN = "not known: look it up"
+COMMAND = ("trainer.nnodes", "trainer.n_gpus_per_node")  # which the first line of the result says
 KEY = re.compile(r"\b[a-z_]\w*(?:\.\w+)+")
 
 
 @dataclass(frozen=True)
 class Converted:
     """One script. ``kind``: rl or sft. ``stopped_by``: a key, or "no trainer": the script starts none. ``why``: one line, "" for a
-    script that nothing stops. ``unknown``: keys that were left out without a reason.
+    script that nothing stops. ``unknown``: keys that were left out without a reason. ``keys``, ``named``: numbers of all keys, and of
+    those left out. ``lost``: keys that are neither named nor change anything.
     """
 
     script: str
@@ -63,17 +73,22 @@ class Converted:
     stopped_by: str = ""
     why: str = ""
     unknown: tuple[str, ...] = ()
+    keys: int = 0
+    named: int = 0
+    lost: tuple[str, ...] = ()
 
 
 def try_script(path: Path, name: str) -> Converted:
     kind = "sft" if "sft_trainer" in path.read_text(encoding="utf-8") else "rl"
-    unknown, stages = tuple[str, ...](), list[bool]()
+    unknown, stages, facts = tuple[str, ...](), list[bool](), dict[str, Any]()
     try:
         with contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as directory:
             given = convert.read(path, [])
-            convert.check_is_verl(path, given)
+            convert.check_project(path, given)
             found, left = convert.convert(given)
             unknown = tuple(key for key, why in left.items() if why == UNKNOWN)
+            facts = {"unknown": unknown, "keys": len(given), "named": sum(key in left for key in given)}
+            facts["lost"] = tuple(lost_keys(given, found, left))
             stages.append(True)
             made = Path(directory) / "made.yaml"
             made.write_text(re.sub(r"\$\{oc\.env:(\w+)\}", r"\1", OmegaConf.to_yaml(convert.tree_of(found))), encoding="utf-8")
@@ -86,8 +101,19 @@ def try_script(path: Path, name: str) -> Converted:
         named = KEY.search(why)
         starts_none = "does not come to the command" in why
         key = "no trainer" if starts_none else named[0] if named else why.split()[0]
-        return Converted(name, kind, *(len(stages) > stage for stage in range(3)), key, " ".join(why.split()), unknown)
-    return Converted(name, kind, True, True, True, unknown=unknown)
+        return Converted(name, kind, *(len(stages) > stage for stage in range(3)), key, " ".join(why.split()), **facts)
+    return Converted(name, kind, True, True, True, **facts)
+
+
+def lost_keys(given: dict[str, Any], found: dict[str, Any], left: dict[str, str]) -> Iterator[str]:
+    """Yield the keys that are not named, stand under no name of ours, and whose value changes nothing."""
+    translate = sft_name if is_sft(given) else partial(our_name, foreign_names()["verl"]["keys"])
+    for key, value in given.items():
+        if key not in left and key not in COMMAND and translate(key) not in found:
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else ["other"]
+            with contextlib.suppress(ValueError, TypeError):  # then the value is read
+                if convert.convert({**given, key: other}) == (found, left):
+                    yield key
 
 
 def lay_out(made: Path, nodes: int, gpus: int) -> None:
@@ -95,7 +121,9 @@ def lay_out(made: Path, nodes: int, gpus: int) -> None:
     config, _ = read_config(str(made), [])
     roles = set(config.models)
     roles |= {"reference"} & set(config.algorithm.roles)
-    asks = any(model.layout.ep > 1 or model.router_replay != "disabled" for model in config.models.values())
+    asks = any(
+        max(model.layout.ep, model.generation.ep) > 1 or model.router_replay != "disabled" for model in config.models.values()
+    )
     (made.parent / "config.json").write_text(json.dumps(LLAMA | (EXPERTS if asks else {})), encoding="utf-8")
     sizes = [f"models.{role}.path={made.parent}" for role in roles if role != "reward"]
     sizes += [f"reward.model={made.parent}"] if config.reward.model is not None else []
@@ -133,6 +161,11 @@ def main() -> int:
     print("\nwhat stops the others")
     for key, count in stopped.most_common():
         print(f"{count:4}  {key}: {next(one.why for one in found if one.stopped_by == key)[:160]}")
+    print("\nkeys of each script: all, translated, named, lost")
+    for one in found:
+        if one.converts:
+            translated = one.keys - one.named - len(one.lost)
+            print(f"{one.keys:4} {translated:4} {one.named:4} {len(one.lost):4}  {one.script} {' '.join(one.lost)}")
     print("\nkeys left out without a reason")
     for key, count in Counter(key for one in found for key in one.unknown).most_common():
         print(f"{count:4}  {key}")

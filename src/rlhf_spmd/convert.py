@@ -1,14 +1,15 @@
-"""A configuration of verl's PPO trainer as one of this project: from its YAML, or from a shell script that starts it.
+"""A configuration of verl or TRL as one of this project: verl's YAML, a shell script that starts verl, or the YAML of TRL's commands.
 
 rlhf-spmd convert run_qwen2-7b.sh > mine.yaml
 rlhf-spmd convert my_ppo_trainer.yaml data.train_batch_size=512 > mine.yaml
+rlhf-spmd convert dpo.yaml trainer=dpo num_processes=8 > mine.yaml     # of trl dpo --config dpo.yaml
 
-Standard output is the configuration, with the command at its head. Standard error says, key by key, what has no counterpart:
-either it is not needed here, and why, or it is not known. verl's own defaults are written out where they differ from this project's.
+Standard output is the configuration, with the command at its head. Standard error names each key that is not carried over:
+either it is not needed here, and why, or it is not known. Their own defaults are written out where they differ from this project's.
 A script runs in a bash that can start no program and write no file; what it would start last of verl is taken. What cannot be converted
 ends with one line and status 2.
-What stands for verl's names is in config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
-development version, January 2026).
+What stands for their names is in config/foreign.yaml. Source of names and defaults: verl's ppo_trainer.yaml (0.8
+development version, January 2026), TRL 1.16.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ import ast
 import contextlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.constraints import idle_settings
-from rlhf_spmd.config.foreign import foreign_names
+from rlhf_spmd.config.foreign import ForeignSettings, foreign_names
 from rlhf_spmd.config.interpolation import interpolate, written
 from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
 from rlhf_spmd.config.shell_script import last_command
+from rlhf_spmd.config.trl_settings import trainer_of, trl_settings
 from rlhf_spmd.config.verl_meanings import (
     GATHERED,
     optimizer_of,
@@ -44,13 +46,15 @@ from rlhf_spmd.config.verl_meanings import (
     teacher_of,
     whole_experts_of,
 )
-from rlhf_spmd.config.verl_sft import is_sft, sft_settings
+from rlhf_spmd.config.verl_sft import is_sft, sft_name, sft_names, sft_settings, why_left
 from rlhf_spmd.config.written import Plain, resolve
-from rlhf_spmd.data.prompts import DataConfig
+from rlhf_spmd.data.dataset import Truncation
+from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.process.arguments import ignore_closed_pipes
 from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+OF_VERL = ("actor_rollout_ref.", "critic.", "trainer.", "reward_model.", "custom_reward_function.")
 VALIDATION, FILTER = ROLLOUT + "val_kwargs.", "algorithm.filter_groups."
 OVERLONG = ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
 
@@ -75,6 +79,9 @@ NUMBERS = (  # what is compared here
 
 
 PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|ppo_sync|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?"
+
+
+IDLE, UNKNOWN = "does nothing with these settings", "not known: look it up"
 
 
 class Refused(ValueError):
@@ -129,6 +136,11 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the file and the overrides by dotted key, without nulls."""
     if not path.is_file():
         raise Refused(f"{path}: there is no such file")
+    if path.suffix == ".py":
+        raise Refused(
+            f"{path}: a Python script is not read, it computes its settings; give the YAML of TRL's commands (trl grpo --config FILE: "
+            "the fields of GRPOConfig, ModelConfig and ScriptArguments by their names), or a shell script or a YAML of verl"
+        )
     for text in overrides:
         if not re.match(r"\+*[\w.]+=", text):
             raise Refused(f"'{text}' is no override; give key=value, such as trainer.nnodes=2")
@@ -137,9 +149,9 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     given = {key.lstrip("+"): value_of(value) for key, _, value in (word.partition("=") for word in words)}
     if is_tree:
         try:
-            tree = OmegaConf.create(resolve(switched(read_file(path, "verl's configuration"))))
+            tree = OmegaConf.create(resolve(switched(read_file(path, "a configuration of verl or TRL"))))
             if not tree:
-                raise Refused(f"{path}: must hold verl's settings (section: key: value), and is empty")
+                raise Refused(f"{path}: must hold settings of verl or TRL (key: value), and is empty")
             for key, value in given.items():
                 OmegaConf.update(tree, key, value)
             # the file that is written has references in place of values from the environment, which may be secret
@@ -147,22 +159,39 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
     named = {reduce(lambda name, newer: re.sub(newer[0], newer[1], name), NEWER, key): value for key, value in given.items()}
-    return {key: value for key, value in named.items() if value is not None and not key.endswith("_target_")}
+    decides = {
+        **foreign_names()["verl"]["defaults"],
+        **sft_names()["defaults"],
+        "max_length": 1024,
+    }  # where null means something
+    return {
+        key: value
+        for key, value in named.items()
+        if not key.endswith("_target_") and (value is not None or decides.get(key) is not None)
+    }
 
 
-def check_is_verl(path: Path, given: dict[str, Any]) -> None:
-    """Raises Refused for another project's settings, or this one's."""
+def is_trl(given: Mapping[str, Any]) -> bool:
+    """Return True if the settings are of TRL's commands: their keys are in no section, and verl's are."""
+    names = foreign_names()["TRL"]
+    by_section = any(key.startswith((*OF_VERL, "data.", "algorithm.", "model.", "optim.", "engine.")) for key in given)
+    return not by_section and any(key in names["keys"] or key in names["said"] for key in given)
+
+
+def check_project(path: Path, given: Mapping[str, Any]) -> None:
+    """Raises Refused for settings of a project that cannot be converted, or of this one."""
     own = next((key for key in given if key.startswith(("models.", "run.", "sampling.", "algorithm.name"))), None)
     if own is not None:
         raise Refused(f"{path}: is a configuration of rlhf_spmd already: {own} is no key of verl")
-    of_verl = "actor_rollout_ref.", "critic.", "trainer.", "reward_model.", "custom_reward_function."
     known = {project: {**names["keys"], **names["said"]} for project, names in foreign_names().items()}
-    if not any(key.startswith(of_verl) or key in known["verl"] for key in given):
+    if not is_trl(given) and not any(key.startswith(OF_VERL) or key in known["verl"] for key in given):
         hint = next((f"; {key} is {project}'s" for key in given for project in known if key in known[project]), "")
-        raise Refused(f"{path}: has no key of verl{hint}; docs/migrating.md says what stands for those of other projects")
+        raise Refused(
+            f"{path}: has no key of verl or TRL{hint}; docs/migrating.md says what stands for those of other projects"
+        )
 
 
-def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
+def algorithm_of(verl: ForeignSettings) -> dict[str, Any]:
     """Return the algorithm's name, and the settings that verl has in its name."""
     estimator, mode = str(verl["algorithm.adv_estimator"]), verl.get(ACTOR + "policy_loss.loss_mode", "vanilla")
     if teacher_of(verl) is not None:
@@ -183,44 +212,39 @@ def algorithm_of(verl: dict[str, Any]) -> dict[str, Any]:
     return {"algorithm.name": name, **more}
 
 
-def rewards_of(verl: dict[str, Any]) -> dict[str, Any]:
+def rewards_of(verl: ForeignSettings) -> dict[str, Any]:
     if verl.get("reward_model.enable"):
         return {}
     path = verl.get("custom_reward_function.path")
     function = f"{path}:{verl.get('custom_reward_function.name', 'compute_score')}" if path else "auto"
     prefix = "custom_reward_function.reward_kwargs."
-    kwargs = {f"reward.kwargs.{key.removeprefix(prefix)}": value for key, value in verl.items() if key.startswith(prefix)}
+    kwargs = {f"reward.kwargs.{key.removeprefix(prefix)}": verl[key] for key in verl if key.startswith(prefix)}
     return {"reward.function": function, **kwargs}
 
 
-def roles_of(verl: dict[str, Any], roles: Sequence[str]) -> dict[str, Any]:
+def roles_of(verl: ForeignSettings, roles: Sequence[str]) -> dict[str, Any]:
     """Return sharding and activation memory of each role."""
     found: dict[str, Any] = {}
     for role in roles:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
         if role in ("actor", "critic") and verl.get(f"{section}.enable_gradient_checkpointing"):
             found[f"models.{role}.activation_checkpointing"] = "full"
-        by_megatron = verl.get("model_engine") == "megatron" or any(".megatron." in key for key in verl)
+        by_megatron = verl.given.get("model_engine") == "megatron" or any(".megatron." in key for key in verl)
         if role in ("actor", "critic", "reference", "teacher") and not by_megatron:
             found[f"models.{role}.layout.zero"] = 3
     return found
 
 
-def run_of(verl: dict[str, Any], left: dict[str, str]) -> dict[str, Any]:
+def run_of(verl: ForeignSettings, left: dict[str, str]) -> dict[str, Any]:
     """Return the run's length, directory and tracker. Adds to ``left`` what has no counterpart."""
     found: dict[str, Any] = {}
     if "trainer.total_training_steps" not in verl:
         found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
     found["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
-    asked = re.findall(r"\w+", str(verl.get("trainer.logger", "wandb")))
-    if absent := [name for name in asked if name not in ("console", "file", "wandb", *PACKAGES)]:
-        left[f"trainer.logger={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
-    found |= {
-        "logger.wandb": "online" if "wandb" in asked else "disabled",
-        "logger.trackers": [p for p in PACKAGES if p in asked],
-    }
-    resume = {"auto": "auto", "disable": "never", "resume_path": verl.get("trainer.resume_from_path")}
-    mode = verl.get("trainer.resume_mode", "auto")
+    found |= trackers_of("trainer.logger", verl.get("trainer.logger", "wandb"), left)
+    resume, mode = {"auto": "auto", "disable": "never", "resume_path": None}, verl.get("trainer.resume_mode", "auto")
+    if mode == "resume_path":
+        resume[mode] = verl.get("trainer.resume_from_path")
     if resume.get(mode) is None:
         left["trainer.resume_mode"] = f"{mode} {'has no trainer.resume_from_path' if mode in resume else 'is not known'}"
     elif mode != "auto":
@@ -228,66 +252,133 @@ def run_of(verl: dict[str, Any], left: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def convert(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return this project's settings by dotted key, and the reason for each of verl's keys that is not carried over."""
-    if is_sft(given):
-        found, left = sft_settings(given)
-        return {**run_of({"trainer.total_epochs": 4, **given}, left), **found}, left
+def trackers_of(key: str, names: Any, left: dict[str, str]) -> dict[str, Any]:
+    """Return the trackers that ``key`` names. Adds to ``left`` what is no tracker here."""
+    asked = re.findall(r"\w+", str(names))
+    if absent := [name for name in asked if name not in ("console", "file", "none", "wandb", *PACKAGES)]:
+        left[f"{key}={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
+    return {
+        "logger.wandb": "online" if "wandb" in asked else "disabled",
+        "logger.trackers": [p for p in PACKAGES if p in asked],
+    }
+
+
+def convert(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return this project's settings by dotted key, and the reason for each key of the source that is not carried over."""
+    if is_trl(given):
+        return convert_trl(given)
+    return convert_sft(given) if is_sft(given) else convert_verl(given)
+
+
+def convert_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the same for verl's PPO trainer."""
     table = foreign_names()["verl"]
-    verl: dict[str, Any] = table["defaults"] | given
+    verl, names, left = ForeignSettings(given, table["defaults"]), table["keys"], dict[str, str]()
     for key in NUMBERS:
-        if not isinstance(verl.get(key, 0), int | float):
+        if not isinstance(verl.get(key) or 0, int | float):
             raise Refused(f"{key}={verl[key]} must be a number")
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
-    names = table["keys"]
-    found, left, bounds = dict(chosen), {}, split_bounds(verl)
-    if default_of(config, "algorithm.adv_estimator") is MISSING and found.pop("algorithm.adv_estimator", None):
+    found, gone, bounds = dict(chosen), dict[str, str](), split_bounds(verl)  # gone: why a key of ours is not set after all
+    unused = "algorithm.adv_estimator" in (given if name == "distill" else found)
+    if default_of(config, "algorithm.adv_estimator") is MISSING and unused:
+        found.pop("algorithm.adv_estimator", None)
         left["algorithm.adv_estimator"] = f"{name} has advantages of its own"
     for key, value in verl.items():
         ours = our_name(names, key)
-        if ours is None:
-            handled = key in table["said"] or key.startswith("custom_reward_function.") or key == FILTER + "metric"
-            why = next(
-                (why for pattern, why in table["not_needed"].items() if re.search(pattern, key)), "not known: look it up"
-            )
-            left |= {} if handled or key not in given else {key: why}
-        elif ours.startswith("algorithm.") and default_of(config, ours) is MISSING:
-            left |= {key: f"{name} has no such setting"} if key in given else {}
-        elif key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value:
+        if ours is not None and ours.startswith("algorithm.") and default_of(config, ours) is MISSING:
+            gone[ours] = f"{name} has no such setting"
+        elif ours is not None and (key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value):
             found[ours] = value
     found |= bounds
-    settle(found, left, given, config)
+    settle(found, left, gone, verl, config)
     if (teacher := teacher_of(verl)) is not None:
         found["models.teacher.path"] = teacher
-        del found["algorithm.gamma"]  # each token's KL by itself, as verl has it
-    tree: Any = OmegaConf.to_container(tree_of(found))
-    made = {
-        name: read_section(kind, tree.get(name, {}), interpolated=True)
-        for name, kind in (("algorithm", config), ("data", DataConfig))
-    }
-    idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
-    for key in idle:
-        del found[key]
-    left |= {key: f"does nothing without {idle[ours]}" for key, ours in names.items() if key in given and ours in idle}
+        drop(found, gone, "algorithm.gamma", "each token's KL counts by itself, as verl has it")
+    roles = list(drop_idle(found, gone, config).roles)
     for section, role in (("actor_rollout_ref.actor.optim", "actor"), ("critic.optim", "critic")):
-        optimizer, without = optimizer_of(verl, section, role)
+        optimizer, without = optimizer_of(verl, section, role) if role in roles else ({}, {})
         found, left = {**found, **optimizer}, {**left, **without}
     for more, without in (replay_of(verl), whole_experts_of(verl, found)):
         found, left = {**found, **more}, {**left, **without}
-    roles = list(made["algorithm"].roles)
     if found.get("models.actor.lora.path") and "reference" in roles:
         found["models.reference.path"] = found["models.actor.path"]  # without the adapter that training begins with
     elif found.get("models.actor.lora.rank"):
         roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference
-    for key in [key for key in found if key.startswith("models.") and key.split(".")[1] not in roles]:
-        del found[key]
+    for ours in [ours for ours in found if ours.startswith("models.") and ours.split(".")[1] not in roles]:
+        drop(found, gone, ours, f"{name} has no {ours.split('.')[1]} with these settings")
     if not verl.get("reward_model.enable"):
-        found.pop("reward.model", None)
+        drop(found, gone, "reward.model", "reward_model.enable is false")
     shards = shard_for_generation({**roles_of(verl, roles), **found})
     left |= dict.fromkeys(("actor_rollout_ref.actor.megatron",) * bool(shards), GATHERED)
-    return {**roles_of(verl, roles), **shards, **run_of(verl, left), **rewards_of(verl), **found}, left
+    found = {**roles_of(verl, roles), **shards, **run_of(verl, left), **rewards_of(verl), **found}
+
+    def why(key: str, ours: str | None) -> str:
+        patterns = (reason for pattern, reason in table["not_needed"].items() if re.search(pattern, key))
+        said = table["said"].get(key)
+        return gone.get(ours or "") or next(patterns, f"here: {said}" if said else IDLE if ours else UNKNOWN)
+
+    return found, {**verl.left(lambda key: our_name(names, key), found, why), **left}
+
+
+def convert_trl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the same for TRL's commands."""
+    table = foreign_names()["TRL"]
+    trl = ForeignSettings(given, table["defaults"])
+    trainer, mark = trainer_of(trl)
+    found, left = trl_settings(trl, trainer)
+    gone: dict[str, str] = {}
+    config = find("algorithm", "rlhf_spmd.algorithms", found["algorithm.name"], exports="step").Config
+    data = {f"data.{name}" for section in config.streams.values() for name in section.config.__dataclass_fields__}
+
+    def ours(key: str) -> str | None:
+        section, _, inner = key.partition(".")
+        if section == "generation_kwargs":
+            return f"sampling.{inner}" if inner in SamplingConfig.__dataclass_fields__ else None
+        name = table["keys"].get(section)
+        return f"{name}.{inner}" if name and inner else name
+
+    for key, value in trl.items():
+        name = ours(key)
+        if name is None or key in trl.read:
+            continue
+        absent = name.startswith("data.") and ".".join(name.split(".")[:2]) not in data
+        if absent or (name.startswith("algorithm.") and default_of(config, name) is MISSING):
+            gone[name] = f"{found['algorithm.name']} has no such setting"
+        elif name.startswith("models.actor.lora."):
+            gone[name] = "use_peft is false"
+        elif key in given or name not in found:
+            found[name] = value
+    found |= trackers_of("report_to", trl.get("report_to", "none"), left)
+    drop_unread(found, gone, found.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode")))
+    if found["run.test_freq"] and "sampling.n" in found:
+        found = {**{f"val_{key}": value for key, value in found.items() if key.startswith("sampling.")}, **found}
+    else:
+        drop(found, gone, "val_sampling.n", "nothing is validated")
+    drop_idle(found, gone, config)
+    if mark and trainer == "grpo":
+        left["trainer"] = f"so {trainer} is taken, by {mark}; for another add trainer=NAME"
+
+    def why(key: str, name: str | None) -> str:
+        said = table["said"].get(key) or table["said"].get(key.partition(".")[0])
+        patterns = (reason for pattern, reason in table["not_needed"].items() if re.search(pattern, key))
+        named = f"here: {said}".removeprefix("here: nothing, ") if said else UNKNOWN
+        named = "set it in the environment" if key.startswith("env.") else named
+        return gone.get(name or "") or next(patterns, IDLE if name else named)
+
+    left = {**trl.left(lambda key: None if key in trl.read else ours(key), found, why), **left}
+    role = f"models.{config.exported}."
+    return {role + key[13:] if key.startswith("models.actor.") else key: value for key, value in found.items()}, left
+
+
+def convert_sft(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the same for verl's SFT trainer."""
+    verl = ForeignSettings(given, sft_names()["defaults"])
+    found, left = sft_settings(verl)
+    found = {**run_of(verl, left), **found}
+    verl.read.update(("trainer.nnodes", "trainer.n_gpus_per_node"))  # which the command says
+    return found, {**verl.left(sft_name, found, why_left), **left}
 
 
 def tree_of(found: dict[str, Any]) -> DictConfig:
@@ -297,67 +388,98 @@ def tree_of(found: dict[str, Any]) -> DictConfig:
     return tree
 
 
-def settle(found: dict[str, Any], left: dict[str, str], given: dict[str, Any], config: type) -> None:
+def drop(found: dict[str, Any], gone: dict[str, str], ours: str, why: str) -> None:
+    """Leave out a setting, and say why."""
+    if ours in found:
+        del found[ours]
+        gone[ours] = why
+
+
+def drop_idle(found: dict[str, Any], gone: dict[str, str], config: Any) -> Any:
+    """Leave out, in place, what does nothing beside the other settings. Returns the algorithm's configuration."""
+    tree: Any = OmegaConf.to_container(tree_of(found))
+    kinds = {section.key: section.config for section in config.streams.values() if section.key == "data"}
+    made = {
+        name: read_section(kind, tree.get(name, {}), interpolated=True)
+        for name, kind in (kinds | {"algorithm": config}).items()
+    }
+    idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
+    for ours, needed in idle.items():
+        drop(found, gone, ours, f"does nothing without {needed}")
+    return made["algorithm"]
+
+
+def drop_unread(found: dict[str, Any], gone: dict[str, str], mode: Any) -> None:
+    """Leave out, in place, what a loss of this mode does not read."""
+    unread = {"vanilla": (), "sapo": ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}.get(
+        mode, ("clip_ratio_c",)
+    )
+    for key in (*unread, *(() if mode == "sapo" else ("tau_pos", "tau_neg"))):
+        drop(found, gone, f"algorithm.{key}", f"loss_mode={mode} does not read it")
+
+
+def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], verl: ForeignSettings, config: type) -> None:
     """Change, in place, the settings that verl and this project express differently."""
-    found.update(ranks_of_experts(given, found))
-    if given.get(ACTOR + "use_dynamic_bsz") and found.pop("algorithm.ppo_micro_batch_size_per_gpu", None):
-        left[ACTOR + "ppo_micro_batch_size_per_gpu"] = "verl does not read it either, with use_dynamic_bsz"
-    elif "algorithm.ppo_micro_batch_size_per_gpu" in found:
-        found["algorithm.use_dynamic_bsz"] = False
-    elif not found.get("algorithm.use_dynamic_bsz", True):
-        del found["algorithm.use_dynamic_bsz"]  # verl's default, without a size beside it
-    bounds = [key for key in ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high") if ACTOR + key[10:] in given]
+    found.update(ranks_of_experts(verl, found))
+    drop_sizes(found, gone, verl)
+    bounds = [key for key in ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high") if ACTOR + key[10:] in verl.given]
     if "algorithm.clip_ratio" in found or not bounds:
         for key in ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"):
             if key not in bounds and default_of(config, key) is None:
                 found.pop(key, None)
     if len(bounds) == 2:
-        found.pop("algorithm.clip_ratio", None)
+        drop(found, gone, "algorithm.clip_ratio", "clip_ratio_low and clip_ratio_high are the bounds")
     mode = found.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode"))
     if mode in ("gspo", "geo_mean"):
-        if found.pop("algorithm.loss_agg_mode", "seq-mean-token-mean") != "seq-mean-token-mean":
+        if found.get("algorithm.loss_agg_mode", "seq-mean-token-mean") != "seq-mean-token-mean":
             left[ACTOR + "loss_agg_mode"] = f"{mode} is a loss of whole responses: seq-mean-token-mean"
-        if default_of(config, "algorithm.loss_agg_mode") != "seq-mean-token-mean":
-            found["algorithm.loss_agg_mode"] = "seq-mean-token-mean"
-    if mode == "cispo" and found.get("algorithm.clip_ratio_low", 0) > 1:
+        found["algorithm.loss_agg_mode"] = "seq-mean-token-mean"
+    if mode == "cispo" and (found.get("algorithm.clip_ratio_low") or 0) > 1:
         found["algorithm.clip_ratio_low"] = 1  # no lower bound: a ratio is above 0
-    unread = {"vanilla": (), "sapo": ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}.get(
-        mode, ("clip_ratio_c",)
-    )
-    for key in (*unread, *(() if mode == "sapo" else ("tau_pos", "tau_neg"))):
-        found.pop(f"algorithm.{key}", None)
-    if not given.get(VALIDATION + "do_sample", True) or "val_sampling.temperature" not in found:
+    drop_unread(found, gone, mode)
+    if not verl.get(VALIDATION + "do_sample", True) or "val_sampling.temperature" not in found:
         found["val_sampling.temperature"] = 0
-    for key in ("sampling.top_k", "val_sampling.top_k", "data.train_max_samples", "data.val_max_samples"):
-        if found.get(key, 0) < 0:
-            del found[key]
     for key in ("run.test_freq", "run.save_freq"):
         if found.get(key, 0) < 0:
             found[key] = 0
-    ranks = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", 8)
-    for key in [key for key in found if key.endswith(".zero_size") and not 0 < found[key] < ranks]:
-        del found[key]  # all ranks
-    if not found.get("models.actor.lora.rank"):
-        for key in [key for key in found if key.startswith("models.actor.lora.")]:
-            del found[key]
-    if found["algorithm.name"] == "dapo" and found.pop("algorithm.use_kl_loss", False):
-        left[ACTOR + "use_kl_loss"] = "dapo, which filters groups and shapes long responses, has no reference"
+    if found["algorithm.name"] == "dapo" and found.get("algorithm.use_kl_loss"):
+        drop(found, gone, "algorithm.use_kl_loss", "dapo, which filters groups and shapes long responses, has no reference")
     if found.get("run.keep_checkpoints") == 1:
         found["run.keep_checkpoints"] = 2
         left["trainer.max_actor_ckpt_to_keep"] = "the one before the newest is kept too, in case that is damaged"
     if found.get("algorithm.rollout_correction.bypass_mode"):
         for key in [key for key in found if key.startswith("algorithm.rollout_correction.rollout_is")]:
-            del found[key]
-            left[key] = "bypass_mode finds no difference to correct"
+            drop(found, gone, key, "bypass_mode finds no difference to correct")
     for key in ("data.path", "data.val_path"):
         if isinstance(found.get(key), list) and len(found[key]) == 1:
             found[key] = found[key][0]
-    if found["algorithm.name"] == "dapo" and found.pop("data.gen_batch_size", None):
-        left["data.gen_batch_size"] = "further prompts come in batches of data.train_batch_size"
-    if FILTER + "metric" in given:
-        found["algorithm.filter_groups.metric"] = {"seq_final_reward": "seq_reward"}.get(given[FILTER + "metric"], "score")
-        if given[FILTER + "metric"] == "acc":
+    if found["algorithm.name"] == "dapo":
+        drop(found, gone, "data.gen_batch_size", "further prompts come in batches of data.train_batch_size")
+    if FILTER + "metric" in verl.given:
+        found["algorithm.filter_groups.metric"] = {"seq_final_reward": "seq_reward"}.get(verl[FILTER + "metric"], "score")
+        if verl[FILTER + "metric"] == "acc":
             left[FILTER + "metric"] = "acc is no field here: groups are kept by their score"
+
+
+def drop_sizes(found: dict[str, Any], gone: dict[str, str], verl: ForeignSettings) -> None:
+    """Leave out, in place, the numbers by which verl means none or all, and what does nothing beside others."""
+    if verl.get(ACTOR + "use_dynamic_bsz"):
+        drop(found, gone, "algorithm.ppo_micro_batch_size_per_gpu", "verl does not read it either, with use_dynamic_bsz")
+    elif "algorithm.ppo_micro_batch_size_per_gpu" in found:
+        found["algorithm.use_dynamic_bsz"] = False
+    elif not found.get("algorithm.use_dynamic_bsz", True):
+        drop(found, gone, "algorithm.use_dynamic_bsz", "without ppo_micro_batch_size_per_gpu micro-batches are cut by tokens")
+    for key in ("sampling.top_k", "val_sampling.top_k", "data.train_max_samples", "data.val_max_samples"):
+        if found.get(key, 0) < 0:
+            drop(found, gone, key, f"{found[key]} is no limit, as here without it")
+    if found.get("data.truncation", "error") not in get_args(Truncation):
+        drop(found, gone, "data.truncation", f"there is no {found['data.truncation']}; a longer prompt is an error")
+    ranks = verl.get("trainer.nnodes", 1) * verl.get("trainer.n_gpus_per_node", 8)
+    for key in [key for key in found if key.endswith(".zero_size") and not 0 < found[key] < ranks]:
+        drop(found, gone, key, f"{found[key]} is all ranks, as here without it")
+    if not found.get("models.actor.lora.rank"):
+        for key in [key for key in found if key.startswith("models.actor.lora.")]:
+            drop(found, gone, key, "there are no adapters")
 
 
 MISSING = object()
@@ -379,14 +501,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     try:
-        verl = read(Path(arguments[0]), arguments[1:])
-        check_is_verl(Path(arguments[0]), verl)
-        found, left = convert(verl)
+        given = read(Path(arguments[0]), arguments[1:])
+        check_project(Path(arguments[0]), given)
+        found, left = convert(given)
     except (ConfigError, Refused, yaml.YAMLError, UnicodeDecodeError) as error:
         remedy = "; set the variable in the environment of this command" if "${oc.env:" in str(error) else ""
         print(f"config error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
         return 2
-    gpus, nodes = verl.get("trainer.n_gpus_per_node", 8), verl.get("trainer.nnodes", 1)
+    gpus, nodes = given.get("trainer.n_gpus_per_node", 8), given.get("trainer.nnodes", 1)
+    gpus = given.get("num_processes", 1) if is_trl(given) else gpus
     several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"
     print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
     print(OmegaConf.to_yaml(tree_of(found)), end="")

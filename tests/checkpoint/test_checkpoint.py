@@ -74,7 +74,7 @@ def assert_equal(a: RoleState, b: RoleState) -> None:
             assert torch.equal(tensor, b.kinds()[kind][name]), (kind, name)
 
 
-def save_alone(run_dir: Path, step: int, spec: ModelSpec = SPEC, keep: int = 2, salt: int = 0) -> Path:
+def save_alone(run_dir: Path, step: int, spec: ModelSpec = SPEC, keep: int | None = 2, salt: int = 0) -> Path:
     roles = {"actor": state_of(rank_shards(spec, "lm", Layout(), 0), salt)}
     return save_checkpoint(run_dir, step, roles, STATE, solo(), keep)
 
@@ -474,6 +474,8 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     copied = tmp_path / "copy"
     shutil.copytree(tmp_path / "checkpoints", copied / "checkpoints")
     assert [c.step for c in committed(copied)] == [5, 30, 20]
+    save_alone(copied, 6, keep=None)
+    assert [c.step for c in committed(copied)] == [6, 5, 30, 20]
     save_alone(tmp_path, 6)
     assert [c.step for c in committed(tmp_path)] == [6, 5]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,16 @@ def test_text_prompts(tmp_path: Path, tokenizer: Any) -> None:
         {"prompt": "7>", "answer": None, "data_source": None, "id": "x"},
         {"prompt": "21>", "answer": "12", "data_source": None, "id": 0, "level": 3},
     ]
+    dropped = (
+        r"data.max_prompt_length=5 drops 1 of 3 prompts \(33%\), which are longer; the first: .*:2: 11 tokens. Raise it, or cut"
+    )
+    assert re.match(dropped, *data.warnings()) and not prompts(tokenizer, path, max_prompt_length=11).warnings()
     with pytest.raises(DataError, match=r"a\.jsonl:2: 11 tokens are more than data\.max_prompt_length=5"):
         prompts(tokenizer, path, max_prompt_length=5, filter_overlong_prompts=False)
+    for side, ids in (("left", [10, 11, 12, 13, 14]), ("right", [1, 5, 6, 7, 8])):
+        data = prompts(tokenizer, path, max_prompt_length=5, filter_overlong_prompts=False, truncation=side)
+        assert ids_of(data)[1].tolist() == ids and data.row(1)["prompt"] == "123456789>" and not data.warnings()
+        assert data.summary().endswith(", 1 over-long ones cut")
     with pytest.raises(DataError, match=r"all 3 prompts are longer than data\.max_prompt_length=2"):
         prompts(tokenizer, path, max_prompt_length=2)
 
@@ -412,6 +421,27 @@ def test_validation_rows(tmp_path: Path, tokenizer: Any) -> None:
     rows = DataConfig(path="-", val_path=paths, val_max_samples=2).read(validation=True)
     assert [row.values["prompt"] for row in rows] == ["10", "11", "20", "21"]
     assert [(row.number, row.source) for row in rows] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("side", "limit", "expected"),
+    [
+        ("right", 6, ([1, 6, 5, 14], [5, 6])),  # of [1, 6, 5, 14], [5, 6, 2]
+        ("right", 4, None),
+        ("left", 6, ([6, 5, 14], [5, 6, 2])),
+        ("left", 4, ([14], [5, 6, 2])),
+        ("left", 3, ([5], [6, 2])),
+    ],
+)
+def test_long_rows_are_cut(tmp_path: Path, tokenizer: Any, side: Any, limit: int, expected: Any) -> None:
+    rows = {"prompt": "21>", "response": "12"}, {"prompt": "3>", "response": ""}
+    path = write(tmp_path / "a.jsonl", *rows)
+    data = build_dataset(SftConfig(path=path, max_length=limit, filter_overlong=False, truncation=side), tokenizer)
+    pairs = [tuple(data.columns[key].rows()[0].tolist() for key in ("prompt_ids", "response_ids"))]
+    assert (len(data), pairs[0]) == ((2, expected) if expected else (1, ([1, 7, 14], [2])))
+    assert bool(data.tally.num_cut) == bool(expected) and data.tally.left_out == (
+        {} if expected else {"prompt leaves no room": 1}
+    )
 
 
 def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:

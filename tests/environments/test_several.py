@@ -408,16 +408,28 @@ def test_a_response_as_messages() -> None:
     assert turn_messages(tokenizer, [7], ids[2:], mask[2:], observations)[0] == observations[0][0]
 
 
+def river_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """As TRL calls it: a completion is a list of messages, and ``kwargs`` has the columns."""
+    tools = [[turn["content"] for turn in turns if turn["role"] == "tool"] for turns in completions]
+    return [float(right in found) for right, found in zip(kwargs["solution"], tools, strict=True)]
+
+
+def turns_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(len(turns)) for turns in completions]
+
+
 def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> None:
+    """With TRL's list of reward functions, by name: no section ``reward``."""
     data = tmp_path / "data.jsonl"
-    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(8)]
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "solution": "6650 km"} for n in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     overrides = (
         *("algorithm.name=grpo", "algorithm.ppo_mini_batch_size=4", "data.train_batch_size=4", "sampling.n=2"),
         *(f"models.actor.path={talker()}", "models.actor.dtype=float64", "models.actor.optim.lr=1e-3"),
         *(f"data.path={data}", "data.max_prompt_length=400", "data.max_response_length=100"),
-        *(*TOOL_SETTINGS, "sampling.allowed_token_ids=[0,3,60]", "reward.function=test_several:long_river"),
+        *(*TOOL_SETTINGS, "sampling.allowed_token_ids=[0,3,60]", "rewards.river.function=test_several:river_reward"),
+        *("rewards.turns.function=test_several:turns_reward", "rewards.turns.weight=0.5"),
     )
     run_ranks(2, tasks.train_here, None, tasks.settings(tmp_path / "run", 2, *overrides))
     metrics, samples = (
@@ -430,6 +442,8 @@ def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> 
     for row in metrics:
         assert row["rollout/log_prob_diff_max"] < 1e-9 and row["rollout/num_turns_mean"] > 1
         assert row["actor/grad_norm"] > 0
+        total = row["river/mean"] + row["turns/mean"]  # a reward's mean is weighted
+        assert row["reward/total_mean"] == pytest.approx(total) and row["turns/mean"] > 0.5 and "reward/mean" not in row
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_a_script_with_a_critic(tmp_path: Path) -> None:
     assert config.algorithm.name == "ppo" and not config.algorithm.kl.use_kl_in_reward, "verl's default, not this project's"
     assert config.data.path == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
     assert (config.data.val_path, config.data.epochs, config.run.steps) == ("/data/gsm8k/test.parquet", 3, None)
+    assert config.run.keep_checkpoints is None, "verl keeps all"
     assert (config.run.save_freq, config.run.test_freq, config.logger.wandb, config.logger.trackers) == (0, 5, "disabled", [])
     actor, critic = config.models["actor"], config.models["critic"]
     assert (actor.path, actor.optim.lr, actor.optim.offload, actor.layout.zero) == ("/models/small", 2e-6, True, 3)
@@ -122,7 +123,21 @@ becomes algorithm.loss_agg_mode: token-mean, algorithm.use_kl_in_reward: true, a
 grpo reward.custom_reward_function.path=OWN +reward.custom_reward_function.reward_kwargs.scale=2 reward.reward_manager.name=dapo \
     +reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=32
 becomes reward.function: OWN:compute_score, reward.kwargs.scale: 2, algorithm.name: dapo, algorithm.overlong_buffer.len: 32
-not reward.
+says reward_model.reward_manager: left out, reward.function scores each response
+not custom_reward_function
+
+grpo actor_rollout_ref.ref.fsdp_config.param_offload=True actor_rollout_ref.ref.ulysses_sequence_parallel_size=2 \
+    reward_model.reward_manager=dapo actor_rollout_ref.actor.fsdp_config.fsdp_size=-1 trainer.max_actor_ckpt_to_keep=null
+becomes run.keep_checkpoints: null, models.actor.layout.zero_size: null
+says actor_rollout_ref.ref.fsdp_config.param_offload: left out, grpo has no reference with these settings
+says actor_rollout_ref.ref.ulysses_sequence_parallel_size: left out, grpo has no reference with these settings
+says reward_model.reward_manager: left out, reward.function scores each response; dapo's shaping
+says actor_rollout_ref.actor.fsdp_config.fsdp_size: left out, -1 is all ranks, as here without it
+
+grpo actor_rollout_ref.rollout.do_sample=False trainer.max_actor_ckpt_to_keep=1
+becomes run.keep_checkpoints: 2
+says actor_rollout_ref.rollout.do_sample: left out, here: sampling.temperature
+says trainer.max_actor_ckpt_to_keep: left out, the one before the newest is kept too
 
 gae reward.reward_model.enable=True reward.reward_model.model_path=/rm critic.optim.optimizer=muon
 becomes reward.model: /rm, models.critic.optim.name: muon
@@ -152,6 +167,7 @@ says expert_tensor_parallel_size: left out, layout.tp splits each expert
 
 grpo ROLLOUT.expert_parallel_size=8 actor_rollout_ref.rollout.tensor_model_parallel_size=4
 becomes models.actor.generation.ep: 4, models.actor.generation.tp: 4, models.actor.layout.zero: 0
+says expert_parallel_size: left out, the 4 ranks of generation.tp share them
 not generation shares experts
 
 grpo ROLLOUT.expert_parallel_size=8 actor_rollout_ref.rollout.tensor_model_parallel_size=1
@@ -175,8 +191,20 @@ grpo +data.apply_chat_template_kwargs.enable_thinking=False +data.apply_chat_tem
 becomes data.chat_template_kwargs.enable_thinking: false, data.chat_template_kwargs.effort: high
 not apply_chat
 
+grpo data.filter_overlong_prompts=False data.truncation=left
+becomes data.filter_overlong_prompts: false, data.truncation: left
+
+grpo data.truncation=left
+becomes data.filter_overlong_prompts: true, data.truncation: error
+says data.truncation: left out, does nothing without data.filter_overlong_prompts=false
+
+grpo data.filter_overlong_prompts=False data.truncation=middle
+becomes data.filter_overlong_prompts: false, data.truncation: error
+says data.truncation: left out, there is no middle; a longer prompt is an error
+
 grpo DISTILLATION
 becomes algorithm.name: distill, algorithm.gamma: 0.0, models.teacher.path: /models/teacher
+says algorithm.adv_estimator: left out, distill has advantages of its own
 says loss_max_clamp: left out, the teacher is a role, models.teacher, and nothing is clamped
 """
 WORDS = {
@@ -195,7 +223,11 @@ def test_settings_mean_the_same(tmp_path: Path, case: str) -> None:
         case = case.replace(word, text)
     script, *lines = case.splitlines()
     estimator, _, settings = script.partition(" ")
-    config, _, errors = convert_script(tmp_path, estimator, settings)
+    check_meaning(*convert_script(tmp_path, estimator, settings)[::2], lines)
+
+
+def check_meaning(config: TrainConfig, errors: str, lines: list[str]) -> None:
+    """Lines begin with becomes, says or not."""
     values = {key: yaml.safe_load(value) for key, value in flatten_yaml(to_yaml(config)).items()}
     for line in lines:
         kind, _, text = line.partition(" ")
@@ -220,14 +252,35 @@ BROKEN = [
     ("run.sh", SCRIPT, f"{CORRECTION}=seq_mean_k3 {CORRECTION}_threshold=0.5_2.0", "two bounds are for _k1"),
     ("run.sh", "python3 -m other.program a.b=1\n", "data.seed=1", "run.sh"),
     ("a.yaml", "data: {seed: 1}", "data.seed", "'data.seed' is no override; give key=value"),
-    ("a.yaml", "", "data.seed=1", "must hold verl's settings (section: key: value), and is empty"),
+    ("a.yaml", "", "data.seed=1", "must hold settings of verl or TRL (key: value), and is empty"),
     ("a.yaml", "- data\n- trainer", "data.seed=1", "a.yaml' must hold a mapping (key: value), not a list"),
     ("a.yaml", "data: {seed: 1", "data.seed=1", "a.yaml':1 is not valid YAML"),
     ("a.yaml", "trainer: {test_freq: often}", "data.seed=1", "trainer.test_freq=often must be a number"),
     ("a.yaml", "algorithm: {adv_estimator: [grpo]}", "data.seed=1", "algorithm.adv_estimator=['grpo']"),
-    ("a.yaml", "learning_rate: 1e-6", "output_dir=here", "has no key of verl; learning_rate is TRL's; docs/migrating.md"),
+    ("a.yaml", "zero_stage: 3", "pretrain=here", "has no key of verl or TRL; zero_stage is OpenRLHF's; docs/migrating.md"),
+    ("a.yaml", "learning_rate: 1e-6", "output_dir=here", "no key tells which of TRL's trainers this is for: say trainer=dpo"),
+    ("a.yaml", "learning_rate: 1e-6", "trainer=ppo", "trainer=ppo: of TRL's trainers grpo, rloo, dpo, kto, sft, reward can be"),
+    (
+        "a.yaml",
+        "num_generations: 6",
+        "max_steps=3",
+        "= 8 completions of an optimizer step: must be a multiple of num_generations=6",
+    ),
+    ("a.yaml", "loss_type: vespo", "trainer=grpo", "loss_type=vespo: of GRPO's losses here are grpo, bnpo, dapo"),
+    ("a.yaml", "loss_type: [sigmoid, sft]", "trainer=dpo", "loss_type=['sigmoid', 'sft']: of DPO's losses here are"),
+    ("a.yaml", "max_steps: many", "trainer=sft", "max_steps=many must be a number"),
+    ("a.yaml", "reward_funcs: mine", "max_steps=3", "reward_funcs=mine and reward_weights=[] must be lists"),
+    ("a.yaml", "datasets: [a, b]", "trainer=sft", "datasets=['a', 'b'] must be a list of mappings, each with a path"),
+    ("a.yaml", "truncation_mode: middle", "trainer=sft", "truncation_mode=middle must be keep_start or keep_end"),
+    ("a.yaml", "reward_funcs: [mine]", "max_steps=3", "reward_funcs: 'mine' is none of accuracy_reward, "),
+    (
+        "a.py",
+        "GRPOConfig(learning_rate=1e-6)",
+        "max_steps=3",
+        "a.py: a Python script is not read, it computes its settings; give",
+    ),
     ("a.yaml", "data: {train_batch_size: 8}", "models.actor.path=/m", "is a configuration of rlhf_spmd already: models.actor"),
-    ("a.yaml", "mode: fast", "deep=1", "a.yaml: has no key of verl; docs/migrating.md"),
+    ("a.yaml", "mode: fast", "deep=1", "a.yaml: has no key of verl or TRL; docs/migrating.md"),
 ]
 
 
@@ -237,6 +290,76 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, name: str, text: s
     code, result, errors = run_program(str(tmp_path / name), *overrides.split())
     *lines, last = errors.splitlines()
     assert code == 2 and not result and message in last and not any("convert" in line for line in lines)
+
+
+# a paragraph for a YAML of TRL's: the keys beside the model and the data; then as above
+OF_TRL = """
+trainer: grpo, num_processes: 2, gradient_accumulation_steps: 4, beta: 0.04, max_steps: 30, eval_strategy: steps
+becomes algorithm.name: grpo, sampling.n: 8, data.train_batch_size: 8, algorithm.ppo_mini_batch_size: 8, run.steps: 30, run.seed: 42
+becomes algorithm.loss_agg_mode: token-mean, algorithm.use_kl_loss: true, algorithm.kl_loss_coef: 0.04, algorithm.clip_ratio_c: 1.0e+6
+becomes models.actor.optim.weight_decay: 0.0, models.actor.optim.lr_scheduler_type: linear, data.val_split: test, run.test_freq: 10
+becomes val_sampling.n: 8, run.save_freq: 500, run.keep_checkpoints: null, models.actor.lora.rank: 0, logger.wandb: disabled
+says max_prompt_length: left out, so longer prompts than data.max_prompt_length=512 are dropped
+not num_processes
+
+num_generations: 4, generation_batch_size: 32, num_iterations: 2, max_steps: 30, save_steps: 16, epsilon_high: 0.28, scale_rewards: none
+becomes data.train_batch_size: 8, algorithm.ppo_mini_batch_size: 2, algorithm.ppo_epochs: 2, run.steps: 4, run.save_freq: 2
+becomes algorithm.clip_ratio_low: 0.2, algorithm.clip_ratio_high: 0.28, algorithm.norm_adv_by_std_in_grpo: false
+says trainer: left out, so grpo is taken, by num_generations; for another add trainer=NAME
+says num_processes: left out, so 1 is taken: TRL's batch sizes are of one process
+
+num_generations: 4, reward_funcs: [accuracy_reward, reward_functions.trl], reward_weights: [1, 0.5], loss_type: cispo, epsilon_high: 5.0
+becomes rewards.accuracy_reward.function: math, rewards.trl.function: "reward_functions:trl", rewards.trl.weight: 0.5
+becomes data.answer_key: solution, algorithm.loss_mode: cispo, algorithm.clip_ratio_high: 4.0, algorithm.clip_ratio_low: 1.0
+
+num_generations: 4, importance_sampling_level: sequence, delta: 2.0, sapo_temperature_neg: 1.1, use_vllm: true, hub_token: x, new_key: 1
+becomes algorithm.loss_mode: gspo, algorithm.loss_agg_mode: seq-mean-token-mean
+says loss_type: left out, dapo; with ratios of whole responses the loss is their mean
+says sapo_temperature_neg: left out, loss_mode=gspo does not read it
+says delta: left out, loss_mode=gspo does not read it
+says use_vllm: left out, there is one generator, of the training weights
+says hub_token: left out, nothing is uploaded
+says new_key: left out, not known: look it up
+
+trainer: rloo, num_generations: 4, generation_kwargs: {presence_penalty: 0.5, foo: 1}, chat_template_kwargs: {enable_thinking: false}
+becomes algorithm.name: rloo, algorithm.use_kl_in_reward: true, algorithm.kl_ctrl.kl_coef: 0.05, sampling.presence_penalty: 0.5
+becomes algorithm.loss_agg_mode: seq-mean-token-sum, data.chat_template_kwargs.enable_thinking: false
+says generation_kwargs.foo: left out, here: the keys of sampling
+
+trainer: dpo, loss_type: ipo, use_peft: true, lora_r: 4, lora_target_modules: [q_proj], gradient_checkpointing: true, report_to: wandb
+becomes algorithm.loss_type: ipo, algorithm.length_normalized: true, models.actor.lora.rank: 4, models.actor.lora.alpha: 32
+becomes models.actor.lora.target_modules: [q_proj], models.actor.activation_checkpointing: full, logger.wandb: online
+becomes data.train_batch_size: 8, data.epochs: 3, data.max_length: 1024, models.actor.optim.lr: 1e-06
+says truncation_mode: left out, longer rows than data.max_length are dropped
+
+trainer: kto, desirable_weight: 1.5, bf16: true, save_total_limit: 1, save_strategy: epoch, lora_r: 8, warmup_steps: 0.1
+becomes algorithm.desirable_weight: 1.5, models.actor.dtype: bfloat16, run.keep_checkpoints: 2, run.save_freq: 0
+becomes models.actor.optim.lr_warmup_steps_ratio: 0.1, models.actor.lora.rank: 0
+says save_strategy: left out, epoch; here run.save_freq is a number of steps
+says save_total_limit: left out, the one before the newest is kept too
+says lora_r: left out, use_peft is false
+
+packing: true, max_length: null, optim: adamw_bnb_8bit, adam_beta2: 0.95, lr_scheduler_type: cosine, warmup_ratio: 0.1
+becomes algorithm.name: sft, data.max_length: 1000000, data.truncation: right, data.filter_overlong: false, models.actor.optim.lr: 2e-05
+becomes models.actor.optim.name: adamw_8bit, models.actor.optim.betas: [0.9, 0.95], models.actor.optim.lr_warmup_steps_ratio: 0.1
+says packing: left out, rows are always packed
+says assistant_only_loss: left out, so TRL learns all turns of a conversation
+
+trainer: sft, datasets: [{path: a, split: train}, {path: b, split: train, columns: [text]}], learning_rate: 1e-6
+becomes data.path: [a, b], data.split: train, models.actor.optim.lr: 1e-06
+says datasets.columns: left out, write such rows into a file
+
+trainer: reward, center_rewards_coefficient: 0.01, learning_rate: 1.0e-5, label_smoothing: 0.1
+becomes algorithm.name: reward_model, models.reward.path: /m, models.reward.optim.lr: 1e-05, algorithm.center_rewards_coefficient: 0.01
+says label_smoothing: left out, reward_model has no such setting
+"""
+
+
+@pytest.mark.parametrize("case", OF_TRL.strip().split("\n\n"))
+def test_settings_of_trl_mean_the_same(tmp_path: Path, case: str) -> None:
+    keys, *lines = case.splitlines()
+    text = f"{{model_name_or_path: /m, dataset_name: /d, {keys}}}"
+    check_meaning(*convert(tmp_path, text, "trl.yaml")[::2], lines)
 
 
 # -- scripts
@@ -306,7 +429,7 @@ torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/
     data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
     data.micro_batch_size_per_gpu=4 engine.fsdp_size=2 model.partial_pretrain=/m model.lora_rank=8 optim.lr=1e-4 \\
     trainer.total_epochs=2 trainer.default_local_dir=/out trainer.logger=console trainer.no_such=1 \\
-    use_remove_padding=true trainer.test_freq=-1
+    use_remove_padding=true trainer.test_freq=-1 optim=fsdp trainer.nnodes=1
 """
     config, _, errors = convert(tmp_path, text)
     assert config.algorithm.name == "sft" and set(config.models) == {"actor"}
@@ -316,7 +439,7 @@ torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer data.train_files=/
     assert (actor.path, actor.lora.rank, actor.optim.lr, actor.layout.zero) == ("/m", 8, 1e-4, 3)
     assert actor.layout.zero_size == 2
     assert (config.run.dir, config.run.test_freq, config.logger.wandb) == ("/out", 0, "disabled")
-    assert "trainer.no_such: left out, not known" in errors and "rows are always packed" in errors
+    assert "trainer.no_such: left out, not known" in errors and "nnodes" not in errors and "rows are always packed" in errors
     _, result, _ = convert(tmp_path, text.replace("data.prompt_key=extra_info", "data.multiturn.enable=true"))
     assert "prompt_key: messages" in result and "response_key" not in result
 

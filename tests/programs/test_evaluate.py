@@ -103,6 +103,10 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
         (["data.path=[IN,IN]"], "is given twice"),
         (["data.path=[]"], r"data\.path or sets\.<name>\.path must be given"),
         (["data.path={a: 2}"], r"data\.path must be a file or a list of files"),
+        (
+            ["rewards.a.function=math"],
+            r"^unknown key 'rewards'; here: reward.function; responses that are only scored have one",
+        ),
         (["sets.b.path=IN", "sets.b.sampling.temprature=1"], r"^unknown key 'sets\.b\.sampling\.temprature'; did you mean"),
         (["sets.b.path=IN", "sets.b.sampling.n=0"], r"^sets\.b\.sampling\.n=0: must be at least 1"),
         (["out=IN"], "cannot write"),

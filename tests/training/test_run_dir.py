@@ -156,6 +156,8 @@ def test_a_run_that_cannot_save_is_refused_and_one_that_may_fill_the_disk_is_tol
     assert check(3 * size + export - 1) and check(3 * size + export) is None  # two that stay, and one that is being written
     train(tmp_path / "run", 1)
     assert check(0) is None  # nothing is left to do
+    ready = plans_of(tmp_path / "all", "run.steps=4", "run.save_freq=1", "run.keep_checkpoints=null")
+    assert check(5 * size - 1) and check(5 * size) is None  # as many as there are
 
 
 @pytest.mark.parametrize(

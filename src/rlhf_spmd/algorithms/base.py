@@ -232,7 +232,7 @@ def score(models: Any, rows: Reference, shown: frozenset[int] | None = None) -> 
     one failed. The answer in a response is that of the first reward that reads one.
     """
     calls = [reward.compute_reward(rows, shown) for reward in models.rewards]
-    if len(calls) == 1:
+    if [reward.name for reward in models.rewards] == ["reward"]:
         return calls[0].select("scores", "answer_codes"), calls
     fields = ("scores", "failed", "answer_codes")
     names = [{field: f"{reward.name}_{field}" for field in fields} for reward in models.rewards]

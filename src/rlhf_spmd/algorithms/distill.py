@@ -58,7 +58,7 @@ class Config(PolicyConfig):
                 f"models.teacher.path={given.path!r}: its tokenizer has another vocabulary than that of models.actor; a teacher must "
                 "read the student's tokens"
             )
-        if config.run.test_freq and "reward" not in plans:
+        if config.run.test_freq and not any(issubclass(plan.worker, RewardWorker) for plan in plans.values()):
             raise ValueError(
                 f"run.test_freq={config.run.test_freq} validates by a reward; give reward.function, or set it to 0"
             )

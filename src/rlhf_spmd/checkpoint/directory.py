@@ -186,8 +186,9 @@ def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ())
     return draft
 
 
-def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Committed] = ()) -> Path:
-    """Make a written draft the newest checkpoint, then delete those beyond ``keep``, except that of ``state["best"]["step"]``.
+def commit(run_dir: Path, manifest: Manifest, keep: int | None, damaged: Collection[Committed] = ()) -> Path:
+    """Make a written draft the newest checkpoint, then delete those beyond ``keep`` (None: none), but never that of the step
+    ``state["best"]["step"]``.
 
     ``damaged`` checkpoints do not count. Every rank must have written and synced its files before. Raises OSError, CheckpointError,
     LockLost.
@@ -217,7 +218,8 @@ def commit(run_dir: Path, manifest: Manifest, keep: int, damaged: Collection[Com
     if old.exists():
         _remove(old)
     best = manifest.state.get("best") or {}
-    for expired in [found for found in committed(run_dir) if found not in damaged][max(keep, 1) :]:
+    good = [found for found in committed(run_dir) if found not in damaged]
+    for expired in [] if keep is None else good[max(keep, 1) :]:
         if expired.step != best.get("step"):
             _remove(expired.path)
     return final

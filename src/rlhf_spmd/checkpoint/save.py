@@ -77,7 +77,7 @@ class Draft:
     run_dir: Path
     step: int
     state: Mapping[str, Any]
-    keep: int
+    keep: int | None
     damaged: Collection[Committed]
     pieces: Mapping[str, Sequence[tuple[str, Box, Tensor]]]
     wait: Callable[[], object] = lambda: None
@@ -130,18 +130,19 @@ def prepare_checkpoint(
     roles: Mapping[str, RoleState],
     state: Mapping[str, Any],
     group: Group,
-    keep: int = 2,
+    keep: int | None = 2,
     damaged: Collection[Committed] = (),
 ) -> Draft:
     """Make the directory of a checkpoint, and deal out who writes which box.
 
     ``roles``: those of which this rank is a member. ``state``: plain JSON; the one of the group's first rank is stored. The ``keep``
-    newest checkpoints stay (at least 2), and that of the step ``state["best"]["step"]``, if given; ``damaged`` ones do not count.
+    newest checkpoints stay (at least 2; None: all), and that of the step ``state["best"]["step"]``, if given; ``damaged`` ones do not
+    count.
     Raises CheckpointError on every rank if any rank fails. Drafts of earlier saves are removed, so they must have been written.
 
     Collective over ``group`` (the world): every rank of it must call, in program order.
     """
-    if keep < 2:
+    if keep is not None and keep < 2:
         raise ValueError(f"keep={keep} must be at least 2: one checkpoint to fall back to")
     kept_state = json.loads(json.dumps(state))  # a copy, which nobody changes while it is written
     if kept_state != state:

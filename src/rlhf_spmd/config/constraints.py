@@ -79,7 +79,8 @@ def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, Any, str
     for kind in type(section).__mro__:
         for needed, keys in vars(kind).get("needs", {}).items():
             pairs = [condition.partition("=") for condition in needed.split(" or ")]
-            if any(getattr(section, name) == value if value else getattr(section, name) for name, _, value in pairs):
+            settings = {name: getattr(section, name) for name, _, _ in pairs}
+            if any(str(settings[name]).lower() == value if value else settings[name] for name, _, value in pairs):
                 continue
             for key in keys:
                 first, _, inner = key.partition(".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,43 @@ SLIPS = "slips"  # in the projects' place: what people write without thinking of
 SHARED = ("algorithm", "data", "reward")  # sections that are ours too
 
 
+class ForeignSettings(dict[str, Any]):
+    """Another project's settings by dotted key. ``given``: keys that are not its defaults. ``read``: keys that were looked up, so
+    that a conversion can name the others."""
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__({**defaults, **given})
+        self.given, self.read = dict(given), set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def left(
+        self, ours: Callable[[str], str | None], made: Mapping[str, Any], why: Callable[[str, str | None], str]
+    ) -> dict[str, str]:
+        """Return, with a reason, each given key that is in ``made`` by no name of ours and was not read.
+
+        ``ours``: what stands for a key. ``why``: the reason for a key and what stands for it.
+        """
+        names = {key: ours(key) for key in self.given}
+        lost = {key: name for key, name in names.items() if (key not in self.read if name is None else name not in made)}
+        return {key: why(key, name) for key, name in lost.items()}
+
+
 @cache
 def foreign_names() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them."""
-    found: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {project: {"defaults": {}, "keys": {}, "said": {}, "not_needed": {}, **names} for project, names in found.items()}
+    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them. What is ``absent`` there
+    is said to be nothing, and why."""
+    tables: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    for names in tables.values():
+        absent = {name: f"nothing, {why}" for why, group in names.pop("absent", {}).items() for name in group.split()}
+        names["said"] = {**absent, **names.get("said", {})}
+    return {project: {"defaults": {}, "keys": {}, "not_needed": {}, **names} for project, names in tables.items()}
 
 
 def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:

@@ -314,7 +314,7 @@ def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[st
     renamed = [_dotted(where, newer)] if newer in allowed else []
     meant = next(filter(None, [renamed, below, longer[:1], here, same_name, elsewhere[:1]]), [])
     hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
-    given = [name for name, _ in leaves(value, _dotted(where, key))]
+    given = [*(name for name, _ in leaves(value, _dotted(where, key))), *([] if where or same_name else [key])]
     foreign = None if renamed else foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
     if foreign:
         return f"unknown key {foreign}"

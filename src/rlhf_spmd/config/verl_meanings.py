@@ -37,7 +37,7 @@ def teacher_of(verl: Mapping[str, Any]) -> str | None:
     """
     if not verl.get("distillation.enabled"):
         return None
-    given = {key: value for key, value in verl.items() if re.fullmatch(r"distillation\.teacher_models\.\w+\.model_path", key)}
+    given = {key: verl[key] for key in verl if re.fullmatch(r"distillation\.teacher_models\.\w+\.model_path", key)}
     if len(given) != 1:
         raise ConfigError(f"distillation.teacher_models: there are {len(given)}; here is one teacher, models.teacher.path")
     mode, by_gradient = verl.get(LOSS + "loss_mode", "k3"), bool(verl.get(LOSS + "use_policy_gradient"))
@@ -55,7 +55,9 @@ def replay_of(verl: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return ``models.actor.router_replay`` where updates take the experts of an earlier pass; and why others cannot be had."""
     for key in (key for key in verl if re.fullmatch(r"actor_rollout_ref\.actor\.(\w+\.)?router_replay\.mode", key)):
         if verl[key] in ("R2", "R3"):
-            return {"models.actor.router_replay": verl[key]}, {}
+            records = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+            unmeant = verl[key] == "R3" and not verl.get(records, True)
+            return {"models.actor.router_replay": verl[key]}, {records: "R3 takes the experts of generation"} if unmeant else {}
         if verl[key] != "disabled":
             return {}, {key: f"there is no {verl[key]}; models.actor.router_replay has R2 and R3"}
     return {}, {}
@@ -88,7 +90,7 @@ def whole_experts_of(verl: Mapping[str, Any], found: Mapping[str, Any]) -> tuple
         return {}, {}
     if tp == 1:
         return {}, {key: "generation shares experts among the ranks of generation.tp, and that is 1"}
-    return {"models.actor.generation.ep": tp}, {}
+    return {"models.actor.generation.ep": tp}, {} if verl[key] == tp else {key: f"the {tp} ranks of generation.tp share them"}
 
 
 def optimizer_of(verl: Mapping[str, Any], section: str, role: str) -> tuple[dict[str, Any], dict[str, str]]:

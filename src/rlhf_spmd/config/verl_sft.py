@@ -9,6 +9,7 @@ from typing import Any
 
 from yaml import safe_load
 
+from rlhf_spmd.config.foreign import ForeignSettings
 from rlhf_spmd.config.verl_meanings import optimizer_of, our_name, ranks_of_experts
 
 
@@ -26,35 +27,48 @@ def is_sft(given: Mapping[str, Any]) -> bool:
     )
 
 
-def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return this project's settings by dotted key, and the reason for each of verl's keys that is not carried over."""
+def sft_name(key: str) -> str | None:
+    """Return what stands for verl's ``key``, None if nothing does by itself."""
     names = sft_names()
-    verl: dict[str, Any] = names["defaults"] | dict(given)
-    found: dict[str, Any] = {"algorithm.name": "sft", "data.filter_overlong": verl["data.truncation"] != "error"}
-    ours = {key: our_name(names["keys"], key) for key in verl}
-    found |= {name: verl[key] for key, name in ours.items() if name is not None and _is_set(key, verl[key])}
-    optimizer, without = optimizer_of(verl, "optim", "actor")
+    lora = names["lora"].get(key)
+    return our_name(names["keys"], key) if lora is None else f"models.actor.lora.{lora}"
+
+
+def why_left(key: str, ours: str | None) -> str:
+    """Return why a key that is not carried over is not needed, or that it is not known."""
+    if ours is not None:
+        return (
+            "there are no adapters" if ours.startswith("models.actor.lora.") else "it is none, or all ranks, as here without it"
+        )
+    unknown = "not known: look it up" if "." in key else "it chooses among verl's defaults"
+    return next((why for name, why in sft_names()["not_needed"].items() if name in key), unknown)
+
+
+def sft_settings(verl: ForeignSettings) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return this project's settings by dotted key, and the reason for some of verl's keys that are not carried over."""
+    found: dict[str, Any] = {"algorithm.name": "sft", "data.filter_overlong": False, "data.truncation": verl["data.truncation"]}
+    lora, names = bool(verl.get("model.lora_rank", 0)), sft_names()["lora"]
+    for key, value in verl.items():
+        ours = sft_name(key)
+        if ours is not None and _is_set(key, value) and (lora or key not in names):
+            found[ours] = value
+    optimizer, left = optimizer_of(verl, "optim", "actor")
     found |= optimizer | ranks_of_experts(verl, found)
     if verl.get("optim.min_lr"):
         found["models.actor.optim.min_lr_ratio"] = verl["optim.min_lr"] / verl["optim.lr"]
-    left = {
-        key: next((why for name, why in names["not_needed"].items() if name in key), "not known: look it up")
-        for key in given
-        if ours[key] is None and key not in names["said"]
-    }
-    left |= without
-    for key in [key for key in ("run.save_freq", "run.test_freq") if isinstance(found.get(key), str)]:
-        left[f"trainer.{key[4:]}"] = f"{found.pop(key)!r}; here it is a number of steps"
-    if "run.keep_checkpoints" in found:  # the one before the newest is kept too
-        found["run.keep_checkpoints"] = max(2, found["run.keep_checkpoints"])
-    if verl.get("model.lora_rank", 0):
-        found |= {f"models.actor.lora.{ours}": verl[key] for key, ours in names["lora"].items() if key in verl}
+    for key in ("run.save_freq", "run.test_freq"):
+        if isinstance(found[key], str):
+            left[f"trainer.{key[4:]}"] = f"{found[key]!r}; here it is a number of steps"
+        found[key] = 0 if isinstance(found[key], str) else max(0, found[key])
+    if found.get("run.keep_checkpoints") == 1:
+        found["run.keep_checkpoints"] = 2
+        left["trainer.max_ckpt_to_keep"] = "the one before the newest is kept too, in case that is damaged"
     if verl.get("model.enable_gradient_checkpointing", True):
         found["models.actor.activation_checkpointing"] = "full"
-    if not any(key.startswith("engine.") and "parallel" in key and "sequence" not in key for key in given):
+    if not any(key.startswith("engine.") and "parallel" in key and "sequence" not in key for key in verl):
         found["models.actor.layout.zero"] = 3
     messages = verl.get("data.multiturn.messages_key", verl.get("data.messages_key"))
-    if messages or verl.get("data.multiturn.enable"):
+    if verl.get("data.multiturn.enable") or messages:
         found["data.prompt_key"] = messages or "messages"
         return found, left
     found["data.apply_chat_template"] = True  # verl makes a user's message of the prompt
@@ -68,4 +82,4 @@ def sft_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
 
 def _is_set(key: str, value: Any) -> bool:
     """Return False for -1 where verl means by it none, or all ranks."""
-    return not (key.endswith(("_max_samples", "_freq", "fsdp_size")) and isinstance(value, int) and value < 0)
+    return not (key.endswith(("_max_samples", "fsdp_size")) and isinstance(value, int) and value < 0)

@@ -19,6 +19,9 @@ from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, tak
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Paths, Row, RowOrError, list_paths, row_or_raise, set_names, stream_rows
 
+Truncation = Literal["error", "left", "right"]  # what becomes of a row above the limit that is not dropped; verl's names
+TELLING_SHARE = 0.05  # of rows that are dropped for their length, above which there is a warning
+
 
 @dataclass(frozen=True)
 class RowsConfig(EncodingConfig):
@@ -179,6 +182,7 @@ class RowTally:
     num_overlong: int = 0
     overlong: str = ""
     shortest: int = sys.maxsize
+    num_cut: int = 0
     num_dialogues: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     first_left_out: str = ""
@@ -190,6 +194,7 @@ class RowTally:
         """Adds the counts of the rows that follow."""
         self.num_overlong += other.num_overlong
         self.num_dialogues += other.num_dialogues
+        self.num_cut += other.num_cut
         self.overlong, self.first_left_out = self.overlong or other.overlong, self.first_left_out or other.first_left_out
         self.shortest = min(self.shortest, other.shortest)
         self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
@@ -198,15 +203,11 @@ class RowTally:
         """Returns the counts in words, with a comma before each."""
         text = f", {self.num_dialogues} cut from whole dialogues at their last turn" if self.num_dialogues else ""
         text += f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
+        text += f", {self.num_cut} over-long ones cut" if self.num_cut else ""
         text += "".join(f", {count} left out whose {reason}" for reason, count in self.left_out.items())
         text += f" (the first is {self.first_left_out})" if self.left_out else ""
         text += f", {self.num_duplicates} duplicate{'s' * (self.num_duplicates > 1)} left out" if self.num_duplicates else ""
         return text + (f", {self.num_bad} bad ones left out" if self.num_bad else "")
-
-    def warnings(self) -> list[str]:
-        """Returns a line about the bad rows, if there are any."""
-        rows = "1 row cannot be used and is" if self.num_bad == 1 else f"{self.num_bad} rows cannot be used and are"
-        return [f"{rows} left out; the first: {'; '.join(self.bad)}"] if self.num_bad else []
 
 
 class TokenDataset:
@@ -230,6 +231,7 @@ class TokenDataset:
     group_size = 1
     omitted_if: ClassVar[dict[str, int]] = {}
     batch_fields: ClassVar[tuple[str, ...]] = ()
+    can_cut: ClassVar[bool] = False  # its configuration has ``truncation``
     fingerprint = ""
 
     def __init__(
@@ -273,6 +275,18 @@ class TokenDataset:
             raise DataError(
                 f"none of {sum(tally.left_out.values()) + tally.num_bad} {self.noun} can be used{tally.describe()}{reasons}"
             )
+
+    def warnings(self) -> list[str]:
+        """Returns a line about the bad rows, if there are any, and one if many are dropped for their length."""
+        tally, name = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
+        rows = "1 row cannot be used and is" if tally.num_bad == 1 else f"{tally.num_bad} rows cannot be used and are"
+        lines = [f"{rows} left out; the first: {'; '.join(tally.bad)}"] if tally.num_bad else []
+        share = tally.num_overlong / (len(self) + tally.num_overlong)
+        if share > TELLING_SHARE:
+            of = f"{tally.num_overlong} of {len(self) + tally.num_overlong} {self.noun} ({share:.0%})"
+            remedy = f", or cut them by data.truncation with data.{self.drop[0]}=false" if self.can_cut else ""
+            lines.append(f"{name} drops {of}, which are longer; the first: {tally.overlong}. Raise it{remedy}")
+        return lines
 
     def digest(self) -> str:
         """Returns a fingerprint of the rows."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.data.batch import Ragged, encode_json
-from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset
+from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Row, RowOrError, list_paths, set_names, stream_rows
 from rlhf_spmd.data.messages import chat_options
@@ -43,14 +43,19 @@ class QuestionsConfig(RowsConfig):
 class PromptsConfig(QuestionsConfig):
     """Prompts to answer. Lengths count tokens.
 
-    - max_prompt_length: longer prompts are dropped
+    - max_prompt_length: longer prompts are dropped, or see `filter_overlong_prompts`
     - max_response_length: limit of responses unless `sampling` sets one
-    - filter_overlong_prompts: `false`: a longer prompt is an error
+    - filter_overlong_prompts: `false`: `truncation` says what becomes of a longer prompt
+    - truncation: `error`; `left`: it keeps its last tokens; `right`: its first, without the end that asks for an answer. Rewards
+      see the whole prompt
     """
+
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"filter_overlong_prompts=false": ("truncation",)}
 
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
     filter_overlong_prompts: bool = True
+    truncation: Truncation = "error"
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> PromptDataset:
         return PromptDataset(rows, self, tokenizer)
@@ -110,15 +115,21 @@ class PromptDataset(TokenDataset):
     """
 
     noun = "prompts"
+    can_cut: ClassVar[bool] = True
     omitted_if: ClassVar[dict[str, int]] = dict.fromkeys(LIMITS, 0)
     batch_fields: ClassVar[tuple[str, ...]] = ("row", *LIMITS)
 
     def __init__(self, rows: Sequence[Row], config: PromptsConfig, tokenizer: Any) -> None:
         encoded = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
         longest, drop = config.max_prompt_length, config.filter_overlong_prompts
+        num_cut = 0
+        if config.truncation != "error":
+            num_cut = sum(len(ids) > longest for ids, _ in encoded)
+            encoded = [(ids[-longest:] if config.truncation == "left" else ids[:longest], text) for ids, text in encoded]
         super().__init__(
             rows, {"prompt_ids": [ids for ids, _ in encoded]}, ("max_prompt_length", longest), ("filter_overlong_prompts", drop)
         )
+        self.tally.num_cut = num_cut
         kept = [(rows[i], *encoded[i]) for i in self.kept]
         seen = [reward_row(row, row.number, text, config) for row, _, text in kept]
         limits = torch.tensor([_limits_within(row, config.max_response_length) for row, *_ in kept], dtype=torch.int64)

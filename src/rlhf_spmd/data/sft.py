@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.data.batch import ragged
 from rlhf_spmd.data.conversations import Example, MaskedPair, encode_examples, end_ids, single_answer
-from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset
+from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.messages import check_messages, is_text, row_weight
@@ -53,9 +53,13 @@ class SftConfig(ResponsesConfig, PromptResponseConfig):
 
     - val_path: `path` of the rows for `val/loss`
     - text_key: column of one text in place of prompt and response; all of it is learnt (language modelling)
+    - truncation: for `filter_overlong=false`: `error`; of a longer row `left` keeps the last tokens of prompt and response
+      together, `right` the first. A row of which nothing to learn is left counts as left out
     """
 
     text_key: str | None = None
+    truncation: Truncation = "error"
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"filter_overlong=false": ("truncation",)}
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> ResponseDataset:
         return ResponseDataset(rows, self, tokenizer)
@@ -69,20 +73,41 @@ class ResponseDataset(TokenDataset):
     to learn.
     """
 
+    can_cut: ClassVar[bool] = True
     omitted_if: ClassVar[dict[str, int]] = {"response_mask": 1}
     batch_fields: ClassVar[tuple[str, ...]] = ("response_mask",)
 
     def __init__(self, rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> None:
         vocab_size = None if tokenizer is None else len(tokenizer)
-        unlearnt = [row for row in rows if row_weight(row) == 0]
-        rows = [row for row in rows if row_weight(row)] if unlearnt else rows
+        left_out = {"weight is 0": [row for row in rows if row_weight(row) == 0]}
+        rows = [row for row in rows if row_weight(row)]
         encode = _encode if config.text_key is None else _encode_texts
         learnt = _or_ids(rows, tokenizer, vocab_size, lambda texts: encode(texts, config, tokenizer))
+        num_cut = 0
+        if config.truncation != "error":
+            cut = [_cut(pair, config.max_length, config.truncation) for pair in learnt]
+            usable = [i for i, (_, _, mask) in enumerate(cut) if any(mask)]
+            num_cut = sum(cut[i] is not learnt[i] for i in usable)
+            left_out["prompt leaves no room"] = [rows[i] for i in sorted({*range(len(rows))} - {*usable})]
+            rows, learnt = [rows[i] for i in usable], [cut[i] for i in usable]
         columns = {"prompt_ids": [prompt for prompt, _, _ in learnt], "response_ids": [response for _, response, _ in learnt]}
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         self.row_fields["response_mask"] = ragged([learnt[i][2] for i in self.kept], torch.bool)
-        if unlearnt:
-            self.tally.left_out, self.tally.first_left_out = {"weight is 0": len(unlearnt)}, unlearnt[0].where
+        self.tally.num_cut = num_cut
+        self.tally.left_out = {reason: len(its) for reason, its in left_out.items() if its}
+        self.tally.first_left_out = next((row.where for its in left_out.values() for row in its), "")
+
+
+def _cut(pair: MaskedPair, limit: int, side: str) -> MaskedPair:
+    """Returns ``limit`` tokens of a longer row. The first is prompt even where the cut is in the response: nothing predicts it."""
+    prompt, response, mask = pair
+    if len(prompt) + len(response) <= limit:
+        return pair
+    if side == "right":
+        room = max(limit - len(prompt), 0)
+        return prompt, response[:room], mask[:room]
+    ids, begin = (prompt + response)[-limit:], max(limit - len(response), 1)
+    return ids[:begin], ids[begin:], mask[-(limit - begin) :]
 
 
 def has_ids(row: Row) -> bool:

@@ -144,7 +144,7 @@ def _warnings(ready: Any) -> Iterator[str]:
         advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
         yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"
     for data in (*ready.training.values(), *ready.validation.values()):
-        yield from data.tally.warnings()
+        yield from data.warnings()
     for key in dict.fromkeys(stream.key for stream in config.algorithm.streams.values()):
         if isinstance(section := getattr(config, key), EncodingConfig):
             yield from section.warnings(key, ready.tokenizer)

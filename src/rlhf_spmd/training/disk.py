@@ -34,7 +34,8 @@ def check_disk(ready: Any) -> str | None:
     saved = {role: plan for role, plan in ready.plans.items() if plan.trained or role in algorithm.moved}
     size = sum(saved_bytes(plan, model_device()) for plan in saved.values())
     exports = run.export + bool(run.keep_best) + (run.steps // run.export_freq if run.export_freq else 0)
-    kept = size * max(run.keep_checkpoints + 1 - len(there), 1)
+    saves = 1 + sum(run.steps // every for every in (run.save_freq, run.export_freq) if every)
+    kept = size * max((saves if run.keep_checkpoints is None else run.keep_checkpoints + 1) - len(there), 1)
     kept += exports * exported_bytes(ready.plans[algorithm.exported], model_device())
     wanted = checkpoints_of(Path(run.dir)).absolute()
     mounted = next(path for path in (wanted, *wanted.parents) if path.exists())

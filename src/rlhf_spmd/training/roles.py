@@ -146,8 +146,8 @@ def describe_roles(
     """Return every role with its model, on as many ranks as its layout needs at least: what is known before :func:`place`.
 
     ``roles``: name -> class. ``exported``: the role whose model other roles take if they name none. ``rewards``: role ->
-    settings; a name that is no role of ``roles`` becomes a reward that adds to the role "reward". ``rewarded``: an environment
-    gives rewards too, in the first reward role. ``weights``: they are needed, and checked.
+    settings; a name that is no role of ``roles`` becomes a reward, and its scores add to those of the role "reward", which may then be
+    left out. ``rewarded``: an environment gives rewards too, in the first reward role. ``weights``: they are needed, and checked.
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
     declared = [role for role, worker in roles.items() if issubclass(worker, RewardWorker)]
@@ -162,6 +162,8 @@ def describe_roles(
             raise ValueError(f"{reward_key(name)}: this algorithm has no such reward{hint or ';'} its rewards are {listed}")
     known = {role: worker for role, worker in roles.items() if issubclass(worker, ModelWorker)}
     known |= {name: RewardWorker for name in rewards if name not in known}
+    if not (rewarded or rewards.keys() <= {*declared} or "reward" in (*rewards, *models)):
+        del known["reward"]  # the scores of the others are all that is added up
     known |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
     for role in models:
         if role not in known:
@@ -236,9 +238,9 @@ def _reward_model(role: str, config: RoleConfig, reward: RewardConfig, rewarded:
     if path is None and reward.judge is not None:
         raise ValueError(f"{key}.judge needs a model that generates: give {key}.model or models.{role}.path")
     if path is None and reward.function is None and not rewarded:
-        needed = " (rewards of other names add to it)" if role == "reward" else ""
+        named = ", rewards of other names as rewards.<name>.function" if role == "reward" else ""
         raise ValueError(
-            f"there is no {role}: give {key}.function, a reward model as {key}.model, or an environment that gives rewards{needed}"
+            f"there is no {role}: give {key}.function{named}, a reward model as {key}.model, or an environment that gives rewards"
         )
     return replace(config, path=path)
 

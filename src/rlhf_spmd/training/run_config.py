@@ -38,7 +38,7 @@ class RunConfig:
     - resume: `auto`: go on from the newest good checkpoint in `run.dir`, if there is one. A checkpoint of another algorithm
       (`algorithm.name`), other models (their `path`) or other data (`data.path`, or other prompts or pairs in it) is refused. `force`:
       as `auto`, and refuses none. `never`. Or a checkpoint directory. The run prints which settings have changed
-    - keep_checkpoints: how many checkpoints stay
+    - keep_checkpoints: how many checkpoints stay, the newest ones; null: all
     - timeout_s: the longest that one rank may keep the others waiting
     - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); not read on GPUs
     - log_samples: responses written to `rollouts.jsonl` per step
@@ -59,7 +59,7 @@ class RunConfig:
     background_save: bool = True
     test_freq: NonNegativeInt = 0
     resume: str = "auto"
-    keep_checkpoints: Annotated[int, Range(least=2)] = 2
+    keep_checkpoints: Annotated[int, Range(least=2)] | None = 2
     timeout_s: Seconds = 600.0
     threads: Annotated[int, Range(least=1, most=MOST_THREADS)] = 1
     log_samples: NonNegativeInt = 4

@@ -31,8 +31,8 @@ class TrainConfig:
     the algorithm's other sections of data.
 
     - rewards: rewards by name, each with the keys of `reward` (`rewards.cost.function`). The names of the algorithm's reward roles
-      are for these. Any other name adds a reward, whose scores are added to the first one's; it must not be the beginning of
-      other metrics' names. `reward` is short for `rewards.reward`: give one of the two
+      are for these. Any other name adds a reward, and all scores are added up; it must not be the beginning of other metrics'
+      names. `reward` is short for `rewards.reward`: give one of the two, or only rewards of other names
     - environments: environments by name, each with the keys of `environment` (`environments.search.cls`). A row's column
       `environment` names its own; a row that names none has `environment`
     - plan: a file that `plan` wrote ([planner.md](planner.md)), which decides placement and layouts. The command line overrides
