@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -86,7 +87,10 @@ def talker(template: str = TEMPLATE) -> Path:
 
 
 def talk(cls: str, most: int = 400, model: Path | None = None, **settings: Any) -> list[tuple[str, list[bool], Completion]]:
-    """Of 24 rows: their text with special tokens, which of it the model said, character or token by token, and all else."""
+    """Of 24 rows: their text with special tokens, which of it the model said, character or token by token, and all else.
+
+    Raises RuntimeError for an environment that failed.
+    """
     path = str(model or talker())
     config, mesh = EnvironmentConfig(cls=cls, **settings), alone()[1]
     found = Environments({"environment": config}, {i: {} for i in range(24)}, load_tokenizer(path))
@@ -94,6 +98,8 @@ def talk(cls: str, most: int = 400, model: Path | None = None, **settings: Any) 
     requests = [Request(i, i, [50 + i, 60], most) for i in range(24)]
     generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(found.tokenizer))
     completions = generator.generate(requests, sampling, 1, 2, environments=found)
+    for failure in (done.failure for done in completions if done.failure is not None):
+        raise RuntimeError(failure)
     return [("".join(WORDS[token] for token in done.token_ids), done.mask or [], done) for done in completions]
 
 
@@ -207,17 +213,20 @@ def behind_a_cut_turn(model: Path, row: dict[str, Any]) -> str:
     return "".join(WORDS[token] for token in completion.token_ids).partition(WORDS[61])[2]
 
 
-def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:
+def test_a_template_that_has_no_place_for_a_message_fails() -> None:
     silent = "{% for message in messages if message.role != 'critic' %}{{ message.content }}<|im_end|>{% endfor %}"
     refusing = "{{ raise_exception('no tools here') }}"
     for role, template, message in (
-        ("critic", silent, "'environment': row [0-9]+: the chat template leaves out messages of the role 'critic'"),
+        (
+            "critic",
+            silent,
+            "'environment': row [0-9]+: its messages: the chat template leaves out messages of the role 'critic'",
+        ),
         ("tool", refusing, "the chat template refuses these messages: no tools here"),
     ):
-        with pytest.raises(RuntimeError, match=message) as caught:
+        with pytest.raises(RuntimeError, match=message):
             talk("test_several:Answering", model=talker(template), args={"role": role})
-        assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match=r"'environment': a message to row [0-9]+ is not JSON: Object of type set"):
+    with pytest.raises(RuntimeError, match=r"'environment': row [0-9]+: Object of type set is not JSON"):
         talk("test_several:Answering", args={"role": "user", "seen": {1}})
 
 
@@ -266,6 +275,21 @@ def test_the_model_reads_what_a_tool_returns_or_raises(function: str, call: str,
     name = function.partition(":")[2]
     assert tools.step(call) == ([{"role": "user", "name": name, "content": content}], 0.0, False)
     assert tools.step("It is 6650 km.") == ("", 0.0, True)
+
+
+def test_calls_of_a_turn_run_together_and_the_model_reads_which_took_too_long() -> None:
+    tools, called = Tools(["test_several:nap", "test_several:find"], format="hermes"), '<tool_call>{"name": '
+    turn = f'{called}"nap", "arguments": {{"seconds": 100}}}}</tool_call>' * 2
+    turn += f'{called}"find", "arguments": {{"query": "nile"}}}}</tool_call>'
+    (*slow, quick), _, done = tools.step(turn, TurnContext(timeout_s=0.5))
+    assert [slow, quick["content"], done] == [[{"role": "tool", "name": "nap", "content": LATE}] * 2, "6650 km", False]
+
+
+LATE = "error: no result within 0.45 s"
+
+
+def nap(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def test_a_function_describes_itself() -> None:
