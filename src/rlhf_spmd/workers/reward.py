@@ -125,8 +125,8 @@ class RewardWorker(ModelWorker):
 
         ``scores`` [rows]: weight * function + model_weight * model; nan for rows that this reward does not score. The first reward
         adds weight * reward of the row's environment. ``failed`` bool [rows]: a call or the environment failed, so the row has no
-        score, whatever other rewards say. ``answer_codes`` float64 [rows]: equal for responses in which the function read equal answers, -1 if it read
-        none, nan if it reads no answers. Raises RewardError for a score beyond float32.
+        score, whatever other rewards say. ``answer_codes`` float64 [rows]: equal for responses in which the function read equal
+        answers, -1 if it read none, nan if it reads no answers. Raises RewardError for a score beyond float32.
 
         Collective over the pool: every rank of it must call, in program order.
         """
