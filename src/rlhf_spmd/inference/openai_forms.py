@@ -101,24 +101,26 @@ class AnswerFormat:
     - stream: send the answer in parts, as tokens are drawn
     - echo: only for completions: repeat the prompt, with the log-probs of its tokens, before the response
     - chat_template_kwargs: only for chats: variables of the chat template
+    - generates: false for ``max_tokens`` 0, which answers with the prompt alone
     """
 
     stream: bool = False
     stream_options: StreamOptions = field(default_factory=StreamOptions)
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    generates: bool = True
 
 
 def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, SamplingParams]:
     """How a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
 
-    ``max_tokens`` may be 0 with ``echo``.
+    ``max_tokens`` may be 0 with ``echo``; the sampling parameters then have 1.
     """
     asked = {key: value for key, value in body.items() if value is not None and value not in NOT_YET.get(key, ())}
     for key in NOT_YET:
         if key in asked:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
-    shaping = {each.name for each in fields(AnswerFormat)}
+    shaping = {each.name for each in fields(AnswerFormat)} - {"generates"}
     given = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
     if bad := [key for key in INTERNAL if key in given]:
         raise ValueError(f"unknown key '{bad[0]}'")
@@ -127,12 +129,14 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
         likeliest = given.pop("top_logprobs", 0)
         given["logprobs"] = likeliest if given.pop("logprobs", False) else None
     answer: AnswerFormat = _read(AnswerFormat, {key: value for key, value in asked.items() if key in shaping})
+    if type(most := given.get("max_tokens")) is int and most == 0:  # neither false nor 0.0
+        answer, given["max_tokens"] = replace(answer, generates=False), 1
     params: SamplingParams = _read(SamplingParams, given)
     if answer.echo and chat:
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
     if answer.chat_template_kwargs and not chat:
         raise ValueError("chat_template_kwargs are for /v1/chat/completions: a completion's prompt has no template")
-    if params.max_tokens == 0 and not answer.echo:
+    if not (answer.generates or answer.echo):
         raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
     return answer, replace(params, prompt_logprobs=params.logprobs if answer.echo else None)
 

@@ -139,8 +139,7 @@ class RequestProcessor:
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
         """The requests for ``prompts``, as :meth:`encode` returns them. Numbers the responses. Local. Raises ValueError, one line."""
-        checked = {id(each): each.read() for each in params}
-        return [self._request(*prompt, checked[id(each)]) for prompt, each in zip(prompts, params, strict=True)]
+        return [self._request(*prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
         where, sampling, config = "sampling_params", params.of_call(), self.engine.generator.config

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import nan
 from queue import Empty, Queue
@@ -135,7 +135,7 @@ class Service:
         if not 0 < len(prompts) * max(params.n, 1) <= MOST_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MOST_ROWS} responses")
         variables = {**self.variables, **format.chat_template_kwargs}
-        read = self.processor.encode(prompts, variables=variables, generates=params.max_tokens != 0)
+        read = self.processor.encode(prompts, variables=variables, generates=format.generates)
         rest = {key: value for key, value in body.items() if key not in ("prompt", "messages")}
         return {"chat": chat, "body": rest, "prompts": read}
 
@@ -203,14 +203,13 @@ class Service:
     def _job(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
         """Raises ValueError."""
         format, params = read_request(body, chat)
-        generates = params.max_tokens != 0
-        asked = self.processor.requests(prompts, [params if generates else replace(params, max_tokens=1)] * len(prompts))
+        asked = self.processor.requests(prompts, [params] * len(prompts))
         served = ServedRequest(number, chat, format, asked)
         if num_log_probs([served]) > MOST_LOG_PROBS:
             raise ValueError(
                 f"{len(served.rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
             )
-        if not generates:
+        if not format.generates:
             none = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
             served.ended = dict.fromkeys(served.rows, none)
         return served
