@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isnan
@@ -35,7 +37,9 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "web_search_options": (),
 }
-MOST_DEPTH = 100  # of nested values in a request's JSON
+MOST_DEPTH = 100  # of nested lists and objects in a request's JSON
+MOST_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 CHARACTER_BYTES = 4  # at most in UTF-8, so at most this many tokens share a character
 ToBytes = Callable[[int, str], list[int] | None]  # (token, its text) -> its bytes
@@ -61,20 +65,38 @@ def read_body(raw: bytes) -> dict[str, Any]:
     """A request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
 
     def depth(value: Any) -> int:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return 1 + max(map(depth, inner), default=0)
+        inner = value.values() if isinstance(value, dict) else value
+        return 1 + max((depth(each) for each in inner if isinstance(each, dict | list)), default=0)
 
+    text = raw.decode("utf-8-sig")
     try:
-        body = json.loads(raw)
-        json.dumps(body, ensure_ascii=False).encode()
-        is_deep = depth(body) > MOST_DEPTH
+        body = json.loads(text)
+        is_deep = isinstance(body, dict) and depth(body) > MOST_DEPTH
     except RecursionError:
         is_deep = True
     if is_deep:
         raise ValueError(f"a request's JSON is at most {MOST_DEPTH} values deep")
     if not isinstance(body, dict):
         raise ValueError("a request is a JSON object")
+    if SURROGATE.search(text):
+        json.dumps(body, ensure_ascii=False).encode()
     return body
+
+
+def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
+    """Raises ValueError for a field that is longer than it can be, before it is read: that would hold up other requests.
+
+    ``longest``: tokens of a prompt and its response.
+    """
+    for key, value in body.items():
+        most = {"prompt": sys.maxsize, "messages": longest, "stop": MOST_STOPS}.get(key, vocab_size)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"{key} has {len(value)} entries, and may have {most}")
+    stop = body.get("stop")
+    if (
+        length := sum(len(each) for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str))
+    ) > STOP_CHARACTERS:
+        raise ValueError(f"stop has {length} characters, and may have {STOP_CHARACTERS}")
 
 
 def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:

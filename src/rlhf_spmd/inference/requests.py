@@ -120,6 +120,15 @@ class RequestProcessor:
         given = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
         given = [p.tolist() if hasattr(p, "tolist") else p for p in given]  # an array
         names = [f"prompt {number}" for number in range(len(given))]
+
+        def check_room(length: int, name: str) -> None:
+            if self.longest - length < generates:
+                answer = ", one of which is the response's" if generates else ""
+                raise ValueError(f"{name} has {length} tokens, and a row may have {self.longest}{answer}")
+
+        for name, prompt in zip(names, given, strict=True):
+            if is_ids(prompt):  # first: reading millions of ids takes seconds
+                check_room(len(prompt), name)
         texts = [i for i, p in enumerate(given) if not is_ids(p)]
         read: dict[int, Prompt] = {i: (list(p), None) for i, p in enumerate(given) if is_ids(p)}
         if texts:
@@ -131,10 +140,7 @@ class RequestProcessor:
             encoded = encoder.encode([given[i] for i in texts], [names[i] for i in texts], most_characters=most)
             read |= zip(texts, encoded, strict=True)
         for i, name in enumerate(names):
-            room = self.longest - len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids"))
-            if room < generates:
-                answer = ", one of which is the response's" if generates else ""
-                raise ValueError(f"{name} has {self.longest - room} tokens, and a row may have {self.longest}{answer}")
+            check_room(len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids")), name)
         return [read[i] for i in range(len(given))]
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:

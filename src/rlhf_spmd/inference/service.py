@@ -29,6 +29,7 @@ from rlhf_spmd.inference.openai_forms import (
     Refusal,
     TextDelta,
     TextOffsets,
+    check_sizes,
     choice_of,
     prompts_of,
     read_body,
@@ -141,6 +142,7 @@ class Service:
         body = read_body(raw)
         if body.get("model", self.name) != self.name:
             raise Refusal(404, f"the model {body['model']!r} is not here; there is {self.name!r}", "model_not_found")
+        check_sizes(body, self.processor.spec.vocab_size, self.processor.longest)
         format, params = read_request(body, chat)
         prompts = prompts_of(body, chat)
         if not 0 < len(prompts) * params.n <= MOST_ROWS:
