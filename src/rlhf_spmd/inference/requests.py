@@ -103,6 +103,7 @@ class RequestProcessor:
         self.path = ready.config.model.path
         self.longest = ready.config.max_model_len or ready.spec.max_position_embeddings
         self._num_rows = 0
+        self._texts: dict[int, str] = {}  # of tokens
 
     def encode(
         self,
@@ -231,8 +232,9 @@ class RequestProcessor:
 
     def named(self, entries: Entries) -> list[dict[int, Logprob]]:
         """``entries`` with the rank and the text of each token."""
-        texts = {token: self._decode([token], skips=False) for token in {token for entry in entries for token, _ in entry}}
-        named = []
+        texts, named = self._texts, list[dict[int, Logprob]]()
+        for token in {token for entry in entries for token, _ in entry}.difference(texts):
+            texts[token] = self._decode([token], skips=False)
         for entry in entries:
             ranks = {token: rank for rank, (token, _) in enumerate(entry[1:], 1)}
             named.append({token: Logprob(value, ranks.get(token), texts[token]) for token, value in entry})
