@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.environments import tools as tools_module
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
@@ -283,6 +285,15 @@ def test_calls_of_a_turn_run_together_and_the_model_reads_which_took_too_long() 
     turn += f'{called}"find", "arguments": {{"query": "nile"}}}}</tool_call>'
     (*slow, quick), _, done = tools.step(turn, TurnContext(timeout_s=0.5))
     assert [slow, quick["content"], done] == [[{"role": "tool", "name": "nap", "content": LATE}] * 2, "6650 km", False]
+
+
+def test_calls_that_never_return_fail_their_rows_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads cannot be ended; without them no call would have an answer, for the rest of the run."""
+    monkeypatch.setattr(tools_module, "PLACES", BoundedSemaphore(1))
+    tools, turn = Tools(["test_several:nap"], format="llama3_json"), '{"name": "nap", "parameters": {"seconds": 100}}'
+    assert tools.step(turn, TurnContext(timeout_s=0.1))[0][0]["content"] == "error: no result within 0.09 s"  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="512 calls of tools have not returned; give the tools time limits of their own"):
+        tools.step(turn, TurnContext(timeout_s=0.1))
 
 
 LATE = "error: no result within 0.45 s"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Thread, active_count
 from typing import Any, NamedTuple
 
 from rlhf_spmd.environments.config import (
@@ -27,6 +27,7 @@ from rlhf_spmd.environments.config import (
 )
 from rlhf_spmd.environments.tool_calls import TurnContext
 
+MOST_THREADS = 4096  # of a process, beyond which no call that overruns is left alone
 BEAT_S = 0.1  # between looks at the clock while waiting
 
 
@@ -107,7 +108,7 @@ class EnvironmentRunner:
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
         """Returns the answers that have arrived; with ``wait`` at least one, which must have been asked for.
 
-        ``tick`` is called while waiting.
+        ``tick`` is called while waiting. Raises EnvironmentFailure if too many calls that overran do not return.
         """
         found: list[Answer] = []
         while True:
@@ -130,6 +131,10 @@ class EnvironmentRunner:
             name = self._names[row_id]
             limit = self._configs[name].timeout_s
             if time.monotonic() - began > limit and self._started.pop(row_id, None) is not None:
+                if active_count() > MOST_THREADS:
+                    raise EnvironmentFailure(
+                        f"{active_count()} threads: calls of {environment_key(name)} that overran do not return"
+                    )
                 self._start_thread(name)
                 what = f"has not returned within {environment_key(name)}.timeout_s={limit}"
                 self._answers.put(self._failure(row_id, what))

@@ -10,7 +10,7 @@ import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from threading import Thread
+from threading import BoundedSemaphore, Thread
 from typing import Any
 
 from rlhf_spmd.config.registry import resolve_function
@@ -19,6 +19,8 @@ from rlhf_spmd.environments.config import ChatMessage
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 
 TOGETHER = 8  # calls of one turn that run at the same time
+MOST_RUNNING = 512  # threads of calls in a process, with those that nobody waits for any more
+PLACES = BoundedSemaphore(MOST_RUNNING)
 SHARE_OF_TIME = 0.9  # of a turn's time; the rest is for reading the turn and rendering the results
 
 
@@ -63,10 +65,14 @@ class Tools:
             for number, call in waiting:  # an iterator of a list, which threads may share
                 if time.monotonic() < deadline:
                     replies[number] = self._reply(call)
+            PLACES.release()
 
-        threads = [Thread(target=work, name="tool", daemon=True) for _ in range(min(len(calls), TOGETHER))]
-        for thread in threads:
-            thread.start()
+        threads: list[Thread] = []
+        while len(threads) < min(len(calls), TOGETHER) and PLACES.acquire(timeout=0.0 if threads else limit):
+            threads.append(Thread(target=work, name="tool", daemon=True))
+            threads[-1].start()
+        if not threads:  # what the model reads would be the same in every later turn: this row fails, and is counted
+            raise RuntimeError(f"{MOST_RUNNING} calls of tools have not returned; give the tools time limits of their own")
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         late = f"error: no result within {limit:g} s"

@@ -202,7 +202,7 @@ class MultiTurnRollouts:
     def answers(self, wait: bool) -> list[tuple[SequenceState, list[int]]]:
         """Rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.
 
-        Collective over the replica: every rank of it must call, in program order.
+        Raises EnvironmentFailure. Collective over the replica: every rank of it must call, in program order.
         """
         if not self._awaited:
             return []
