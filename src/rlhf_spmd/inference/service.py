@@ -43,12 +43,8 @@ TURN_S = 0.2  # seconds of generation after which new requests join and streams 
 IDLE_S = 1.0  # seconds after which ranks that wait for requests hear of each other
 END_S = 8.0  # seconds that running requests have when the service is told to end: container runtimes kill after ten
 MOST_ROWS = 4096  # responses of one request
-MOST_LOG_PROBS = (
-    1 << 27
-)  # rows * longest response * (1 + logprobs) of a request, and of all rows in flight, which the device holds
-AHEAD = (
-    1.25  # times max_num_seqs: rows that are in flight or wait for a place in it; more would hold up requests that come later
-)
+MOST_LOG_PROBS = 1 << 27  # rows * longest response * (1 + logprobs) of a request, and of the rows in flight, on the device
+AHEAD = 1.25  # times max_num_seqs: rows in flight, some of which wait for a place in a step; more would hold up later requests
 OF_REQUESTS = ValueError, TypeError, LookupError, ArithmeticError  # raised by the host's code, which is alike on all ranks
 FORGET = 4096  # requests after which the cache and the table of its prompts' prefixes are made anew
 
