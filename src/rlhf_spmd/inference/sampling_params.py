@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, fields
 from typing import Annotated, Any
 
-from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seed
+from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seed
 from rlhf_spmd.config.schema import check_fields, check_section, read_value, type_hints
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
@@ -43,7 +43,7 @@ class SamplingParams:
       penalties. Every rank of a replica calls them for every token with the same arguments, so they must keep no state of a row
     """
 
-    n: PositiveInt = 1
+    n: NumRows = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
