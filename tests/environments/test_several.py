@@ -24,7 +24,7 @@ from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments import tools as tools_module
 from rlhf_spmd.environments.config import EnvironmentConfig
-from rlhf_spmd.environments.runner import EnvironmentRunner
+from rlhf_spmd.environments.runner import EnvironmentFailure, EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
 from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
@@ -390,6 +390,20 @@ def test_rows_of_one_run_have_different_environments_in_any_layout(tmp_path: Pat
             assert min(abs(paid - possible) for possible in ((0, 3) if name == "zeds" else (0,))) < 1e-5, row
             ended.add((name, paid > 1))
     assert ended >= {("zeds", True), ("short", False), (None, False)} and several_turns
+
+
+def test_generate_scores_no_row_whose_environment_failed(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "1?"}\n{"prompt": "2?"}\n')
+    settings = [f"model.path={talker()}", f"data.path={tmp_path / 'in.jsonl'}", f"out={tmp_path / 'out.jsonl'}"]
+    settings += ["environment.cls=test_environments:Broken", "environment.args.how=reset", "environment.max_failure_rate=1"]
+    settings += ["reward.function=length", "reward.kwargs={max_length: 9}", "sampling.max_response_length=5"]
+    program.generate(program.prepare(None, settings, Launch()), alone()[0])
+    for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()):
+        assert row["score"] is row["environment_reward"] is None and row["response_ids"]
+        assert "failed in reset(): KeyError: 'no such game'" in row["environment_failure"]
+    refused = program.prepare(None, [*settings, "environment.max_failure_rate=0.5", f"out={tmp_path / 'b.jsonl'}"], Launch())
+    with pytest.raises(EnvironmentFailure, match=r"failed in 2 of 2 rows, more than environment\.max_failure_rate=0.5"):
+        program.generate(refused, alone()[0])
 
 
 def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:

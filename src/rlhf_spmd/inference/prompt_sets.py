@@ -309,8 +309,8 @@ class PromptSetRun:
                 for row, stripped in zip(rows, answers, strict=True):
                     row["stripped"] = stripped
             scored = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
-            for row, text, verdict in zip(rows, texts, scored, strict=True):
-                row |= {"response": text, **verdict}
+            for row, text, verdict, completion in zip(rows, texts, scored, completions, strict=True):
+                row |= {"response": text, **verdict} | ({"score": None} if completion.failure else {})
         made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
         self.ready.journal.append(made)
         return made
