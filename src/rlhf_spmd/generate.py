@@ -11,8 +11,8 @@ Output, in input order, ``sampling.n`` rows per prompt: ``id``, ``prompt`` (text
 (with the stop token), ``log_probs`` (temperature 1), ``text`` (null without a tokenizer) and ``finish_reason`` (``stop``, or
 ``length`` at the limit or the end of the model's context). ``reward.function`` adds ``score``. ``sampling.logprobs`` adds
 ``top_log_probs``: [id, log-prob] of the likeliest tokens. ``environment.cls`` adds ``response_mask`` (1: the model's token, 0:
-the environment's), ``environment_reward`` and ``num_turns``. A prompt without room in the model's context has ``error`` in
-place of a response.
+the environment's), ``environment_reward`` and ``num_turns``; where it failed these rows have no score, and
+``environment_failure`` says why. A prompt without room in the model's context has ``error`` in place of a response.
 
 With ``keep`` the output is a data set instead: the best responses, or pairs. A job that was killed goes on where it was.
 """

@@ -7,7 +7,8 @@ this machine can ask, unless ``host`` says otherwise. Beside OpenAI's fields a r
 such as ``top_k``, ``min_p``, ``repetition_penalty`` and ``stop_token_ids``. Unknown fields are refused.
 
 A request that comes while others run joins them after a moment, if it differs from them only in lengths and in how a token is drawn
-(temperature, top_p, top_k, min_p, seed). Otherwise it waits until they have ended. All ranks hold one model together.
+(temperature, top_p, top_k, min_p, seed). Otherwise it waits until what has begun of them has ended. Responses begin in turn, one of
+each request, so one that asks for many does not hold up the others. All ranks hold one model together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from rlhf_spmd.config.constraints import Range
+from rlhf_spmd.config.constraints import PositiveInt, Range
 from rlhf_spmd.data.chat_variables import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
@@ -46,6 +47,8 @@ class ServeConfig(EngineConfig):
     - served_model_name: the model's name in requests; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
     - allowed_origins: web pages whose scripts may ask from a browser, as in `https://chat.example.org`; `*`: all
+    - max_body_bytes: bytes of a request; a longer one is answered with status 413
+    - max_queued_requests: requests that are read or wait for their first turn; others are answered with status 429
     """
 
     needs: ClassVar = {"separate_reasoning": ("reasoning_tags",)}
@@ -58,6 +61,8 @@ class ServeConfig(EngineConfig):
     reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
     token_env: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
+    max_body_bytes: PositiveInt = 1 << 23
+    max_queued_requests: PositiveInt = 1024
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -100,7 +105,8 @@ def serve(ready: LoadedModel, world: World, board: Board) -> None:
             pass
         return
     token = None if config.token_env is None else os.environ[config.token_env]
-    endpoint = Endpoint(config.port, AccessRules(config.host, token, config.allowed_origins), service)
+    limits = config.max_body_bytes, config.max_queued_requests
+    endpoint = Endpoint(config.port, AccessRules(config.host, token, config.allowed_origins, *limits), service)
     print(f"{name} on {ready.layout}: {endpoint.url}", file=sys.stderr, flush=True)
     while service.turn():
         pass

@@ -17,7 +17,12 @@ from rlhf_spmd.config.foreign import foreign_names
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load, to_yaml
 from rlhf_spmd.config.registry import available, find, located, resolve_function
-from rlhf_spmd.config.schema import ConfigError, inline
+from rlhf_spmd.config.schema import ConfigError, check_fields, inline
+from rlhf_spmd.data.prompts import DataConfig
+from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
+from rlhf_spmd.parallel.layout import LayoutConfig
+from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import keys as train_keys
 
 pytest.importorskip("omegaconf")
@@ -319,6 +324,27 @@ def test_a_value_out_of_its_range_is_one_line(override: str, message: str) -> No
     with pytest.raises(ConfigError) as refused:
         check_tree(load(Whole, None, [f"bounded.{override}"]))
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "most"),
+    [
+        (LayoutConfig, "tp", 65_536),
+        (LayoutConfig, "cp", 65_536),
+        (SamplingConfig, "n", 2**20),
+        (GenerationConfig, "max_num_seqs", 2**20),
+        (DataConfig, "train_batch_size", 2**20),
+        (DataConfig, "gen_batch_size", 2**20),
+        (RewardConfig, "num_workers", 1024),
+        (EnvironmentConfig, "num_workers", 1024),
+    ],
+)
+def test_what_32_bits_hold_and_no_host_does_is_refused(section: type, key: str, most: int) -> None:
+    """It would fill the memory, or start processes for ever, and no line would name the key."""
+    needed = {"path": "x"} if section is DataConfig else {}
+    check_fields(section(**needed, **{key: most}), "some")
+    with pytest.raises(ValueError, match=rf"some.{key}=2147483647: must be at least 1 and at most {most}"):
+        check_fields(section(**needed, **{key: 2**31 - 1}), "some")
 
 
 def test_values_within_their_ranges_are_taken() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +26,8 @@ from ranks import run_ranks
 from rlhf_spmd.data.tokenizer import decoding, encode, encode_continued, load_tokenizer
 from rlhf_spmd.environments.calculator import Calculator, calculate
 from rlhf_spmd.environments.config import EnvironmentConfig
-from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
-from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
+from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner, check_failed_rows
+from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig, multi_turn
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
@@ -127,7 +129,9 @@ def generate(
     mesh = build_mesh(world, range(world.size), layout) if world.size > 1 else alone()[1]
     found = environments(**settings)
     generator = Generator(load(path, mesh), mesh, config, read_eos_ids(path), decoding(found.tokenizer))
-    return [outcome(done) for done in generator.generate(requests()[0], SAMPLING, 1, 2, environments=found)]
+    completions = generator.generate(requests()[0], SAMPLING, 1, 2, environments=found)
+    assert not any(done.failure for done in completions)
+    return [outcome(done) for done in completions]
 
 
 def outcome(done: Completion) -> tuple[list[int], list[bool], float, int, str]:
@@ -322,15 +326,50 @@ def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypa
         ("pair", r"it must return \(observation, reward, done\), not \('', 0.0\)"),
         ("nan", r"the reward must be a finite number, not nan"),
         ("sleep", r"has not returned within environment.timeout_s=0.5"),
-        ("long", r"reset\(\) of row \d+ observes 99 tokens, but max_response_length=\d+, .* must leave one"),
+        ("long", r"reset\(\) observes 99 characters, .* but max_response_length=\d+, .* must leave one"),
     ],
 )
-def test_a_failing_environment_ends_the_call(how: str, message: str) -> None:
-    timeout_s = 0.5 if how == "sleep" else 300.0
-    settings = {"cls": "test_environments:Broken", "args": {"how": how}, "timeout_s": timeout_s}
-    with pytest.raises(RuntimeError, match=message) as caught:
-        generate(alone()[0], str(tasks.task() / "actor"), Layout(), SMALL, settings)
-    assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
+def test_a_failing_environment_ends_its_row_and_no_other(plain: list[Any], how: str, message: str) -> None:
+    """Also if its calls take all threads. A row without a token answers once, alone."""
+    found = environments(timeout_s=0.5 if how == "sleep" else 300.0)
+    broken = replace(found.configs["environment"], cls="test_environments:Broken", args={"how": how}, num_workers=1)
+    rows = {row: values | {"environment": "broken"} if row < 3 else values for row, values in found.rows.items()}
+    found, path = replace(found, configs={**found.configs, "broken": broken}, rows=rows), str(tasks.task() / "actor")
+    generator = Generator(load(path, alone()[1]), alone()[1], SMALL, read_eos_ids(path), decoding(found.tokenizer))
+    completions = generator.generate(requests()[0], SAMPLING, 1, 2, environments=found)
+    assert [outcome(done) for done in completions[3:]] == plain[3:]
+    failed = [done for done in completions if done.failure is not None]
+    assert failed and {done.row_id for done in failed} <= {0, 1, 2}
+    for done in failed:
+        assert re.search(message.replace("environment.timeout", r"environments\.broken\.timeout"), done.failure or "")
+        assert math.isnan(done.reward) and done.token_ids and len(done.mask or ()) == len(done.token_ids)
+    with pytest.raises(
+        EnvironmentFailure, match=r"environments.broken failed in 2 of 3 rows, more than .*rate=0.5; the first: why"
+    ):
+        check_failed_rows(broken, "broken", 2, 3, "why")
+    check_failed_rows(broken, "broken", 1, 2, "why")
+    assert EnvironmentFailure.exit_class == "reward"
+
+
+def test_an_observation_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    monkeypatch.setattr(multi_turn, "encode_continued", lambda _, text: [lengths.append(len(text))] and [3])
+    for said in ("z" * 10_000_000, [{"role": "tool", "content": "z" * 10_000_000}]):
+        settings = {"cls": "test_environments:Saying", "args": {"said": said}}
+        rows = generate(alone()[0], str(tasks.task() / "actor"), Layout(), SMALL, settings)
+        assert rows is not None and {(turns, reason) for _, _, _, turns, reason in rows} <= {(1, "length"), (1, "stop")}
+    assert not any(lengths)
+
+
+class Saying:
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[Any, float, bool]:
+        return self.said, 0.0, False
 
 
 def test_half_a_surrogate_pair_is_read_as_a_question_mark() -> None:
@@ -513,9 +552,29 @@ def test_without_an_environment_there_is_no_field_of_it_and_without_a_function_i
     assert metrics["reward/mean"] == pytest.approx(0.5 * metrics["rollout/environment_reward_mean"], rel=1e-6)
 
 
+class Choosy(Parrot):
+    """Fails in rows with an odd prompt."""
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        self.odd = len(row["prompt"]) % 2
+        return super().reset(row)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return super().step(text) if not self.odd else ("", math.nan, False)
+
+
+def test_rows_whose_environment_fails_are_left_out() -> None:
+    more = ("environment.cls=test_environments:Choosy", "environment.max_failure_rate=0.9")
+    ((fields, metrics),) = run_ranks(1, one_step, (*PARROT, *more))
+    odd = [len(prompt) % 2 == 1 for prompt in fields["prompt_ids"]]
+    assert [math.isnan(score) for score in fields["scores"]] == odd and any(odd) and not all(odd)
+    assert metrics["rollout/environment_failures"] == metrics["reward/unscored"] == sum(odd)
+    assert math.isfinite(metrics["actor/pg_loss"]) and metrics["rollout/environment_reward_mean"] > 0
+
+
 def test_a_run_whose_environment_fails_ends_with_one_line(tmp_path: Path) -> None:
     """On one of two replicas, which other ranks wait for."""
-    broken = ("environment.cls=test_environments:Fragile", "environment.weight=1", *PARROT[2:])
+    broken = ("environment.cls=test_environments:Fragile", "environment.max_failure_rate=0.25", *PARROT[2:])
     program = tasks.start_program(2, tmp_path, tasks.settings(tmp_path, 1, *broken))
     assert tasks.finish(program, tmp_path) == 7 and set(program.codes.values()) == {7}
     status = json.loads((tmp_path / "exit_status.json").read_text())

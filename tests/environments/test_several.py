@@ -6,8 +6,10 @@ import functools
 import itertools
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any, ClassVar
 
 import pytest
@@ -20,8 +22,9 @@ from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.schema import check_section
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.environments import tools as tools_module
 from rlhf_spmd.environments.config import EnvironmentConfig
-from rlhf_spmd.environments.runner import EnvironmentRunner
+from rlhf_spmd.environments.runner import EnvironmentFailure, EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
 from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
@@ -86,7 +89,10 @@ def talker(template: str = TEMPLATE) -> Path:
 
 
 def talk(cls: str, most: int = 400, model: Path | None = None, **settings: Any) -> list[tuple[str, list[bool], Completion]]:
-    """Of 24 rows: their text with special tokens, which of it the model said, character or token by token, and all else."""
+    """Of 24 rows: their text with special tokens, which of it the model said, character or token by token, and all else.
+
+    Raises RuntimeError for an environment that failed.
+    """
     path = str(model or talker())
     config, mesh = EnvironmentConfig(cls=cls, **settings), alone()[1]
     found = Environments({"environment": config}, {i: {} for i in range(24)}, load_tokenizer(path))
@@ -94,6 +100,8 @@ def talk(cls: str, most: int = 400, model: Path | None = None, **settings: Any) 
     requests = [Request(i, i, [50 + i, 60], most) for i in range(24)]
     generator = Generator(load(path, mesh), mesh, GenerationConfig(), read_eos_ids(path), decoding(found.tokenizer))
     completions = generator.generate(requests, sampling, 1, 2, environments=found)
+    for failure in (done.failure for done in completions if done.failure is not None):
+        raise RuntimeError(failure)
     return [("".join(WORDS[token] for token in done.token_ids), done.mask or [], done) for done in completions]
 
 
@@ -207,17 +215,20 @@ def behind_a_cut_turn(model: Path, row: dict[str, Any]) -> str:
     return "".join(WORDS[token] for token in completion.token_ids).partition(WORDS[61])[2]
 
 
-def test_a_template_that_has_no_place_for_a_message_ends_the_call() -> None:
+def test_a_template_that_has_no_place_for_a_message_fails() -> None:
     silent = "{% for message in messages if message.role != 'critic' %}{{ message.content }}<|im_end|>{% endfor %}"
     refusing = "{{ raise_exception('no tools here') }}"
     for role, template, message in (
-        ("critic", silent, "'environment': row [0-9]+: the chat template leaves out messages of the role 'critic'"),
+        (
+            "critic",
+            silent,
+            "'environment': row [0-9]+: its messages: the chat template leaves out messages of the role 'critic'",
+        ),
         ("tool", refusing, "the chat template refuses these messages: no tools here"),
     ):
-        with pytest.raises(RuntimeError, match=message) as caught:
+        with pytest.raises(RuntimeError, match=message):
             talk("test_several:Answering", model=talker(template), args={"role": role})
-        assert type(caught.value).exit_class == "reward"  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match=r"'environment': a message to row [0-9]+ is not JSON: Object of type set"):
+    with pytest.raises(RuntimeError, match=r"'environment': row [0-9]+: Object of type set is not JSON"):
         talk("test_several:Answering", args={"role": "user", "seen": {1}})
 
 
@@ -266,6 +277,30 @@ def test_the_model_reads_what_a_tool_returns_or_raises(function: str, call: str,
     name = function.partition(":")[2]
     assert tools.step(call) == ([{"role": "user", "name": name, "content": content}], 0.0, False)
     assert tools.step("It is 6650 km.") == ("", 0.0, True)
+
+
+def test_calls_of_a_turn_run_together_and_the_model_reads_which_took_too_long() -> None:
+    tools, called = Tools(["test_several:nap", "test_several:find"], format="hermes"), '<tool_call>{"name": '
+    turn = f'{called}"nap", "arguments": {{"seconds": 100}}}}</tool_call>' * 2
+    turn += f'{called}"find", "arguments": {{"query": "nile"}}}}</tool_call>'
+    (*slow, quick), _, done = tools.step(turn, TurnContext(timeout_s=0.5))
+    assert [slow, quick["content"], done] == [[{"role": "tool", "name": "nap", "content": LATE}] * 2, "6650 km", False]
+
+
+def test_calls_that_never_return_fail_their_rows_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads cannot be ended; without them no call would have an answer, for the rest of the run."""
+    monkeypatch.setattr(tools_module, "PLACES", BoundedSemaphore(1))
+    tools, turn = Tools(["test_several:nap"], format="llama3_json"), '{"name": "nap", "parameters": {"seconds": 100}}'
+    assert tools.step(turn, TurnContext(timeout_s=0.1))[0][0]["content"] == "error: no result within 0.09 s"  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="512 calls of tools have not returned; give the tools time limits of their own"):
+        tools.step(turn, TurnContext(timeout_s=0.1))
+
+
+LATE = "error: no result within 0.45 s"
+
+
+def nap(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def test_a_function_describes_itself() -> None:
@@ -355,6 +390,20 @@ def test_rows_of_one_run_have_different_environments_in_any_layout(tmp_path: Pat
             assert min(abs(paid - possible) for possible in ((0, 3) if name == "zeds" else (0,))) < 1e-5, row
             ended.add((name, paid > 1))
     assert ended >= {("zeds", True), ("short", False), (None, False)} and several_turns
+
+
+def test_generate_scores_no_row_whose_environment_failed(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "1?"}\n{"prompt": "2?"}\n')
+    settings = [f"model.path={talker()}", f"data.path={tmp_path / 'in.jsonl'}", f"out={tmp_path / 'out.jsonl'}"]
+    settings += ["environment.cls=test_environments:Broken", "environment.args.how=reset", "environment.max_failure_rate=1"]
+    settings += ["reward.function=length", "reward.kwargs={max_length: 9}", "sampling.max_response_length=5"]
+    program.generate(program.prepare(None, settings, Launch()), alone()[0])
+    for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()):
+        assert row["score"] is row["environment_reward"] is None and row["response_ids"]
+        assert "failed in reset(): KeyError: 'no such game'" in row["environment_failure"]
+    refused = program.prepare(None, [*settings, "environment.max_failure_rate=0.5", f"out={tmp_path / 'b.jsonl'}"], Launch())
+    with pytest.raises(EnvironmentFailure, match=r"failed in 2 of 2 rows, more than environment\.max_failure_rate=0.5"):
+        program.generate(refused, alone()[0])
 
 
 def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:

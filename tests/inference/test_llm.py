@@ -184,19 +184,35 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -1.0}, "sampling_params.temperature=-1.0: must be 0 (greedy) or at least 0.001"),
+        ({"temperature": 1e38}, "sampling_params.temperature=1e+38: must be 0 (greedy) or at least 0.001, at most 1"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"n": 0}, "sampling_params.n=0: must be at least 1"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens=0: must be at least 1"),
+        ({"top_k": 2**31}, "sampling_params.top_k=2147483648: must be at most 2147483647, which 32 bits hold"),
+        ({"logprobs": 101}, "sampling_params.logprobs=101: must be at least 0 and at most 100"),
+        ({"seed": 2**64}, "sampling_params.seed=18446744073709551616: must be at least"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
+        ({"stop": [""]}, "sampling_params.stop=['']: a stop string must not be empty"),
+        ({"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
+        ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
+        ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a"),
+        ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
+    ],
+)
+def test_parameters_are_checked_where_they_are_made(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^\w") as refusal:
+        SamplingParams(**params)
+    assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ("abc", {"temperature": -1.0}, "sampling_params.temperature=-1.0: must be 0 (greedy) or at least 0.001"),
         ("abc", {"min_tokens": 17}, "sampling_params.min_tokens=17: must be at most 16, the tokens that are left"),
-        ("abc", {"logprobs": 101}, "sampling_params.logprobs=101: must be at least 0 and at most 100"),
         ("abc", {"stop_token_ids": [200]}, "sampling_params.stop_token_ids: token id 200 must lie in 0 .. 199"),
-        ("abc", {"temperature": 1e38}, "sampling_params.temperature=1e+38: must be 0 (greedy) or at least 0.001, at most 1"),
-        ("abc", {"seed": 2**64}, "sampling_params.seed=18446744073709551616: must be at least"),
-        ("abc", {"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
-        ("abc", {"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
-        ("abc", {"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
-        ("abc", {"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a"),
-        ("abc", {"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
         ([[np.int64(5), 6]], {}, "prompt 0: 'prompt_token_ids' must be a non-empty list of token ids"),
         ("a" * 64, {}, "prompt 0 has 64 tokens, and a row may have 64"),
         ([[1, 200]], {}, "prompt 0: token id 200 in 'prompt_token_ids' must be less than the vocabulary size 200"),
@@ -282,7 +298,7 @@ def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys:
     named.write_text(json.dumps(json.loads(named.read_text()) | {"chat_template": template}))
     (tmp_path / "other" / "chat_template.jinja").write_text(template)
     usual = SamplingParams(best_of=1, bad_words=[], structured_outputs=None, detokenize=True, n=2)
-    assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2) and usual.read() == usual
+    assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2)
     asks_nothing = {"trust_remote_code": False, "quantization": None, "revision": None}
     other = LLM(model, tokenizer=tmp_path / "other", max_model_len=16, seed=None, page_size=8, max_num_seqs=4, **asks_nothing)
     greedy = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)

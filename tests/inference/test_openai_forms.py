@@ -125,6 +125,6 @@ def test_what_a_request_asks_for() -> None:
     nothing |= {"parallel_tool_calls": True, "stream": False}
     assert read_request(nothing, True) == read_request({}, True) and read_request({}, True)[1].max_tokens is None
     form, params = read_request({"echo": True, "max_tokens": 0, "logprobs": 3}, False)
-    assert form.echo and (params.max_tokens, params.logprobs, params.prompt_logprobs) == (0, 3, 3)
+    assert form.echo and (form.generates, params.logprobs, params.prompt_logprobs) == (False, 3, 3)
     form, params = read_request({"logprobs": True, "stream": True, "chat_template_kwargs": {"enable_thinking": False}}, True)
     assert (params.logprobs, params.prompt_logprobs, form.chat_template_kwargs) == (0, None, {"enable_thinking": False})

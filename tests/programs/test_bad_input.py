@@ -151,6 +151,11 @@ CONFIG = [
     # batches and lengths
     (["data.train_batch_size=6"], 1, ["algorithm.ppo_mini_batch_size=4", "data.train_batch_size=6"]),
     ([], 3, ["8 prompts", "3 generation replicas", "data.train_batch_size divisible by 3"]),
+    (
+        ["models.actor.layout.tp=65536", "models.actor.layout.cp=65536"],
+        1,
+        ["needs 4294967296 ranks; at most 65536 are allowed"],
+    ),
     (["models.critic.layout.zero=1", "models.critic.layout.zero_size=3"], 4, ["must divide dp * cp = 4; allowed: 1, 2, 4"]),
     (["models.actor.layout.cp=3"], 3, ["models.actor.layout.cp=3", "4 query heads and 2 KV heads; allowed: 1, 2, 4"]),
     (["models.actor.layout.zero_size=2"], 4, ["actor", "zero_size=2 needs", "zero 1, 2 or 3"]),

@@ -285,10 +285,15 @@ def test_what_cannot_be_answered_is_one_line(service: services.Service) -> None:
             f"sampling_params.max_tokens=1{'0' * 39}... (401 digits): must be at most 2147483647",
         ),
         ({"prompt": "a", "temperature": 10**400}, f"temperature=1{'0' * 39}... (401 digits): must be at most 3.4028"),
+        ({"prompt": [1] * 100_000}, "prompt 0 has 100000 tokens, and a row may have 64"),
+        ({"prompt": "a", "allowed_token_ids": [1] * 201}, "allowed_token_ids has 201 entries, and may have 200"),
+        ({"messages": TALK * 65}, "messages has 65 entries, and may have 64"),
+        ({"prompt": "a", "stop": ["x"] * 65}, "stop has 65 entries, and may have 64"),
+        ({"prompt": "a", "stop": "x" * 5000}, "stop has 5000 characters, and may have 4096"),
         ({"prompt": [2**70]}, "prompt 0: token id 1180591620717411303424 in"),
         ({"prompt": "${oc.env:HOME}", "stop": "${oc.env:HOME}", "n": 0}, "sampling_params.n=0"),
         ({"prompt": []}, "0 prompts, n=1: a request is for 1 to 4096 responses"),
-        ({"prompt": "a", "n": 10**9}, "1 prompts, n=1000000000: a request is for 1 to 4096 responses"),
+        ({"prompt": "a", "n": 10**6}, "1 prompts, n=1000000: a request is for 1 to 4096 responses"),
         ({}, "prompt 0: a prompt must be text or a list of chat messages, not NoneType"),
         ({"messages": [{"role": "user", "content": None}]}, "prompt 0: the content of message 0"),
         ({"messages": TALK, "chat_template_kwargs": {"tokenize": True}}, "chat.chat_template_kwargs.tokenize is no variable"),
@@ -395,22 +400,57 @@ def test_the_service_ends_when_what_runs_has_been_answered_or_in_time(
     assert not service.turn() and running.get_nowait() == refused(services.Refusal(503, "the server has ended"))
 
 
-def test_numbers_that_are_not_finite_end_requests_and_not_the_service(service: services.Service, model: Path) -> None:
-    failing = [arrive(service, 0, prompt="abc", max_tokens=20, n=2), arrive(service, 1, prompt="x", max_tokens=20, stream=True)]
-    waiting = arrive(service, 2, prompt="x", max_tokens=5, presence_penalty=0.0, stop="never there")
-    for _ in range(3):
+@pytest.mark.parametrize("how", ["not finite", "engine", "answer"])
+def test_whatever_a_request_does_costs_that_request_alone(
+    service: services.Service, model: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Numbers that are not finite, a row that the engine refuses, a text that cannot be made."""
+    processor, tokenizer = service.processor, service.processor.tokenizer
+    others = [arrive(service, 1, prompt="x", max_tokens=20), arrive(service, 2, prompt="x", max_tokens=5, stop="never")]
+    if how == "engine":
         service.turn()
-    weight = service.engine.generator.decoder.head_weight.data
-    copy = weight.clone()
-    weight.fill_(float("nan"))
+        monkeypatch.setattr(processor, "longest", 1000)  # more than its pages hold
+    elif how == "answer":
+        decode = tokenizer.decode
+        refusing = lambda ids, **options: decode(ids, **options) if options["skip_special_tokens"] else 1 // 0  # noqa: E731
+        monkeypatch.setattr(tokenizer, "decode", refusing)
+    limit = 500 if how == "engine" else 20
+    failing = arrive(service, 0, prompt="abc", max_tokens=limit, n=2, stream=True, skip_special_tokens=how != "answer")
+    if how == "not finite":
+        failing, others[0] = others[0], failing  # whose row is read first
+        service.turn()
+        weight = service.engine.generator.decoder.head_weight.data
+        copy = weight.clone()
+        weight.fill_(float("nan"))
+        service.turn()
+        weight.copy_(copy)
     service.turn()
-    weight.copy_(copy)
-    assert not service.running and not service.engine.generator.kept
-    for reply in failing:
-        *_, (status, content), end = [reply.get_nowait() for _ in range(reply.qsize())]
-        assert status == 500 and "is not finite" in content["error"]["message"] and end is None
     turn_until_idle(service)
-    assert text_of(waiting.get_nowait()) == greedy_response(model, "x", 5)
+    *_, (status, content), end = [failing.get_nowait() for _ in range(failing.qsize())]
+    words = {"not finite": "is not finite", "engine": "num_pages=", "answer": "by zero"}
+    assert status == (400 if how == "engine" else 500) and words[how] in content["error"]["message"] and end is None
+    assert text_of(others[1].get_nowait()) == greedy_response(model, "x", 5)
+    if how == "not finite":
+        assert [others[0].get_nowait() for _ in range(others[0].qsize())][-2][0] == 200  # type: ignore[index]
+    else:
+        assert text_of(others[0].get_nowait()) == greedy_response(model, "x", 20)
+    assert not service.running and not service.waiting and not service.engine.generator.kept
+
+
+def test_many_responses_for_one_client_do_not_hold_up_others(service: services.Service) -> None:
+    """Each waits for its turn among the requests, whatever it asks for; not for all responses of another."""
+    arrive(service, 0, prompt="abc", n=4096, max_tokens=20)
+    arrive(service, 1, prompt=["x"] * 4096, max_tokens=20, echo=True, logprobs=0)
+    service.turn()
+    options: list[dict[str, Any]] = [{}, {"stop": "never"}, {"n": 4}, {"echo": True, "logprobs": 0}]
+    replies = [arrive(service, 2 + i, prompt="x", max_tokens=10, **options[i % 4]) for i in range(16)]
+    for _ in range(500):  # the two alone take 40,000
+        service.turn()
+    assert not any(reply.empty() for reply in replies) and {0, 1} <= service.running.keys()
+    service.arrivals.put((0, None))
+    service.arrivals.put((1, None))
+    service.turn()
+    assert not service.running and not service.waiting and not service.engine.generator.kept
 
 
 def test_what_is_noted_of_tokens_is_bounded(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +460,8 @@ def test_what_is_noted_of_tokens_is_bounded(service: services.Service, monkeypat
     service.turn()
     refusal = replies[1].get_nowait()
     assert refusal is not None and refusal[0] == 400 and "4 responses with so many tokens" in refusal[1]["error"]["message"]
-    assert list(service.running) == [0, 2] and [job.number for job in service.waiting] == [3]
+    assert [*service.running] == [0, 2, 3] and [served.number for served in service.waiting] == [0]
+    assert len(service.engine.generator.kept) == 4
     turn_until_idle(service)
     for number in (0, 2, 3):
         text_of(replies[number].get_nowait())
@@ -475,6 +516,22 @@ def test_a_client_that_does_not_wait_or_does_not_read_frees_its_place(
         await_that(lambda: not service.replies and not endpoint.server.server_state.connections)
     service.turn()
     assert not service.running and not service.engine.generator.kept
+
+
+def test_what_is_too_much_is_refused(service: services.Service) -> None:
+    """A body that is too long, and a request that finds others waiting; the place of either is free again."""
+    endpoint = Endpoint(0, AccessRules("127.0.0.1", None, [], max_body_bytes=200, max_queued_requests=1), service)
+    with contextlib.closing(endpoint), ThreadPoolExecutor(1) as pool:
+        for prompt, status in (("a" * 300, 413), ([], 400)):
+            assert ask(endpoint.url, "/completions", {"prompt": prompt})[0] == status
+        first = pool.submit(ask, endpoint.url, "/completions", {"prompt": "a", "max_tokens": 2})
+        await_that(lambda: service.arrivals.qsize() == 1)
+        status, error = ask(endpoint.url, "/completions", {"prompt": "a"})
+        assert (status, error["message"]) == (429, "max_queued_requests=1 requests wait already; ask again later")
+        service.turn()
+        turn_until_idle(service)
+        assert first.result(30)[0] == 200
+        await_that(lambda: not service.replies)
 
 
 def test_a_connection_answers_more_than_one_request(endpoint: Endpoint) -> None:

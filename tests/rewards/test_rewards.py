@@ -51,6 +51,7 @@ def test_names() -> None:
         ({"timeout_s": 0.0}, r"reward.timeout_s=0.0: must be above 0"),
         ({"timeout_s": math.inf}, r"reward.timeout_s=inf"),
         ({"num_workers": 0}, r"reward.num_workers=0"),
+        ({"num_workers": 1025}, r"reward.num_workers=1025: must be at least 1 and at most 1024"),
         ({"default": math.nan}, r"reward.default=nan: must be a finite number"),
         ({"default": 1e39}, r"reward.default=1e\+39: must be at most 3.4\d*e\+38, which 32 bits hold"),
         ({"data_sources": []}, r"reward.data_sources=\[\] scores no row"),

@@ -61,6 +61,8 @@ NonNegativeFloat = Annotated[float, Range(least=0)]
 FiniteFloat = Annotated[float, Range()]
 Fraction = Annotated[float, Range(least=0, most=1)]
 PositiveFraction = Annotated[float, Range(above=0, most=1)]
+NumRows = Annotated[int, Range(least=1, most=2**20)]  # of a step or a request: each takes the host kilobytes
+Workers = Annotated[int, Range(least=1, most=1024)]  # threads or processes of one rank: a process may not start many more
 Seconds = Annotated[float, Range(above=0, most=100_000_000)]  # three years: clocks and threads still take multiples of it
 Seed = Annotated[int, Range(least=-(2**63), most=2**63 - 1)]  # draws use 64 bits of a seed: beyond, two seeds would be one
 

@@ -195,6 +195,11 @@ def read_section(
     return result
 
 
+def read_value(annotation: Any, value: Any, where: str) -> Any:
+    """Return ``value``, which a program wrote, in the declared type of the field ``where``. Raises ConfigError."""
+    return _Reader(None, {}, {}, False, strict=True)._value(annotation, value, where)
+
+
 @dataclass
 class _Reader:
     """One call of :func:`read_section`. ``missing``: keys that must be given, with their types."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveFloat, PositiveInt, Seed
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat_field, ragged, take_rows
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Paths, Row, RowOrError, list_paths, row_or_raise, set_names, stream_rows
@@ -112,7 +112,7 @@ class DatasetConfig(StoredRowsConfig):
 
     val_path: str | list[str] | dict[str, str] | None = None
     val_split: str = "test"
-    train_batch_size: PositiveInt = 64
+    train_batch_size: NumRows = 64
     val_batch_size: PositiveInt | None = None
     train_max_samples: PositiveInt | None = None
     val_max_samples: PositiveInt | None = None

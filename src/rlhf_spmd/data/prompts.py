@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.constraints import PositiveInt
+from rlhf_spmd.config.constraints import NumRows, PositiveInt
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
@@ -92,7 +92,7 @@ class DataConfig(DatasetConfig, PromptsConfig):
       response ends in its step. See [generation.md](generation.md#responses-that-take-several-steps)
     """
 
-    gen_batch_size: PositiveInt | None = None
+    gen_batch_size: NumRows | None = None
 
     def check(self, where: str) -> None:
         super().check(where)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.constraints import FiniteFloat, PositiveInt, Seconds
+from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveInt, Seconds, Workers
 from rlhf_spmd.config.schema import nearest
 
 ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
@@ -46,16 +46,19 @@ class EnvironmentConfig:
     - cls: `calculator`, `tools`, or `package.module:Class` or `file.py:Class`; null: the model answers once
     - args: keyword arguments of the class
     - max_turns: turns of the model per row; null: as many as the response's length allows
-    - num_workers: threads per generation replica
-    - timeout_s: limit of one call, beyond which the run ends with class `reward`; below `run.timeout_s`
+    - num_workers: threads per generation replica, up to 1024
+    - timeout_s: limit of one call; below `run.timeout_s`. A row whose call fails or takes longer ends there and is left out
+      of learning. `tools` takes nine tenths of it for the calls of a turn, and the model reads that one took longer
+    - max_failure_rate: share of a step's rows that may fail so before the run ends with class `reward`
     - weight: weight of the environment's reward in a row's score
     """
 
     cls: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     max_turns: PositiveInt | None = None
-    num_workers: PositiveInt = 8
+    num_workers: Workers = 8
     timeout_s: Seconds = 30.0
+    max_failure_rate: Fraction = 0.5
     weight: FiniteFloat = 1.0
 
     @property

@@ -1,6 +1,7 @@
 """Calls the environments of many rows in threads, while the rank goes on.
 
-A thread cannot be killed, so a call that overruns ends the run. The threads are daemons and keep no process alive.
+A call that fails or overruns costs its row. A thread cannot be killed, so another one takes the place of a thread whose call
+overruns. The threads are daemons and keep no process alive.
 """
 
 from __future__ import annotations
@@ -9,31 +10,66 @@ import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Thread, active_count
 from typing import Any, NamedTuple
 
-from rlhf_spmd.environments.config import ChatMessage, Environment, EnvironmentConfig, Named, environment_key, resolve_class
+from rlhf_spmd.environments.config import (
+    ChatMessage,
+    Environment,
+    EnvironmentConfig,
+    Named,
+    environment_key,
+    environment_of,
+    resolve_class,
+)
 from rlhf_spmd.environments.tool_calls import TurnContext
 
+MOST_THREADS = 4096  # of a process, beyond which no call that overruns is left alone
 BEAT_S = 0.1  # between looks at the clock while waiting
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment raised, overran its time limit or returned nonsense. Ends the run with class ``reward``."""
+    """Environments failed in too many rows. Ends the run with class ``reward``."""
 
     exit_class = "reward"  # how the run ends: process/program.py
 
 
 class Answer(NamedTuple):
-    """What ``reset`` (reward 0, not done) or ``step`` of a row's environment returned."""
+    """What ``reset`` (reward 0, not done) or ``step`` of a row's environment returned.
+
+    ``failure``: why the call failed (it raised, overran or returned nonsense), which ends the row; else None.
+    """
 
     row_id: int
     observation: str | list[ChatMessage]
     reward: float
     done: bool
+    failure: str | None = None
+
+
+def failures_by_name(
+    configs: Named, rows: Iterable[Mapping[str, Any]], failures: Iterable[str | None]
+) -> dict[str, list[str | None]]:
+    """Returns by environment why it failed in each of its rows (None: it did not). ``failures``: of all ``rows``."""
+    by_name: dict[str, list[str | None]] = {}
+    for row, failure in zip(rows, failures, strict=True):
+        if (name := environment_of(configs, row)) is not None:
+            by_name.setdefault(name, []).append(failure)
+    return by_name
+
+
+def check_failed_rows(config: EnvironmentConfig, name: str, failed: int, rows: int, first: str | None) -> None:
+    """Raises EnvironmentFailure if more of the ``rows`` of environment ``name`` failed than its ``max_failure_rate`` allows.
+
+    ``first``: why the first of them failed.
+    """
+    if failed > config.max_failure_rate * rows:
+        where = environment_key(name)
+        limit = f"more than {where}.max_failure_rate={config.max_failure_rate}"
+        raise EnvironmentFailure(f"{where} failed in {failed} of {rows} rows, {limit}; the first: {first}")
 
 
 Call = tuple[int, str | None, TurnContext]  # row id, the turn (None: reset), its context
@@ -52,13 +88,16 @@ class EnvironmentRunner:
         self._configs, self._names, self._rows = configs, names, rows
         self._environments: dict[int, Environment] = {}
         self._calls: dict[str, SimpleQueue[Call | None]] = {}
-        self._answers: SimpleQueue[Answer | EnvironmentFailure] = SimpleQueue()
-        self._started: dict[int, float] = {}  # row id -> when its running call began
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._started: dict[int, float] = {}  # row id -> when its running call began; who takes an entry out answers the call
+        self._builders = {name: _builder(configs[name], template) for name in set(names.values())}
         for name, num_rows in Counter(names.values()).items():
             self._calls[name] = SimpleQueue()
-            build = _builder(configs[name], template)
             for _ in range(min(configs[name].num_workers, num_rows)):
-                Thread(target=self._work, args=(build, self._calls[name]), name=environment_key(name), daemon=True).start()
+                self._start_thread(name)
+
+    def _start_thread(self, name: str) -> None:
+        Thread(target=self._work, args=(name,), name=environment_key(name), daemon=True).start()
 
     def reset(self, row_id: int) -> None:
         self._calls[self._names[row_id]].put((row_id, None, TurnContext()))
@@ -69,66 +108,66 @@ class EnvironmentRunner:
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
         """Returns the answers that have arrived; with ``wait`` at least one, which must have been asked for.
 
-        ``tick`` is called while waiting. Raises EnvironmentFailure.
+        ``tick`` is called while waiting. Raises EnvironmentFailure if too many calls that overran do not return.
         """
         found: list[Answer] = []
         while True:
             must_wait = wait and not found
             try:
-                answer = self._answers.get(block=must_wait, timeout=BEAT_S if must_wait else None)
+                found.append(self._answers.get(block=must_wait, timeout=BEAT_S if must_wait else None))
             except Empty:
-                self._check_overruns()
+                self._end_overruns()
                 if not must_wait:
                     return found
                 tick()
-                continue
-            if isinstance(answer, EnvironmentFailure):
-                raise answer
-            found.append(answer)
 
     def close(self) -> None:
         for calls in self._calls.values():
             calls.put(None)
 
-    def _check_overruns(self) -> None:
+    def _end_overruns(self) -> None:
+        """Answer calls that overrun, and start a thread in place of each that is inside one."""
         for row_id, began in self._started.copy().items():
-            if failure := self._overrun(row_id, began):
-                raise failure
+            name = self._names[row_id]
+            limit = self._configs[name].timeout_s
+            if time.monotonic() - began > limit and self._started.pop(row_id, None) is not None:
+                if active_count() > MOST_THREADS:
+                    raise EnvironmentFailure(
+                        f"{active_count()} threads: calls of {environment_key(name)} that overran do not return"
+                    )
+                self._start_thread(name)
+                what = f"has not returned within {environment_key(name)}.timeout_s={limit}"
+                self._answers.put(self._failure(row_id, what))
 
-    def _overrun(self, row_id: int, began: float) -> EnvironmentFailure | None:
-        name = self._names[row_id]
-        limit = self._configs[name].timeout_s
-        if time.monotonic() - began <= limit:
-            return None
-        return self._failure(row_id, f"has not returned within {environment_key(name)}.timeout_s={limit}")
+    def _failure(self, row_id: int, what: str) -> Answer:
+        return Answer(row_id, "", 0.0, True, f"environment {self._configs[self._names[row_id]].cls!r} of row {row_id} {what}")
 
-    def _failure(self, row_id: int, what: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"environment {self._configs[self._names[row_id]].cls!r} of row {row_id} {what}")
-
-    def _work(self, build: Callable[[], Environment], calls: SimpleQueue[Call | None]) -> None:
+    def _work(self, name: str) -> None:
+        calls = self._calls[name]
         while (call := calls.get()) is not None:
             row_id, text, context = call
-            began = self._started[row_id] = time.monotonic()
-            answer: Answer | EnvironmentFailure
+            self._started[row_id] = time.monotonic()
             try:
-                answer = self._answer(row_id, text, context, build)
-            # The boundary to the user's code: whatever it raises, sys.exit() included, ends the run, not only this thread.
+                answer = self._answer(row_id, text, context)
+            # The boundary to the user's code: whatever it raises, sys.exit() included, ends the row, not only this thread.
             except BaseException as error:
                 method = "reset" if text is None else "step"
                 answer = self._failure(row_id, f"failed in {method}(): {type(error).__name__}: {error}"[:2000])
-            answer = self._overrun(row_id, began) or answer
-            del self._started[row_id]  # before the answer, after which another thread may start the row's next call
+            # before the answer, after which another thread may start the row's next call
+            if self._started.pop(row_id, None) is None:
+                return  # it has overrun, and another thread is in place of this one
             self._answers.put(answer)
         calls.put(None)  # for the next thread
 
-    def _answer(self, row_id: int, text: str | None, context: TurnContext, build: Callable[[], Environment]) -> Answer:
+    def _answer(self, row_id: int, text: str | None, context: TurnContext) -> Answer:
         observation: str | list[ChatMessage] | None
+        name = self._names[row_id]
         if text is None:
-            self._environments[row_id] = environment = build()
+            self._environments[row_id] = environment = self._builders[name]()
             observation = environment.reset(self._rows[row_id])
             reward, done = 0.0, False
         else:
-            step = self._environments[row_id].step
+            step, context = self._environments[row_id].step, context._replace(timeout_s=self._configs[name].timeout_s)
             result = step(text, **({"context": context} if "context" in inspect.signature(step).parameters else {}))
             if not (isinstance(result, tuple) and len(result) == 3):
                 raise TypeError(f"it must return (observation, reward, done), not {result!r}")

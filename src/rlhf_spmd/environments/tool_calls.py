@@ -35,10 +35,12 @@ class TurnContext(NamedTuple):
 
     - before: the end of the text that the turn continues, with its special tokens
     - marks: for each added token whose text the turn also spells in other tokens: where in the turn the token itself begins
+    - timeout_s: seconds that the call may take, after which its row is given up
     """
 
     before: str = ""
     marks: Mapping[str, Collection[int]] = {}
+    timeout_s: float = 30.0
 
 
 Texts = Mapping[str, Collection[str]]  # function -> its parameters that are text, which some forms write without quotes

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from threading import BoundedSemaphore, Thread
 from typing import Any
 
 from rlhf_spmd.config.registry import resolve_function
@@ -17,10 +18,18 @@ from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.environments.config import ChatMessage
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 
+TOGETHER = 8  # calls of one turn that run at the same time
+MOST_RUNNING = 512  # threads of calls in a process, with those that nobody waits for any more
+PLACES = BoundedSemaphore(MOST_RUNNING)
+SHARE_OF_TIME = 0.9  # of a turn's time; the rest is for reading the turn and rendering the results
+
 
 class Tools:
     """``tools``: functions, each ``package.module:function`` or ``file.py:function``, called from many threads. A
     coroutine is awaited.
+
+    The calls of a turn run together. One that has not returned in time is answered by an error, which the model reads, and its
+    thread is left alone.
 
     ``format``: one of ``FORMATS``, the form of the model's calls; None: that of ``chat_template``, the template's text.
     ``role``: role of the messages that the model reads.
@@ -49,28 +58,43 @@ class Tools:
         calls = parse_turn(text, self.format, context, self.texts).calls
         if not calls:
             return "", 0.0, True
-        return [self._answer(call) for call in calls], 0.0, False
+        limit = SHARE_OF_TIME * (context or TurnContext()).timeout_s
+        deadline, replies, waiting = time.monotonic() + limit, dict[int, str](), iter(enumerate(calls))
 
-    def _answer(self, call: ToolCall | None) -> ChatMessage:
+        def work() -> None:
+            for number, call in waiting:  # an iterator of a list, which threads may share
+                if time.monotonic() < deadline:
+                    replies[number] = self._reply(call)
+            PLACES.release()
+
+        threads: list[Thread] = []
+        while len(threads) < min(len(calls), TOGETHER) and PLACES.acquire(timeout=0.0 if threads else limit):
+            threads.append(Thread(target=work, name="tool", daemon=True))
+            threads[-1].start()
+        if not threads:  # what the model reads would be the same in every later turn: this row fails, and is counted
+            raise RuntimeError(f"{MOST_RUNNING} calls of tools have not returned; give the tools time limits of their own")
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        late = f"error: no result within {limit:g} s"
+        names = [call.name if call else "" for call in calls]
+        return [{"role": self.role, "name": name, "content": replies.get(i, late)} for i, name in enumerate(names)], 0.0, False
+
+    def _reply(self, call: ToolCall | None) -> str:
         """Returns what the function returned, as text or JSON, or what is wrong with the call."""
         if call is None:
-            reply = f"error: the call cannot be read; a call is {FORMATS[self.format].form}"
-        elif call.name not in self.functions:
-            reply = f"error: there is no tool {call.name!r}; there are {', '.join(self.functions)}"
-        else:
-            try:
-                result = self.functions[call.name](**call.arguments)
-                if inspect.isawaitable(result):
-                    result = asyncio.run(_result_of(result))
-                if inspect.isgenerator(result) or inspect.isasyncgen(result):
-                    raise TypeError("the tool returned a generator, not a result")
-                reply = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-            # The boundary to the user's code, called with what the model wrote: the model reads the error and may try again.
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                    raise  # the user's, not the tool's
-                reply = f"error: {type(error).__name__}: {error}"
-        return {"role": self.role, "name": call.name if call else "", "content": reply}
+            return f"error: the call cannot be read; a call is {FORMATS[self.format].form}"
+        if call.name not in self.functions:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self.functions)}"
+        try:
+            result = self.functions[call.name](**call.arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_result_of(result))
+            if inspect.isgenerator(result) or inspect.isasyncgen(result):
+                raise TypeError("the tool returned a generator, not a result")
+            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        # The boundary to the user's code, called with what the model wrote: the model reads the error and may try again.
+        except BaseException as error:
+            return f"error: {type(error).__name__}: {error}"
 
 
 environment = Tools

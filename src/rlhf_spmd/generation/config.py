@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 
-from rlhf_spmd.config.constraints import Fraction, NonNegativeInt, PositiveFraction, PositiveInt, Range, Seed
+from rlhf_spmd.config.constraints import Fraction, NonNegativeInt, NumRows, PositiveFraction, PositiveInt, Range, Seed
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import ATTENTION, capabilities, model_device
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
@@ -89,7 +89,7 @@ class GenerationConfig:
     page_size: PositiveInt = 64
     kv_cache: Keeping = "free"
     num_pages: PositiveInt | None = None
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: NumRows = 256
     max_num_batched_tokens: PositiveInt = 8192
     gpu_memory_utilization: PositiveFraction | None = None
     enable_prefix_caching: bool = True
@@ -178,7 +178,7 @@ class SamplingConfig:
     - seed: keys the draws; `train` and `sft` do not read it, since their draws follow `run.seed`
     """
 
-    n: PositiveInt = 1
+    n: NumRows = 1
     temperature: float = 1.0
     top_p: PositiveFraction = 1.0
     top_k: Annotated[int, Range(least=-1)] = 0

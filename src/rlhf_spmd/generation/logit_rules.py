@@ -88,8 +88,7 @@ def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor:
     if sampling.allowed_token_ids is not None:
         bias.fill_(-math.inf)
         bias[sampling.allowed_token_ids] = 0.0
-    for token, value in sampling.logit_bias.items():
-        bias[token] += value
+    bias[[*sampling.logit_bias]] += torch.tensor([*sampling.logit_bias.values()], dtype=torch.float64)
     bias[sampling.forbidden_token_ids] = -math.inf
     return bias
 

@@ -11,18 +11,19 @@ row waits it sends nothing. The time of an answer decides which rows are compute
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.reasoning import strip_reasoning
-from rlhf_spmd.data.tokenizer import decode, encode_continued
+from rlhf_spmd.data.tokenizer import decode, encode_continued, longest_token
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
-from rlhf_spmd.environments.runner import Answer, EnvironmentFailure, EnvironmentRunner
+from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import TurnContext
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.models.spec import ModelSpec
@@ -31,8 +32,8 @@ from rlhf_spmd.telemetry.progress import equal_runs
 
 TAIL = 32  # tokens before a turn that may hold a mark which opens thoughts
 
-# an answer: row id, tokens of the observation, the observation as messages, reward, done
-Encoded = tuple[int, list[int], list[ChatMessage], float, bool]
+# an answer: row id, tokens of the observation, the observation as messages, reward, done, why it failed
+Encoded = tuple[int, list[int], list[ChatMessage], float, bool, str | None]
 
 
 @dataclass(frozen=True)
@@ -206,71 +207,65 @@ class MultiTurnRollouts:
         if not self._awaited:
             return []
         sent: bytes | None = None
-        if self._runner is not None:  # answers, or what went wrong, as JSON; empty if there are none
-            try:
-                answers: list[Encoded | str] = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
-            except EnvironmentFailure as failure:
-                answers = [str(failure)]
+        if self._runner is not None:  # answers as JSON; empty if there are none
+            answers = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
             sent = json.dumps(answers).encode() if answers else b""
         sent = self.replica.broadcast_bytes(sent, "generation:environments")
-        taken = []
-        for answer in json.loads(sent) if sent else ():
-            if isinstance(answer, str):
-                raise EnvironmentFailure(answer)
-            taken.append(self._take(*answer))
-        return taken
+        return [self._take(*answer) for answer in json.loads(sent)] if sent else []
 
     def _encode(self, answer: Answer) -> Encoded:
-        """Raises EnvironmentFailure for an observation that the model cannot read."""
-        row = self.rows[answer.row_id]
-        if answer.done or not row.held:
-            return answer.row_id, [], [], answer.reward, answer.done
-        ids, vocabulary = self._observation_ids(row, answer.observation), self.spec.vocab_size
-        if max(ids, default=0) >= vocabulary:
-            raise EnvironmentFailure(
-                f"the observation {answer.observation[:80]!r} of row {answer.row_id} has the token id {max(ids)}, but the model has "
-                f"a vocabulary of {vocabulary}"
-            )
-        if row.num_new == 0 and row.length + len(ids) >= row.limit:
-            raise EnvironmentFailure(
-                f"environment {self._names[answer.row_id]!r}: reset() of row {answer.row_id} observes {len(ids)} tokens, but "
-                f"max_response_length={row.limit - row.prompt_length}, which they count towards, must leave one for the model"
-            )
-        said = answer.observation
+        """The answer with its observation as tokens; one that the model cannot read has failed."""
+        row_id, said, reward, done, failure = answer
+        if failure is not None or done or not self.rows[row_id].held:
+            return row_id, [], [], reward, done, failure
         messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
         try:
             json.dumps(messages)
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFailure(
-                f"environment {self._names[answer.row_id]!r}: a message to row {answer.row_id} is not JSON: {error}"
-            ) from error
-        return answer.row_id, ids, messages, answer.reward, answer.done
+            return row_id, self._observation_ids(self.rows[row_id], said), messages, reward, done, None
+        except (TypeError, ValueError) as error:  # no JSON, or nothing that the template or the model can read
+            return row_id, [], [], 0.0, True, f"environment {self._names[row_id]!r}: row {row_id}: {error}"
 
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
-        """The tokens after the row's turn. A template's end-of-message token is left out if the turn has it already.
+        """The tokens after the row's turn, at most as many as end the row. A template's end-of-message token is left out if the turn
+        has it already.
 
-        Raises EnvironmentFailure.
+        Raises ValueError for tokens that the model does not know, for a template that refuses the messages, and for a beginning
+        that leaves the model no token.
         """
-        if isinstance(observation, str):
-            return encode_continued(self.environments.tokenizer, observation)
-        try:
-            row_id = row.request.row_id
-            data_row = Row(dict(self.environments.rows[row_id]), f"row {row_id}")
+        tokenizer, room = self.environments.tokenizer, row.limit - row.length
+        said = [observation] if isinstance(observation, str) else [str(message["content"]) for message in observation]
+        if sum(map(len, said)) > room * longest_token(tokenizer):  # it ends the row: tokenising megabytes would take minutes
+            ids = [row.tokens[-1]] * room
+        elif isinstance(observation, str):
+            ids = encode_continued(tokenizer, observation)
+        else:
+            data_row = Row(dict(self.environments.rows[row.request.row_id]), "its messages")
             text = self._encoder.between_turns(observation, data_row.where, options=chat_options(data_row))
-        except DataError as error:
-            raise EnvironmentFailure(f"environment {self._names[row.request.row_id]!r}: {error}") from error
-        first, *rest = encode_continued(self.environments.tokenizer, text) or [
-            row.tokens[-1]
-        ]  # nothing: a template may drop it
-        has_ended = first == row.tokens[-1] or {first, row.tokens[-1]} <= set(self.spec.eos_token_ids)
-        return rest if has_ended else [first, *rest]
+            ids = encode_continued(tokenizer, text) or [row.tokens[-1]]  # nothing: a template may drop it
+            has_ended = ids[0] == row.tokens[-1] or {ids[0], row.tokens[-1]} <= set(self.spec.eos_token_ids)
+            ids = ids[has_ended:]
+        if max(ids, default=0) >= self.spec.vocab_size:
+            raise ValueError(
+                f"an observation has the token id {max(ids)}, and the model a vocabulary of {self.spec.vocab_size}"
+            )
+        if row.num_new == 0 and len(ids) >= room:
+            raise ValueError(
+                f"reset() observes {sum(map(len, said))} characters, at least {room} tokens, but max_response_length="
+                f"{row.limit - row.prompt_length}, which they count towards, must leave one for the model"
+            )
+        return ids
 
     def _take(
-        self, row_id: int, ids: list[int], messages: list[ChatMessage], reward: float, done: bool
+        self, row_id: int, ids: list[int], messages: list[ChatMessage], reward: float, done: bool, failure: str | None
     ) -> tuple[SequenceState, list[int]]:
         self._awaited.remove(row_id)
         row = self.rows[row_id]
         row.reward += reward
+        if failure is not None:
+            row.failure, row.reward = failure, math.nan
+            if row.num_new == 0:  # a response has a token: the model answers once, alone
+                del self.rows[row_id]
+                return row, []
         if row.held and (done or row.length + len(ids) >= row.limit):
             row.stopped, row.ended = done, True
         if row.ended:  # now, or with its last turn

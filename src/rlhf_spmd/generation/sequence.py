@@ -81,6 +81,7 @@ class Completion:
     - mask: with an environment, whether the model drew each token; the others have log-prob 0
     - reward, num_turns: with an environment, the sum of its rewards and the number of the model's turns
     - observations: the messages that stand for each run of the environment's tokens; a text is one of the role ``tool``
+    - failure: why the environment failed, which ended the row, whose reward is nan then; else None
     - experts: if they are recorded, those that each token of prompt and response took, [tokens, mixtures, experts of a token]
     """
 
@@ -96,6 +97,7 @@ class Completion:
     num_turns: int = 0
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
     experts: Tensor | None = None
+    failure: str | None = None
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class SequenceState:
     - step: keys the row's draws in all calls
     - response: the tokens that the response begins with
     - token_logprobs: of the tokens that earlier calls drew; experts: if recorded, those of the tokens that earlier calls computed
-    - mask, reward, num_turns, observations: see :class:`Completion`
+    - mask, reward, num_turns, observations, failure: see :class:`Completion`
     - stopped: a stop token or stop string ended the row; ended: it stopped or reached its limit
 
     These belong to the micro-batch that the row is in:
@@ -128,6 +130,7 @@ class SequenceState:
     reward: float = 0.0
     num_turns: int = 0
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
+    failure: str | None = None
     stopped: bool = False
     ended: bool = False
     experts: Tensor | None = None
@@ -181,7 +184,8 @@ class SequenceState:
         top = (noted.top_ids, noted.top_log_probs) if noted.top_ids.shape[1] else None
         row_id, tokens, log_probs = self.request.row_id, self.token_ids, noted[:2]
         made = Completion(row_id, tokens, *log_probs, reason, noted.versions, top, self.mask, self.reward, self.num_turns)
-        return replace(made, observations=self.observations, experts=self.experts if experts is None else experts)
+        its_experts = self.experts if experts is None else experts
+        return replace(made, observations=self.observations, experts=its_experts, failure=self.failure)
 
 
 class SequenceWork(NamedTuple):

@@ -36,9 +36,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from rlhf_spmd.inference.openai_forms import Refusal, refused
 from rlhf_spmd.inference.service import Part, Service
 
-MOST_BYTES = 1 << 23  # of a request: tokenising a text of this size takes a GiB and some seconds
 MOST_CONNECTIONS = 1024  # requests on further connections are refused
-READERS = 2  # threads that tokenise
+READERS = 2  # threads that tokenise long requests, and as many for short ones, which so wait for no long one
+LONG_BYTES = 1 << 16  # of a long request
 SILENT_S = 75.0  # after which a connection without a request is closed
 BODY_S = 60.0  # within which a request must arrive whole
 UNREAD_S = 60.0  # after which a client that does not read its answer is cut off
@@ -49,16 +49,19 @@ METHODS = {"/v1/models": LOOK, "/health": LOOK, "/version": LOOK, "/v1/completio
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Who may ask.
+    """Who may ask, and how much.
 
     - host: the address that the endpoint was told to listen at
     - token: the bearer token that requests under /v1 must have; None: none
     - origins: of web pages whose scripts may ask from a browser; "*": all
+    - max_body_bytes: of a request; max_queued_requests: that are read or wait for their first turn
     """
 
     host: str
     token: str | None
     origins: Sequence[str]
+    max_body_bytes: int = 1 << 23
+    max_queued_requests: int = 1024
 
     def check_source(self, headers: Mapping[str, str], bound: str) -> None:
         """Raises Refusal. ``bound``: the address that the endpoint listens at.
@@ -93,7 +96,7 @@ class Endpoint:
 
     def __init__(self, port: int, access: AccessRules, service: Service) -> None:
         self.access, self.service, self.numbers = access, service, count()
-        self.readers = ThreadPoolExecutor(READERS, "read-requests")
+        self.readers = [ThreadPoolExecutor(READERS, f"read-{kind}-requests") for kind in ("short", "long")]
         host = access.host
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -126,7 +129,8 @@ class Endpoint:
         """Stop listening; answers that are being sent are finished first."""
         self.server.should_exit = True
         self.thread.join(2 * CLOSE_S)
-        self.readers.shutdown(wait=False, cancel_futures=True)
+        for pool in self.readers:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _app(self) -> ASGIApp:
         answers: dict[str, Callable[[Request], Any]] = {
@@ -194,13 +198,13 @@ class Endpoint:
 
     async def _answer(self, chat: bool, request: Request) -> Response:
         """Answer a completion or chat request. Raises ValueError, or ClientDisconnect if the client goes away."""
-        raw, loop, service, number = await _read(request), asyncio.get_running_loop(), self.service, next(self.numbers)
-        read = await loop.run_in_executor(self.readers, service.read, raw, chat)
-        if service.state != "on":
-            raise Refusal(503, "the server is ending")
+        loop, service, most = asyncio.get_running_loop(), self.service, self.access.max_queued_requests
+        if len(service.replies) - len(service.running) >= most:
+            raise Refusal(429, f"max_queued_requests={most} requests wait already; ask again later")
         parts: asyncio.Queue[Part] = asyncio.Queue()
+        number = next(self.numbers)
         service.replies[number] = lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
-        ended = False
+        ended = True  # for the service: it does not know of the request yet
 
         def leave() -> None:
             del service.replies[number]
@@ -217,10 +221,16 @@ class Endpoint:
 
         stays = False
         try:
-            service.arrivals.put((number, read))
+            raw = await _read(request, self.access.max_body_bytes)
+            body = await loop.run_in_executor(self.readers[len(raw) > LONG_BYTES], service.read, raw, chat)
+            del raw
+            if service.state != "on":
+                raise Refusal(503, "the server is ending")
+            service.arrivals.put((number, body))
+            ended = False
             first = await _unless_gone(request, parts.get())
             assert first is not None, "an answer has a part"
-            stays = first[0] == 200 and bool(read["body"].get("stream"))
+            stays = first[0] == 200 and bool(body["body"].get("stream"))
             ended = not stays
             return EventStream(events(first), leave) if stays else JSONResponse(first[1], first[0])
         finally:
@@ -276,17 +286,17 @@ class ServedConnection(H11Protocol):
             self.timeout_keep_alive_task = self.loop.call_at(due, self.timeout_keep_alive_handler)
 
 
-async def _read(request: Request) -> bytes:
-    """The body of a request. Raises Refusal if it is too long, by its header or in fact, or too slow."""
+async def _read(request: Request, most: int) -> bytes:
+    """The body of a request. Raises Refusal if it has more than ``most`` bytes, by its header or in fact, or is too slow."""
     length, body = request.headers.get("content-length", "0"), bytearray()
-    too_long = Refusal(413, f"a request has at most {MOST_BYTES} bytes")
-    if int(length) > MOST_BYTES:  # h11 has seen that it is a number
+    too_long = Refusal(413, f"a request has at most max_body_bytes={most} bytes")
+    if int(length) > most:  # h11 has seen that it is a number
         raise too_long
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > MOST_BYTES:
+                if len(body) > most:
                     raise too_long
     except TimeoutError as error:
         raise Refusal(408, f"the request has not come within {BODY_S:.0f} s") from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isnan
@@ -35,7 +37,9 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "web_search_options": (),
 }
-MOST_DEPTH = 100  # of nested values in a request's JSON
+MOST_DEPTH = 100  # of nested lists and objects in a request's JSON
+MOST_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 CHARACTER_BYTES = 4  # at most in UTF-8, so at most this many tokens share a character
 ToBytes = Callable[[int, str], list[int] | None]  # (token, its text) -> its bytes
@@ -61,20 +65,38 @@ def read_body(raw: bytes) -> dict[str, Any]:
     """A request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
 
     def depth(value: Any) -> int:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return 1 + max(map(depth, inner), default=0)
+        inner = value.values() if isinstance(value, dict) else value
+        return 1 + max((depth(each) for each in inner if isinstance(each, dict | list)), default=0)
 
+    text = raw.decode("utf-8-sig")
     try:
-        body = json.loads(raw)
-        json.dumps(body, ensure_ascii=False).encode()
-        is_deep = depth(body) > MOST_DEPTH
+        body = json.loads(text)
+        is_deep = isinstance(body, dict) and depth(body) > MOST_DEPTH
     except RecursionError:
         is_deep = True
     if is_deep:
         raise ValueError(f"a request's JSON is at most {MOST_DEPTH} values deep")
     if not isinstance(body, dict):
         raise ValueError("a request is a JSON object")
+    if SURROGATE.search(text):
+        json.dumps(body, ensure_ascii=False).encode()
     return body
+
+
+def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
+    """Raises ValueError for a field that is longer than it can be, before it is read: that would hold up other requests.
+
+    ``longest``: tokens of a prompt and its response.
+    """
+    for key, value in body.items():
+        most = {"prompt": sys.maxsize, "messages": longest, "stop": MOST_STOPS}.get(key, vocab_size)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"{key} has {len(value)} entries, and may have {most}")
+    stop = body.get("stop")
+    if (
+        length := sum(len(each) for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str))
+    ) > STOP_CHARACTERS:
+        raise ValueError(f"stop has {length} characters, and may have {STOP_CHARACTERS}")
 
 
 def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
@@ -101,24 +123,26 @@ class AnswerFormat:
     - stream: send the answer in parts, as tokens are drawn
     - echo: only for completions: repeat the prompt, with the log-probs of its tokens, before the response
     - chat_template_kwargs: only for chats: variables of the chat template
+    - generates: false for ``max_tokens`` 0, which answers with the prompt alone
     """
 
     stream: bool = False
     stream_options: StreamOptions = field(default_factory=StreamOptions)
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    generates: bool = True
 
 
 def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, SamplingParams]:
     """How a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
 
-    ``max_tokens`` may be 0 with ``echo``.
+    ``max_tokens`` may be 0 with ``echo``; the sampling parameters then have 1.
     """
     asked = {key: value for key, value in body.items() if value is not None and value not in NOT_YET.get(key, ())}
     for key in NOT_YET:
         if key in asked:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
-    shaping = {each.name for each in fields(AnswerFormat)}
+    shaping = {each.name for each in fields(AnswerFormat)} - {"generates"}
     given = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
     if bad := [key for key in INTERNAL if key in given]:
         raise ValueError(f"unknown key '{bad[0]}'")
@@ -127,12 +151,14 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
         likeliest = given.pop("top_logprobs", 0)
         given["logprobs"] = likeliest if given.pop("logprobs", False) else None
     answer: AnswerFormat = _read(AnswerFormat, {key: value for key, value in asked.items() if key in shaping})
+    if type(most := given.get("max_tokens")) is int and most == 0:  # neither false nor 0.0
+        answer, given["max_tokens"] = replace(answer, generates=False), 1
     params: SamplingParams = _read(SamplingParams, given)
     if answer.echo and chat:
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
     if answer.chat_template_kwargs and not chat:
         raise ValueError("chat_template_kwargs are for /v1/chat/completions: a completion's prompt has no template")
-    if params.max_tokens == 0 and not answer.echo:
+    if not (answer.generates or answer.echo):
         raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
     return answer, replace(params, prompt_logprobs=params.logprobs if answer.echo else None)
 

@@ -28,6 +28,7 @@ from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_lim
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
 from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments, turn_messages
 from rlhf_spmd.generation.sampler import drawable_ids
@@ -258,6 +259,8 @@ class PromptSetRun:
         try:
             with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are generated meanwhile
                 for completions in engine.complete(waiting, self.set.sampling, self.set.sampling.seed, environments):
+                    if environments is not None:
+                        self._check_failures(completions)
                     for completion in completions:
                         begun.setdefault(completion.row_id // n, []).append(completion)
                     ended = [
@@ -273,6 +276,13 @@ class PromptSetRun:
             row = error.row_id // n
             raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
         return records if engine.leads else []
+
+    def _check_failures(self, completions: Sequence[Completion]) -> None:
+        """Raises EnvironmentFailure if the environment failed in too many of these rows."""
+        configs, rows = self.ready.environments, [self.set.rows[each.row_id // self.set.sampling.n] for each in completions]
+        for name, each in failures_by_name(configs, rows, [completion.failure for completion in completions]).items():
+            failures = [failure for failure in each if failure is not None]
+            check_failed_rows(configs[name], name, len(failures), len(each), next(iter(failures), None))
 
     def _seen(self, completion: Completion) -> dict[str, Any]:
         """What the reward sees of the completion's row."""
@@ -299,8 +309,8 @@ class PromptSetRun:
                 for row, stripped in zip(rows, answers, strict=True):
                     row["stripped"] = stripped
             scored = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
-            for row, text, verdict in zip(rows, texts, scored, strict=True):
-                row |= {"response": text, **verdict}
+            for row, text, verdict, completion in zip(rows, texts, scored, completions, strict=True):
+                row |= {"response": text, **verdict} | ({"score": None} if completion.failure else {})
         made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
         self.ready.journal.append(made)
         return made
@@ -359,5 +369,7 @@ def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
         row["top_log_probs"] = [list(zip(ids, values, strict=True)) for ids, values in pairs]
     if completion.mask is not None:
         mask = list(map(int, completion.mask))
-        row |= {"response_mask": mask, "environment_reward": completion.reward, "num_turns": completion.num_turns}
+        reward = None if completion.failure else completion.reward
+        row |= {"response_mask": mask, "environment_reward": reward, "num_turns": completion.num_turns}
+        row |= {"environment_failure": completion.failure} if completion.failure else {}
     return row

@@ -103,6 +103,7 @@ class RequestProcessor:
         self.path = ready.config.model.path
         self.longest = ready.config.max_model_len or ready.spec.max_position_embeddings
         self._num_rows = 0
+        self._texts: dict[int, str] = {}  # of tokens
 
     def encode(
         self,
@@ -120,6 +121,15 @@ class RequestProcessor:
         given = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
         given = [p.tolist() if hasattr(p, "tolist") else p for p in given]  # an array
         names = [f"prompt {number}" for number in range(len(given))]
+
+        def check_room(length: int, name: str) -> None:
+            if self.longest - length < generates:
+                answer = ", one of which is the response's" if generates else ""
+                raise ValueError(f"{name} has {length} tokens, and a row may have {self.longest}{answer}")
+
+        for name, prompt in zip(names, given, strict=True):
+            if is_ids(prompt):  # first: reading millions of ids takes seconds
+                check_room(len(prompt), name)
         texts = [i for i, p in enumerate(given) if not is_ids(p)]
         read: dict[int, Prompt] = {i: (list(p), None) for i, p in enumerate(given) if is_ids(p)}
         if texts:
@@ -131,16 +141,12 @@ class RequestProcessor:
             encoded = encoder.encode([given[i] for i in texts], [names[i] for i in texts], most_characters=most)
             read |= zip(texts, encoded, strict=True)
         for i, name in enumerate(names):
-            room = self.longest - len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids"))
-            if room < generates:
-                answer = ", one of which is the response's" if generates else ""
-                raise ValueError(f"{name} has {self.longest - room} tokens, and a row may have {self.longest}{answer}")
+            check_room(len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids")), name)
         return [read[i] for i in range(len(given))]
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
         """The requests for ``prompts``, as :meth:`encode` returns them. Numbers the responses. Local. Raises ValueError, one line."""
-        checked = {id(each): each.read() for each in params}
-        return [self._request(*prompt, checked[id(each)]) for prompt, each in zip(prompts, params, strict=True)]
+        return [self._request(*prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
         where, sampling, config = "sampling_params", params.of_call(), self.engine.generator.config
@@ -226,8 +232,9 @@ class RequestProcessor:
 
     def named(self, entries: Entries) -> list[dict[int, Logprob]]:
         """``entries`` with the rank and the text of each token."""
-        texts = {token: self._decode([token], skips=False) for token in {token for entry in entries for token, _ in entry}}
-        named = []
+        texts, named = self._texts, list[dict[int, Logprob]]()
+        for token in {token for entry in entries for token, _ in entry}.difference(texts):
+            texts[token] = self._decode([token], skips=False)
         for entry in entries:
             ranks = {token: rank for rank, (token, _) in enumerate(entry[1:], 1)}
             named.append({token: Logprob(value, ranks.get(token), texts[token]) for token, value in entry})

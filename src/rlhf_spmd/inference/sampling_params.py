@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
 from typing import Annotated, Any
 
-from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seed
-from rlhf_spmd.config.schema import check_fields, check_section, read_section
+from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seed
+from rlhf_spmd.config.schema import check_fields, check_section, read_value, type_hints
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import SamplingOverrides
@@ -43,7 +43,7 @@ class SamplingParams:
       penalties. Every rank of a replica calls them for every token with the same arguments, so they must keep no state of a row
     """
 
-    n: PositiveInt = 1
+    n: NumRows = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -73,30 +73,27 @@ class SamplingParams:
     spaces_between_special_tokens: InitVar[bool] = True
 
     def __post_init__(self, *vllm_only: Any) -> None:
-        """Raises ValueError for an argument of ``VLLM_ONLY`` that asks for something."""
+        """Puts every field in its declared type. Raises ValueError, one line, also for an argument of ``VLLM_ONLY`` that asks for
+        something."""
         refuse_vllm_only(dict(zip(VLLM_ONLY, vllm_only, strict=True)), VLLM_ONLY)
+        for each in fields(self):
+            value = read_value(type_hints(SamplingParams)[each.name], getattr(self, each.name), each.name)
+            object.__setattr__(self, each.name, value)
+        functions = self.logits_processors
+        if not (functions is None or (isinstance(functions, list | tuple) and all(map(callable, functions)))):
+            raise ValueError(f"logits_processors={functions!r} must be a list of functions")
+        check_fields(self, "sampling_params")
+        check_section(self.of_call().with_overrides(self.overrides), "sampling_params")
 
     @property
     def overrides(self) -> SamplingOverrides:
         """The fields in which rows of one call may differ."""
         return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
-    def read(self) -> SamplingParams:
-        """These parameters with every field in its declared type. Raises ValueError, one line."""
-        checked: SamplingParams = read_section(SamplingParams, vars(self), strict=True)
-        given = self.logits_processors
-        if not (given is None or (isinstance(given, list | tuple) and all(map(callable, given)))):
-            raise ValueError(f"logits_processors={given!r} must be a list of functions")
-        return checked
-
     def of_call(self) -> SamplingConfig:
-        """The fields that all rows of one generator call share. Raises ValueError, one line."""
-        where = "sampling_params"
-        check_fields(self, where)
+        """The fields that all rows of one generator call share."""
         shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
-        config = SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
-        check_section(config.with_overrides(self.overrides), where)
-        return config
+        return SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
 
 
 def refuse_vllm_only(given: Mapping[str, Any], only: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:

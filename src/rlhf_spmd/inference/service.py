@@ -5,28 +5,31 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from math import nan
 from queue import Empty, Queue
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, decode, prompt_texts, token_bytes
-from rlhf_spmd.generation import GenerationLimits, Request
-from rlhf_spmd.generation.sequence import NotFinite, SequenceState
+from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
+from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.inference.openai_forms import (
+    OTHER,
     AnswerFormat,
     Entry,
     Refusal,
     TextDelta,
     TextOffsets,
+    check_sizes,
     choice_of,
     prompts_of,
     read_body,
@@ -40,9 +43,12 @@ TURN_S = 0.2  # seconds of generation after which new requests join and streams 
 IDLE_S = 1.0  # seconds after which ranks that wait for requests hear of each other
 END_S = 8.0  # seconds that running requests have when the service is told to end: container runtimes kill after ten
 MOST_ROWS = 4096  # responses of one request
-MOST_LOG_PROBS = 1 << 27  # rows * longest response * (1 + logprobs) of all running requests, which the device holds
+MOST_LOG_PROBS = 1 << 27  # rows * longest response * (1 + logprobs) of a request, and of the rows in flight, on the device
+AHEAD = 1.25  # times max_num_seqs: rows in flight, some of which wait for a place in a step; more would hold up later requests
+OF_REQUESTS = ValueError, TypeError, LookupError, ArithmeticError  # raised by the host's code, which is alike on all ranks
 FORGET = 4096  # requests after which the cache and the table of its prompts' prefixes are made anew
 
+T = TypeVar("T")
 Part = tuple[int, dict[str, Any]] | None  # a part of an answer: status and JSON; None ends the answer
 Arrival = tuple[int, dict[str, Any] | None]  # a request's number and what Service.read returned; None: the client went away
 
@@ -65,6 +71,7 @@ class ServedRequest:
     """A client's request while it is answered.
 
     - asked: its prompts; rows: by row id of each response, the number of its prompt
+    - unstarted: the rows that are not in flight yet
     - ended: finished responses by row id; sent: what has been streamed, by row id
     - unscored: numbers of the prompts whose tokens still need log-probs; scored: those log-probs by number
     """
@@ -80,28 +87,28 @@ class ServedRequest:
 
     def __post_init__(self) -> None:
         self.rows = {request.row_id: number for number, each in enumerate(self.asked) for request in each.requests}
+        self.sampling, self.unstarted = self.asked[0].sampling, deque(each for asked in self.asked for each in asked.requests)
         if self.asked[0].params.prompt_logprobs is not None:
             self.unscored.extend(range(len(self.asked)))
 
-    @property
-    def requests(self) -> list[Request]:
-        """The rows that are still to be generated."""
-        return [request for each in self.asked for request in each.requests if request.row_id not in self.ended]
 
-
-def num_log_probs(all_served: Sequence[ServedRequest]) -> int:
-    """The log-probs that these requests hold on the device; MOST_LOG_PROBS limits them."""
-    requests = [request for served in all_served for asked in served.asked for request in asked.requests]
-    return len(requests) * max(request.max_new_tokens for request in requests) * (1 + all_served[0].asked[0].sampling.logprobs)
+def fit_together(requests: Sequence[Request], sampling: SamplingConfig) -> bool:
+    """Whether the log-probs of these rows are at most MOST_LOG_PROBS."""
+    longest = max(request.max_new_tokens for request in requests)
+    return len(requests) * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
 
 
 class Service:
     """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``told_to_end``, ``arrivals`` and ``replies`` are used.
 
+    Whatever a request does costs that request alone; only a fault of the engine raises.
+
     - arrivals: requests and clients that went away
     - replies: by request number, takes the parts of the answer
     - variables: of the chat template, where a request sets no others
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
+    - waiting: requests with rows that have not started, in the order of their turns
+    - running: requests with rows in flight, or prompts that are scored, by number
     - state: "on"; then "ending", in which new requests are refused; then "over"
     """
 
@@ -119,6 +126,7 @@ class Service:
         self.replies: dict[int, Callable[[Part], Any]] = {}
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[int, ServedRequest] = {}
+        self.sampling = SamplingConfig()  # of the rows in flight
         self.state, self.end_by = "on", 0.0
         processor.longest = self.engine.generator.reserve_pages(processor.longest)
 
@@ -130,13 +138,14 @@ class Service:
         body = read_body(raw)
         if body.get("model", self.name) != self.name:
             raise Refusal(404, f"the model {body['model']!r} is not here; there is {self.name!r}", "model_not_found")
+        check_sizes(body, self.processor.spec.vocab_size, self.processor.longest)
         format, params = read_request(body, chat)
         prompts = prompts_of(body, chat)
-        if not 0 < len(prompts) * max(params.n, 1) <= MOST_ROWS:
+        if not 0 < len(prompts) * params.n <= MOST_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MOST_ROWS} responses")
         variables = {**self.variables, **format.chat_template_kwargs}
-        read = self.processor.encode(prompts, variables=variables, generates=params.max_tokens != 0)
-        rest = {key: value for key, value in body.items() if key not in ("prompt", "messages")}
+        read = self.processor.encode(prompts, variables=variables, generates=format.generates)
+        rest = {key: value for key, value in body.items() if key not in OTHER}
         return {"chat": chat, "body": rest, "prompts": read}
 
     def turn(self) -> bool:
@@ -149,20 +158,13 @@ class Service:
         for arrival in arrivals:
             self._take(*arrival)
         if self.state != "on":
-            while self.waiting:
-                self._refuse(self.waiting.popleft().number)
+            self._fail([each for each in self.waiting if each.number not in self.running], Refusal(503, "the server is ending"))
         if self.state == "over":
-            self._fail(Refusal(503, "the server has ended"))
+            self._fail([*self.running.values()], Refusal(503, "the server has ended"))
             return False
         requests = self._admit()
-        if self.running:
-            try:
-                self._score()
-                self._generate(requests)
-            except (NotFinite, torch.OutOfMemoryError) as error:
-                if isinstance(error, torch.OutOfMemoryError) and self.engine.world.size > 1:
-                    raise  # the other ranks wait for this one
-                self._fail(error)
+        self._score()
+        self._generate(requests)
         return True
 
     def _arrived(self) -> list[Arrival]:
@@ -187,98 +189,146 @@ class Service:
 
     def _take(self, number: int, request: dict[str, Any] | None) -> None:
         if request is None:
-            gone = self.running.pop(number, None)
-            self.engine.generator.drop(gone.rows if gone else ())
-            self.waiting = deque(served for served in self.waiting if served.number != number)
-            return
+            return self._forget([number])
         if self.state != "on":
-            return self._refuse(number)
+            return self._put(number, refused(Refusal(503, "the server is ending")))
         if number % FORGET == FORGET - 1:
             self.engine.generator.before_training()
         try:
-            self.waiting.append(self._job(number, **request))
+            served = self._job(number, **request)
         except Exception as error:  # a process boundary: one request fails, the service goes on
-            self._put(number, refused(error))
+            return self._put(number, refused(error))
+        if served.unstarted:
+            self.waiting.append(served)
+        else:
+            self.running[number] = served
 
     def _job(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
         """Raises ValueError."""
         format, params = read_request(body, chat)
-        generates = params.max_tokens != 0
-        asked = self.processor.requests(prompts, [params if generates else replace(params, max_tokens=1)] * len(prompts))
+        asked = self.processor.requests(prompts, [params] * len(prompts))
         served = ServedRequest(number, chat, format, asked)
-        if num_log_probs([served]) > MOST_LOG_PROBS:
+        if not fit_together(served.unstarted, served.sampling):
             raise ValueError(
                 f"{len(served.rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
             )
-        if not generates:
+        if not format.generates:
             none = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
             served.ended = dict.fromkeys(served.rows, none)
+            served.unstarted.clear()
         return served
 
-    def _refuse(self, number: int) -> None:
-        self._put(number, refused(Refusal(503, "the server is ending")))
-
     def _admit(self) -> list[Request]:
-        """The rows of the requests that start now. No request overtakes another, so that each gets its turn."""
-        generator, requests = self.engine.generator, list[Request]()
-        while self.waiting and len(generator.kept) + len(requests) < 2 * generator.config.max_num_seqs:
-            others = [*self.running.values(), self.waiting[0]]
-            sampling = self.waiting[0].asked[0].sampling
-            if any(served.asked[0].sampling != sampling for served in others) or num_log_probs(others) > MOST_LOG_PROBS:
+        """The rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
+
+        Rows in flight are sampled alike. A request with another ``sampling`` waits until they have ended, and none overtakes it.
+        """
+        generator = self.engine.generator
+        in_flight, requests = [row.request for row in generator.kept], list[Request]()
+        if self.waiting and not in_flight:
+            self.sampling = self.waiting[0].sampling
+        turns = deque(takewhile(lambda served: served.sampling == self.sampling, self.waiting))
+        others, served_before = [*self.waiting][len(turns) :], deque[ServedRequest]()
+        while len(in_flight) + len(requests) < AHEAD * generator.config.max_num_seqs and (turns or served_before):
+            if not turns:
+                turns, served_before = served_before, turns
+            rows = [*in_flight, *requests, turns[0].unstarted[0]]
+            if len(rows) > 1 and not fit_together(rows, self.sampling):
                 break
-            served = self.waiting.popleft()
+            served = turns.popleft()
+            requests.append(served.unstarted.popleft())
             self.running[served.number] = served
-            requests += served.requests
+            if served.unstarted:
+                served_before.append(served)
+        self.waiting = deque([*turns, *others, *served_before])
         return requests
 
     def _score(self) -> None:
-        """Compute log-probs of prompts' tokens, about as many as a step of the generator computes.
+        """Compute log-probs of prompts' tokens, about as many as a step of the generator computes; one prompt of each request in turn.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        generator, found = self.engine.generator, list[tuple[ServedRequest, int]]()
+        generator, prompts = self.engine.generator, list[tuple[ServedRequest, int]]()
         left = most = generator.config.max_num_batched_tokens
-        for served in self.running.values():
-            while served.unscored and left > 0:
-                found.append((served, served.unscored.popleft()))
-                left -= len(served.asked[found[-1][1]].prompt_ids)
-        if not found:
+        turns = deque(served for served in self.running.values() if served.unscored)
+        while turns and left > 0:
+            served = turns.popleft()
+            prompts.append((served, served.unscored.popleft()))
+            left -= len(served.asked[prompts[-1][1]].prompt_ids)
+            if served.unscored:
+                turns.append(served)
+        for served, _ in prompts:  # in the next turn the others come first
+            self.running[served.number] = self.running.pop(served.number)
+        if not prompts:
             return
-        asked = [served.asked[number] for served, number in found]
-        many = [each.params.prompt_logprobs or 0 for each in asked]
-        entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], many, most)
-        for (served, number), each, scored in zip(found, asked, entries, strict=True):
-            if any(value != value for entry in scored for _, value in entry):
-                raise NotFinite(each.requests[0].row_id)
-            first = self.processor.named([[(each.prompt_ids[0], nan)]])
-            served.scored[number] = [*first, *self.processor.named(scored)]
+        asked = [served.asked[number] for served, number in prompts]
+
+        def score() -> None:
+            many = [each.params.prompt_logprobs or 0 for each in asked]
+            entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], many, most)
+            for (served, number), each, scored in zip(prompts, asked, entries, strict=True):
+                if any(value != value for entry in scored for _, value in entry):
+                    raise NotFinite(each.requests[0].row_id)
+                first = self.processor.named([[(each.prompt_ids[0], nan)]])
+                served.scored[number] = [*first, *self.processor.named(scored)]
+
+        self._attempt(score, [served for served, _ in prompts])
 
     def _generate(self, requests: Sequence[Request]) -> None:
         """Generate for a moment and deliver what is new. Collective over the world: every rank of it must call, in program order."""
-        engine = self.engine
-        sampling, limits = next(iter(self.running.values())).asked[0].sampling, GenerationLimits(seconds=TURN_S)
-        ended = engine.generator.generate_until(requests, sampling, self.processor.seed, 0, limits, 0, engine.tick)
+        engine, limits, ended = self.engine, GenerationLimits(seconds=TURN_S), list[Completion]()
+        settings = self.sampling, self.processor.seed, 0, limits, 0, engine.tick
+        if requests or engine.generator.kept:
+            new = {request.row_id for request in requests}
+            newcomers = [served for served in self.running.values() if not new.isdisjoint(served.rows)]
+            ended = self._attempt(lambda: engine.generator.generate_until(requests, *settings), newcomers) or []
         completions = {completion.row_id: completion for completion in ended}
         kept = {row.request.row_id: row for row in engine.generator.kept}
         for served in list(self.running.values()):
-            for row, number in served.rows.items():
-                if row in completions:
-                    asked = served.asked[number]
-                    served.ended[row] = self.processor.output(asked, [self.processor.record(asked, completions[row])]).outputs[
-                        0
-                    ]
-            if not served.unscored:
-                self._deliver(served, kept)
+            try:
+                self._deliver(served, completions, kept)
+            except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
+                self._fail([served], error)
 
-    def _fail(self, error: Exception) -> None:
-        """Answer all running requests with ``error``, which every rank has raised. Waiting requests go on."""
-        self.engine.generator.drop({row.request.row_id for row in self.engine.generator.kept})
-        for number in self.running:
-            self._put(number, refused(error))
-            self._put(number, None)
-        self.running.clear()
+    def _attempt(self, work: Callable[[], T], newcomers: Sequence[ServedRequest]) -> T | None:
+        """The result of ``work``. If it fails, the request that the error names, or else the ``newcomers``, are answered with it.
 
-    def _deliver(self, served: ServedRequest, kept: Mapping[int, SequenceState]) -> None:
+        Raises what no newcomer can have caused, and what the other ranks may not have met.
+        """
+        try:
+            return work()
+        except NotFinite as error:
+            self._fail([served for served in self.running.values() if error.row_id in served.rows], error)
+        except Exception as error:  # a process boundary
+            culprits = newcomers or ([*self.running.values()] if isinstance(error, torch.OutOfMemoryError) else [])
+            if not culprits or (self.engine.world.size > 1 and not isinstance(error, OF_REQUESTS)):
+                raise
+            self._fail(culprits, error)
+        return None
+
+    def _fail(self, failed: Sequence[ServedRequest], error: Exception) -> None:
+        """Answer these requests with ``error``, which every rank has raised. The others go on."""
+        status, answer = refused(error)
+        if failed and not isinstance(error, ValueError) and self.engine.world.rank == 0:
+            print(f"{counted(len(failed), 'request')} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        for served in failed:
+            self._put(served.number, (status, answer))
+            self._put(served.number, None)
+        self._forget([served.number for served in failed])
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        """Generate no more for these requests."""
+        gone = [self.running.pop(number) for number in numbers if number in self.running]
+        self.engine.generator.drop({row for served in gone for row in served.rows})
+        self.waiting = deque(served for served in self.waiting if served.number not in numbers)
+
+    def _deliver(self, served: ServedRequest, completions: Mapping[int, Completion], kept: Mapping[int, SequenceState]) -> None:
+        """Send what is new of a request. ``completions``: of the rows that have just ended; ``kept``: the rows in flight."""
+        for row in served.rows.keys() & completions.keys():
+            asked = served.asked[served.rows[row]]
+            (served.ended[row],) = self.processor.output(asked, [self.processor.record(asked, completions[row])]).outputs
+        if served.unscored:
+            return
         if served.format.stream:
             for index, row in enumerate(served.rows):
                 self._send_more(served, index, row, kept.get(row))

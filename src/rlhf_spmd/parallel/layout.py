@@ -14,11 +14,14 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
-from rlhf_spmd.config.constraints import PositiveInt
+from rlhf_spmd.config.constraints import PositiveInt, Range
+
+MOST_RANKS = 65_536  # more than any job has: a description of each rank is made before a pool can be found too small
+NumRanks = Annotated[int, Range(least=1, most=MOST_RANKS)]
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,14 @@ class LayoutConfig:
       without effect at tp 1
     """
 
-    pp: PositiveInt = 1
+    pp: NumRanks = 1
     vpp: PositiveInt = 1
-    tp: PositiveInt = 1
-    dp: PositiveInt | None = None
-    cp: PositiveInt = 1
-    ep: PositiveInt = 1
+    tp: NumRanks = 1
+    dp: NumRanks | None = None
+    cp: NumRanks = 1
+    ep: NumRanks = 1
     zero: Literal[0, 1, 2, 3] = 0
-    zero_size: PositiveInt | None = None
+    zero_size: NumRanks | None = None
     sequence_parallel: bool = False
 
 
@@ -237,7 +240,8 @@ def check_zero_size(zero: int, size: int | None, copies: int, where: str) -> Non
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rlhf_spmd.config import registry
-from rlhf_spmd.config.constraints import FiniteFloat, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Seconds
+from rlhf_spmd.config.constraints import FiniteFloat, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Seconds, Workers
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.rewards.answers import plain
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
@@ -174,7 +174,7 @@ class RewardConfig:
     - model_weight: weight of the reward model's or the judge's score (`models.reward.path`)
     - timeout_s: limit of one call; below `run.timeout_s`
     - default: score of a row whose call failed; null: no score, and the row is left out of learning and metrics
-    - num_workers: processes per rank that scores
+    - num_workers: processes per rank that scores, up to 1024
     - max_failure_rate: share of a step's calls that may fail (time-outs included) before the run ends with class
       `reward`; 1: all may fail, but not in the first step nor in two steps in a row
     - max_memory_gb: private memory of each such process, GiB; beyond it a call fails with MemoryError
@@ -199,7 +199,7 @@ class RewardConfig:
     model_weight: FiniteFloat = 1.0
     timeout_s: Seconds = 10.0
     default: FiniteFloat | None = None
-    num_workers: PositiveInt = 1
+    num_workers: Workers = 1
     max_failure_rate: Fraction = 1.0
     max_memory_gb: PositiveFloat = 16.0
     max_file_gb: PositiveFloat = 4.0

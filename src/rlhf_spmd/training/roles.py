@@ -24,7 +24,7 @@ from rlhf_spmd.models.router_balance import check_balance
 from rlhf_spmd.models.sharding import check_lora
 from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, resolve_layout
+from rlhf_spmd.parallel.layout import MOST_RANKS, GenerationLayout, Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.workers import (
@@ -253,6 +253,8 @@ def _least_copies(config: LayoutConfig) -> int:
 def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> RolePlan:
     where = f"models.{role}"
     least = max(config.layout.pp * config.layout.tp * _least_copies(config.layout), 1)
+    if least > MOST_RANKS:
+        raise ValueError(f"{where}.layout: it needs {least} ranks; at most {MOST_RANKS} are allowed")
     layout, pool = resolve_layout(config.layout, least, f"{where}.layout"), ResourcePool("unplaced", tuple(range(least)))
     if config.path is None:
         usual = type(config)()  # the dtype may be said of all roles alike

@@ -12,11 +12,14 @@ from torch import Tensor
 from rlhf_spmd.controller import MICRO_DP, THREE_D, CallRecord, InputSpec, Reference, Signature, register
 from rlhf_spmd.controller.reference import FieldShard
 from rlhf_spmd.data.batch import Batch, Field, decode_json, encode_json, pack, ragged, unpack
+from rlhf_spmd.environments.config import environment_key
+from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
+from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
@@ -29,6 +32,7 @@ from rlhf_spmd.workers.router_replay import ExpertRecords
 
 class ActorWorker(ModelWorker):
     trained = True
+    warned = False  # of environments that failed
 
     def build_more(self) -> None:
         build = self.context
@@ -95,7 +99,8 @@ class ActorWorker(ModelWorker):
           ahead of training.
         - ``routed_experts``, with ``router_replay=R3``: see :mod:`~rlhf_spmd.workers.router_replay`.
         - With an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0;
-          ``environment_reward``: float64 [rows]; and ``observations``: ragged uint8, JSON of ``Completion.observations``.
+          ``environment_reward``: float64 [rows], nan where it failed; and ``observations``: ragged uint8, JSON of
+          ``Completion.observations``.
 
         ``number``: the step. A sample depends on seed, step, row id and position. ``own``: rows of each of these references use
         temperature, top_p, top_k and min_p of its sampling, in the same batch as all others. ``num_groups`` (per replica): the call
@@ -125,7 +130,7 @@ class ActorWorker(ModelWorker):
         if "rollout_versions" not in self.absent:
             stale = sum(int((completion.versions < number).sum()) for completion in completions)
             report["rollout/stale_fraction"] = [stale, sum(len(completion.token_ids) for completion in completions)]
-        report |= generating.report()
+        report |= generating.report() | self._count_failures(batch, completions)
         if not completions:
             return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
         return self._made(batch, completions), report | _episode_report(completions)
@@ -165,6 +170,30 @@ class ActorWorker(ModelWorker):
             return None
         rows = dict(zip(batch.row_ids.tolist(), decode_json(batch["row"]), strict=True))
         return Environments(self.context.environments, rows, self.context.tokenizer, self.context.encoding)
+
+    def _count_failures(self, batch: Batch, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The metric of rows whose environment failed; {} without environments. Raises EnvironmentFailure if they are too many.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        configs = self.context.environments
+        if not configs:
+            return {}
+        of_row = {completion.row_id: completion.failure for completion in completions}
+        rows, order = (decode_json(batch["row"]) if len(batch) else []), [of_row[row] for row in batch.row_ids.tolist()]
+        failures = failures_by_name(configs, rows, order)
+        first = {name: [failure for failure in failures.get(name, ()) if failure is not None] for name in configs}
+        counts = torch.tensor([[len(first[name]), len(failures.get(name, ()))] for name in configs])
+        counts *= self.generator.mesh.replica.rank == 0  # all ranks of a replica have its rows
+        totals = self.mesh.pool.all_reduce(counts.clone(), "control").tolist()
+        for (name, texts), (failed, num_rows) in zip(first.items(), totals, strict=True):
+            if not texts:
+                continue  # ranks where some failed end the run
+            check_failed_rows(configs[name], name, failed, num_rows, texts[0])
+            if not self.warned:
+                say(f"{environment_key(name)} failed; such rows are left out (rollout/environment_failures): {texts[0]}")
+                self.warned = True
+        return {"rollout/environment_failures": [int(counts[:, 0].sum())]}
 
     def rollout_state(self) -> dict[str, Tensor]:
         """The rows in flight on this replica as one tensor of bytes, for a checkpoint; {} except on a replica's first rank."""
@@ -257,11 +286,11 @@ def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
     masks = [completion.mask for completion in completions if completion.mask is not None]
     if not masks:
         return {}
-    rewards = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
+    rewards = [completion.reward for completion in completions if completion.failure is None]
     return {
         "rollout/num_turns_mean": [sum(completion.num_turns for completion in completions), len(masks)],
         "rollout/environment_tokens_mean": [sum(mask.count(False) for mask in masks), len(masks)],
-        "rollout/environment_reward_mean": [float(rewards.sum()), len(masks)],
+        "rollout/environment_reward_mean": [sum(rewards), len(rewards)],
     }
 
 

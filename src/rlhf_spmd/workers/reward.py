@@ -125,9 +125,9 @@ class RewardWorker(ModelWorker):
         """Score each row. ``shown``: ids of the rows that the first reward reports as samples; None: some of every step.
 
         ``scores`` [rows]: weight * function + model_weight * model; nan for rows that this reward does not score. The first reward
-        adds weight * reward of the row's environment. ``failed`` bool [rows]: a call failed, so the row has no score, whatever other
-        rewards say. ``answer_codes`` float64 [rows]: equal for responses in which the function read equal answers, -1 if it read
-        none, nan if it reads no answers. Raises RewardError for a score beyond float32.
+        adds weight * reward of the row's environment. ``failed`` bool [rows]: a call or the environment failed, so the row has no
+        score, whatever other rewards say. ``answer_codes`` float64 [rows]: equal for responses in which the function read equal
+        answers, -1 if it read none, nan if it reads no answers. Raises RewardError for a score beyond float32.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -147,8 +147,9 @@ class RewardWorker(ModelWorker):
         if self.first and "environment_reward" in batch:
             known = self.context.environments
             names = [environment_of(known, row) for row in decode_json(batch["row"])]
-            weights = [torch.nan if name is None else known[name].weight for name in names]
-            more = torch.tensor(weights, dtype=torch.float64) * batch["environment_reward"]
+            weights = torch.tensor([torch.nan if name is None else known[name].weight for name in names], dtype=torch.float64)
+            more = weights * batch["environment_reward"]
+            failed |= more.isnan() & ~weights.isnan()
             scores = scores.where(more.isnan(), (scores.masked_fill(scores.isnan(), 0.0) + more).to(dtype))
         scores[failed] = torch.nan
         if len(beyond := (scores.abs() > torch.finfo(torch.float32).max).nonzero()):
