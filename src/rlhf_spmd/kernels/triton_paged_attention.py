@@ -269,15 +269,16 @@ def attend_chunks(
     PAGE: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes a tile of one KV head, grid [H * ceil(G / M), tiles]: keys that all of its queries see without masks,
+    """A program computes a tile of one KV head, grid [tiles * H * ceil(G / M)]: keys that all of its queries see without masks,
     the window's first blocks and the diagonal with them. LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens]."""
     PARTS_OF_G: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    head = (tl.program_id(0) // PARTS_OF_G).to(tl.int64)
-    tile = tiles + tl.program_id(1) * 4
+    tile = tiles + tl.program_id(0) // (kv_heads * PARTS_OF_G) * 4
+    part = tl.program_id(0) % (kv_heads * PARTS_OF_G)
+    head = (part // PARTS_OF_G).to(tl.int64)
     token, start, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     line = table + tl.load(tile + 3).to(tl.int64) * table_stride
     length = start + count
-    row = tl.program_id(0) % PARTS_OF_G * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = part % PARTS_OF_G * BLOCK_M + tl.arange(0, BLOCK_M)
     query = row // GROUP
     position = start + tl.minimum(query, count - 1)
     heads = head * GROUP + row % GROUP

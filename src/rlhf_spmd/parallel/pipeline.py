@@ -103,11 +103,10 @@ def simulate(schedules: Sequence[Sequence[Action]], vpp: int, backward: int = 1)
 
 @cache
 def plan_receives(schedule: Schedule, num_micro_batches: int, pp: int, stage: int, vpp: int) -> list[list[Action]]:
-    """Whose receives a rank begins before each of its passes, and after the last: those whose sender has ended its pass by then, if all passes take
-    equally long. Pure.
+    """Whose receives a rank begins before each of its passes, and after the last. Pure.
 
-    So a rank waits, even with its whole device, only for what ends earlier in this one order of all passes, and no ranks wait for
-    each other.
+    They are those whose sender has ended its pass by then, if all passes take equally long.
+    So a rank waits, even with its whole device, only for what ends earlier in this one order of all passes.
     """
     schedules = [schedule(num_micro_batches, pp, rank, vpp) for rank in range(pp)]
     ends, step = simulate(schedules, vpp), {"F": -1, "B": 1}
