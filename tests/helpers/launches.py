@@ -22,7 +22,8 @@ PRODUCTS = {"mm", "addmm", "bmm", "linear"}
 
 class Launches(TorchDispatchMode):
     """``names`` of those inside it in their order, views and allocations left out; ``bytes`` of the tensors of each, once each;
-    ``waits``: operations for which the host waits; ``grids``: of Triton's kernels, by name. An operation is one launch, although some are several (a sort)."""
+    ``waits``: operations for which the host waits;
+    ``grids``: of Triton's kernels, by name. An operation is one launch, although some are several (a sort)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,19 +9,19 @@ Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.devices import model_device, unavailable
+from rlhf_spmd.kernels.devices import model_device, shared_memory, unavailable
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, Packing
 
 DTYPES = (torch.bfloat16, torch.float16)  # no flash kernel computes others
 MAX_HEAD_DIM = 256
-SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared memory than an A100: 8.6, 8.9, 12.x
+SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared memory than an A100
 
 
 class PackedFlash(Protocol):
@@ -127,11 +127,5 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _fits(q: Tensor) -> bool:
-    small = torch.is_grad_enabled() and q.is_cuda and not _has_room(q.device)
+    small = torch.is_grad_enabled() and q.is_cuda and shared_memory() < 160 << 10
     return q.dtype in DTYPES and q.shape[-1] <= (SMALL_HEAD_DIM if small else MAX_HEAD_DIM)
-
-
-@cache
-def _has_room(device: torch.device) -> bool:
-    major, minor = torch.cuda.get_device_capability(device)
-    return (major, minor) == (8, 0) or major in (9, 10)
