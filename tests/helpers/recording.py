@@ -23,7 +23,7 @@ ARRIVALS = "arrivals"  # on which weights come
 # of tensors that are on the host on GPUs too
 HOST_LABELS = (
     *("batch", "control", "checkpoint", "exact_rollouts", "profile", "serve:", "generate:", "score:"),
-    *(f"generation:{what}" for what in ("moves", "environments", "limits", "pages")),
+    *(f"generation:{what}" for what in ("moves", "environments", "limits", "pages", "graphs")),
 )
 ON_DEVICE = {"_checkpointing"}  # functions whose "control" is on the device
 COLLECTIVES = {

@@ -73,8 +73,8 @@ class GenerationConfig:
       [generation.md](generation.md#cuda-graphs). null: 8 where steps are captured as CUDA graphs,
       else 1. With `pp` above 1, or with environments and linear attention, it is always 1; `speculative_tokens` allows no other
       value
-    - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
-      are 1 and attention is `triton` or `flash_attn`
+    - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `pp` is 1 and
+      attention is `triton` or `flash_attn`; with `tp` above 1 if a trial at the start succeeds
     - micro_batches: parts of the rows in flight, of whole groups, that are in different pipeline stages at the same time; null:
       `pp`
     - rebalance_steps: generator steps after which the replicas compare how many rows each has left. Rows move if one replica has
@@ -133,12 +133,9 @@ class GenerationConfig:
         """Raises ValueError if this process's device cannot run ``attention``. A plan may be for other devices."""
         check_attention(self.attention, model_device(), f"{where}.attention")
 
-    def captures(self, device: torch.device, tp: int, pp: int) -> bool:
-        """Whether decode steps become CUDA graphs on this device, if attention and experts allow it.
-
-        Steps with collectives do not: that was never tried.
-        """
-        return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1 and not self.speculative_tokens
+    def captures(self, device: torch.device, pp: int) -> bool:
+        """Whether decode steps become CUDA graphs on this device, if attention and experts allow it."""
+        return not self.enforce_eager and capabilities(device).graphs and pp == 1 and not self.speculative_tokens
 
     def check_model(self, where: str, spec: ModelSpec) -> None:
         """Raises ValueError for what the model's attention cannot do. States of linear attention cannot go back to an earlier token."""

@@ -239,7 +239,7 @@ class ProblemBuilder:
         device = self.machine.device
         can = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
         if call.kind == "generate" and can and not call.generation.enforce_eager:
-            return made.set(graphs=(made.tp == 1) & (made.pp == 1))
+            return made.set(graphs=made.pp == 1)
         return made
 
     def _estimate(self, call: ModelCall, given: CallSettings, role: RoleSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -240,7 +240,7 @@ class _RoleMemory:
             checkpointing=(CHECKPOINTING.index("none" if level == "auto" else level),),  # auto: undecided
             sequence_parallel=(int(layout.sequence_parallel),),
             max_num_seqs=(generation.max_num_seqs,),
-            graphs=(int(generation.captures(self.step.device, layout.tp, layout.pp)),),
+            graphs=(int(generation.captures(self.step.device, layout.pp)),),
             cp=(layout.cp,),
             ep=(layout.ep,),
         )
