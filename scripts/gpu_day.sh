@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# What to run first on a machine with a GPU, in two parts whose time limits add up to 8.3 and 9.3 minutes:
+# What to run on a machine with a GPU, in two parts whose time limits add up to 460 and 240 seconds:
 #
-#   bash scripts/gpu_day.sh OUT first         kernels attention nano train_1.7b
-#   bash scripts/gpu_day.sh OUT second        grpo prime ppo train_8b nano_8b
-#   bash scripts/gpu_day.sh OUT nano ppo      some of them
+#   bash scripts/gpu_day.sh OUT first         kernels ranks_pp2 ranks_ep2 ranks_cp2 ranks_tp2 mixtures
+#   bash scripts/gpu_day.sh OUT second        train_8b grpo
+#   bash scripts/gpu_day.sh OUT nano tests    some of them, or of those that are in neither part
 #   bash scripts/gpu_day.sh --wheels DIR      beforehand, on a machine with a network: what the other one may lack, as wheels
 #                                             for Python 3.12 on x86-64 Linux
 #
-# kernels: those in Triton, compiled, against float64. attention: decoding and prompts alone. nano: nano-vllm's workload with the defaults
-# and without graphs. grpo: one step of 0.6B by phase. prime: the shapes that prime-rl publishes. ppo: the quickstart, which learns.
-# tests and agreement, which are in neither part: tests/workers/test_gpu.py, and generation's log-probs against training's.
+# kernels: those in Triton that no GPU has run, compiled, against float64. ranks_*: two ranks on the one GPU over NCCL (2.30 or later;
+# NCCL names the library) in one layout, in processes of their own; tp2 with CUDA graphs. mixtures: an update and decoding of four layers
+# of Qwen3-30B-A3B. train_8b: with FlashAttention 2, then 3 if it is installed. grpo: steps of 1.7B by phase.
+# In neither part: nano, nano_8b and train_1.7b, the benchmarks; tests, tests/workers/test_gpu.py; agreement, generation's log-probs
+# against training's.
 #
 # OUT gets summary.txt (a line per part: name, exit status, seconds), a log per part, and results.json with all figures.
 # A part that fails or meets its time limit (status 124) does not stop the next one. Packages that the GPU machine lacks come from
@@ -30,8 +32,8 @@ fi
 [[ $# -gt 0 && $1 != -* ]] || { sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
-first=(kernels attention nano train_1.7b) second=(grpo prime ppo train_8b nano_8b)
-parts=("${first[@]}" "${second[@]}" tests agreement)
+first=(kernels ranks_pp2 ranks_ep2 ranks_cp2 ranks_tp2 mixtures) second=(train_8b grpo)
+parts=("${first[@]}" "${second[@]}" nano nano_8b train_1.7b tests agreement)
 case ${1:-first} in
   first) set -- "${first[@]}" ;;
   second) set -- "${second[@]}" ;;
@@ -60,79 +62,79 @@ print("# python", sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for 
   echo "# part, exit status (124: time limit), seconds"
 } | tee "$out/summary.txt"
 
-middle=(qwen3_1.7b) large=(llama_8b:8) served=(qwen3_0.6b) larger=(llama_8b) grown=qwen3_0.6b lora=(qwen3_4b) long=(8 8192 8192) longer=(4 16384 16384)
-quick=() steps=() device=cuda peers=(packed_sdpa)
+middle=(qwen3_1.7b) large=(llama_8b:8) served=(qwen3_0.6b) larger=(llama_8b) grown=qwen3_1.7b mixture=(qwen3_30b_a3b:4)
+quick=() device=cuda peers=(packed_sdpa) dtype=bfloat16
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  middle=(S) large=(S) served=(S) larger=(S) grown=tiny lora=(S) long=(2 64 64) longer=(2 64 64)
-  quick=(--quick) steps=(run.steps=2) device=cpu peers=(padded)
+  middle=(S) large=(S) served=(S) larger=(S) grown=tiny mixture=(mixture) quick=(--quick) device=cpu peers=(padded) dtype=float32
 fi
+mkdir -p "$work/site" # FLASH=FA3: torch's attention by another implementation, in every process
+cat >"$work/site/sitecustomize.py" <<'END'
+import os
+if os.environ.get("FLASH"):
+    from torch.nn.attention import activate_flash_attention_impl
+    activate_flash_attention_impl(os.environ["FLASH"])
+END
 
-launch() { "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m "$@"; }
 pytest_here() {
   local parallel=()
   "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
   cd "$root" && "$python" -m pytest -p no:cacheprovider -q -rs --durations=10 "${parallel[@]}" "$@"
 }
-kernels() { pytest_here tests/generation/test_triton.py tests/generation/test_triton_draw.py tests/kernels/test_triton_layers.py tests/kernels/test_head.py; }
-tests() { pytest_here tests/workers/test_gpu.py; }
-attention() { "$python" "$bench/device.py" attention --device $device "${quick[@]}" --out "$results/attention.json"; }
-ppo() {
-  "$python" -m rlhf_spmd.data.sort_digits --out runs/quickstart/task || return
-  launch rlhf_spmd.sft --config "$root/configs/quickstart_sft.yaml" "${steps[@]}" || return
-  launch rlhf_spmd.train --config "$root/configs/quickstart_ppo.yaml" "${steps[@]}"
-  local status=$?
-  "$python" -m rlhf_spmd.summary runs/quickstart/ppo
-  return $status
+kernels() {
+  pytest_here tests/kernels/test_triton_delta.py tests/kernels/test_experts.py tests/kernels/test_routing.py tests/kernels/test_flash_gpu.py \
+    tests/generation/test_triton.py
 }
+two_ranks() {
+  RLHF_SPMD_SHARED_GPU=1 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 LD_PRELOAD="${NCCL:-}" pytest_here -s tests/workers/test_two_ranks_gpu.py -k "$1"
+}
+ranks_pp2() { two_ranks pp2; }
+ranks_ep2() { two_ranks ep2; }
+ranks_cp2() { two_ranks cp2; }
+ranks_tp2() { two_ranks tp2; }
+mixtures() {
+  "$python" "$bench/update.py" --models "${mixture[@]}" --dtypes $dtype --out "$results/mixtures_update.json" --peers --seconds 3 --timeout 45
+  serve_rows --models "${mixture[@]}" --engines ours --out "$results/mixtures_decode.json"
+}
+tests() { pytest_here tests/workers/test_gpu.py; }
 agreement() { "$python" "$bench/device.py" agreement "${quick[@]}" --out "$results/agreement.json"; }
 train_1.7b() {
   "$python" "$bench/update.py" --models "${middle[@]}" --dtypes bfloat16 --out "$results/train_1.7b.json" \
     --peers "${peers[@]}" --seconds 5 --timeout 100
 }
 train_8b() {
-  "$python" "$bench/update.py" --models "${large[@]}" --dtypes bfloat16 --optimizer no_masters --micro-tokens 4096 \
-    --out "$results/train_8b.json" --peers --seconds 5 --timeout 100
-}
-prime() {
-  local options=(--dtypes bfloat16 --peers --seconds 3 --timeout 60)
-  "$python" "$bench/update.py" --models "${served[@]}" --rows "${long[@]}" "${options[@]}" --out "$results/prime_sft.json"
-  "$python" "$bench/update.py" --models "${served[@]}" --rows "${longer[@]}" --micro-tokens 16384 "${options[@]}" --out "$results/prime_rl.json"
-  "$python" "$bench/update.py" --models "${lora[@]}" --rows "${longer[@]}" --micro-tokens 16384 --lora 16 "${options[@]}" \
-    --out "$results/prime_lora.json"
+  for implementation in "" FA3; do
+    FLASH=$implementation "$python" "$bench/update.py" --models "${large[@]}" --dtypes bfloat16 --optimizer no_masters --micro-tokens 4096 \
+      --out "$results/train_8b$implementation.json" --peers --seconds 5 --timeout 60
+  done
 }
 grpo() { "$python" "$bench/train.py" step --model $grown --ranks 1 --programs grpo --steps 3 --out "$results/grpo.json"; }
 serve_rows() {
   "$python" "$bench/generation.py" --workload nano --dtypes bfloat16 --modes sampled --repeats 1 --seconds 0 --timeout 140 "$@"
 }
-nano() {
-  serve_rows --models "${served[@]}" --engines ours --out "$results/nano.json" && \
-    serve_rows --models "${served[@]}" --engines ours --ours enforce_eager=true,steps_per_sync=1 --out "$results/nano_eager.json"
-}
+nano() { serve_rows --models "${served[@]}" --engines ours --out "$results/nano.json"; }
 nano_8b() { serve_rows --models "${larger[@]}" --engines ours --out "$results/nano_8b.json"; }
 gather() { # all figures so far into one file; what a time limit cut off in the middle stays text
-  cp runs/quickstart/ppo/metrics.jsonl "$results/ppo.jsonl" 2>/dev/null
   "$python" - "$results" "$out/results.json" <<'END'
 import json, sys
 from pathlib import Path
 def read(path):
-    text = path.read_text()
     try:
-        return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+        return json.loads(path.read_text())
     except ValueError:
-        return text
+        return path.read_text()
 Path(sys.argv[2]).write_text(json.dumps({path.stem: read(path) for path in sorted(Path(sys.argv[1]).iterdir())}, indent=1))
 END
 }
 
-declare -A limits=([kernels]=120 [attention]=60 [nano]=150 [train_1.7b]=170 [grpo]=120 [prime]=110 [ppo]=120 [train_8b]=90 [nano_8b]=120
-  [tests]=300 [agreement]=150)
+declare -A limits=([kernels]=110 [ranks_pp2]=65 [ranks_ep2]=65 [ranks_cp2]=65 [ranks_tp2]=65 [mixtures]=90 [train_8b]=130 [grpo]=110
+  [nano]=80 [nano_8b]=120 [train_1.7b]=170 [tests]=300 [agreement]=150)
 for part in "${parts[@]}"; do
   limit=${limits[$part]}
   [ "${LIMIT:-$limit}" -ge "$limit" ] || limit=$LIMIT
   started=$SECONDS
   # torchrun ends its ranks within 30 seconds of the signal
-  timeout -k 45 "$limit" bash -c "$(declare -p root python bench results middle large served larger grown lora long longer quick steps device peers)
-    $(declare -f launch pytest_here serve_rows "$part")
+  timeout -k 45 "$limit" bash -c "$(declare -p root python bench results middle large served larger grown mixture quick device peers dtype)
+    $(declare -f pytest_here serve_rows two_ranks "$part")
     $part" >"$out/$part.log" 2>&1
   echo "$part $? $((SECONDS - started))" | tee -a "$out/summary.txt"
   gather

@@ -24,7 +24,7 @@ from torch import Tensor
 from measure import join_world, machine_facts, median, on_ranks, run_parts, save, table
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
-from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
+from rlhf_spmd.parallel.pipeline import Action, Schedule, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
 from rlhf_spmd.parallel.world import World
 
 WIDTH, TOKENS = 64, 256  # of the tensors between stages; tokens of a micro-batch (the mean of the ragged ones)
@@ -47,9 +47,12 @@ class Case:
     def tokens(self) -> list[int]:
         return [int(TOKENS * FACTORS[i % 8]) if self.ragged else TOKENS for i in range(self.num_micro_batches)]
 
+    @property
+    def plan(self) -> Schedule:
+        return schedule_forward if self.schedule == "forward" else schedule_1f1b
+
     def actions(self, stage: int) -> list[Action]:
-        plan = schedule_forward if self.schedule == "forward" else schedule_1f1b
-        return plan(self.num_micro_batches, self.pp, stage, self.vpp)
+        return self.plan(self.num_micro_batches, self.pp, stage, self.vpp)
 
     def seconds(self, action: Action, forward_s: float) -> float:
         """Seconds of one pass. ``forward_s``: a forward pass of ``TOKENS`` tokens through all chunks of a rank."""
@@ -100,10 +103,9 @@ def run_once(case: Case, mesh: Mesh, forward_s: float) -> tuple[float, float, fl
         return torch.zeros(tokens, WIDTH)
 
     shapes = [(tokens, WIDTH) for tokens in case.tokens]
-    actions = case.actions(mesh.pp_rank)
     mesh.pool.barrier("bench")
     begin = time.monotonic()
-    run_pipeline(actions, mesh, shapes, torch.float32, torch.device("cpu"), compute, compute)
+    run_pipeline(case.plan, mesh, shapes, torch.float32, torch.device("cpu"), compute, compute)
     return begin, time.monotonic(), busy
 
 

@@ -34,17 +34,22 @@ LARGE = {
     "llama_1b": ("Llama", 2048, 8192, 16, 32, 8, 64, 128256, True),
     "llama_8b": ("Llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
 }
+# mixtures of experts: the same, without family, then experts, those of a token, and their intermediate size
+MIXTURES = {
+    "mixture": (64, 128, 2, 4, 2, 16, 512, False, 8, 2, 32),
+    "qwen3_30b_a3b": (2048, 6144, 48, 32, 4, 128, 151936, False, 128, 8, 768),
+}
 
 
 def is_large(model: str) -> bool:
-    return model.partition(":")[0] in LARGE
+    return model.partition(":")[0] in {*LARGE, *MIXTURES}
 
 
 def config_of(model: str) -> dict[str, Any]:
     """The contents of config.json. Ends the program where no model has this name."""
     name, _, layers = model.partition(":")
-    if name not in SMALL | LARGE or not (layers.isdecimal() or model == name):
-        sys.exit(f"no model {model!r}; there are {', '.join([*SMALL, *LARGE])}; llama_8b:16 has 16 of its layers")
+    if name not in {*SMALL, *LARGE, *MIXTURES} or not (layers.isdecimal() or model == name):
+        sys.exit(f"no model {model!r}; there are {', '.join([*SMALL, *LARGE, *MIXTURES])}; llama_8b:16 has 16 of its layers")
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     config |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02}
     config |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -53,11 +58,14 @@ def config_of(model: str) -> dict[str, Any]:
         config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
         config |= {"max_position_embeddings": 1024, "dtype": "float32"}
     else:
-        family, hidden, inner, depth, heads, kv_heads, head_dim, vocab, tied = LARGE[name]
+        family, hidden, inner, depth, heads, kv_heads, head_dim, vocab, tied = LARGE.get(name) or ("Qwen3", *MIXTURES[name][:8])
         config |= {"architectures": [f"{family}ForCausalLM"], "model_type": str(family).lower()}
         config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocab}
         config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "rope_theta": 1e6}
         config |= {"tie_word_embeddings": tied, "max_position_embeddings": 8192, "dtype": "bfloat16"}
+    if name in MIXTURES:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+        config |= dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), MIXTURES[name][8:], strict=True))
     return {**config, "num_hidden_layers": int(layers)} if layers else config
 
 

@@ -7,25 +7,35 @@ same memory.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from generators import RULES, SMALL, alone, assert_same, load, ragged_requests, with_overrides
-from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig, config, model_runner
+from ranks import run_ranks
+from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig, config, graphs, model_runner
 from rlhf_spmd.generation.backends import build_backend
 from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs, padded_size
 from rlhf_spmd.generation.model_runner import ModelRunner
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import capabilities
+from rlhf_spmd.kernels.devices import DeviceCapabilities
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.models.weights import load_pretrained
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
+from rlhf_spmd.parallel.world import World
 from small_models import CONFIGS, make_model
 
 STOPS = range(4)  # rows end early, within bursts
@@ -133,8 +143,8 @@ class Frozen:
     replay: Callable[[], None]
 
 
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+@contextmanager
+def capturing() -> Iterator[list[Any]]:
     """The steps that are captured from now on, on this machine, as if it were a GPU."""
     steps: list[Any] = []
 
@@ -143,15 +153,26 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         step()
         return Frozen(step)
 
-    monkeypatch.setattr(Graphs, "_capture", capture)
-    for module in (model_runner, config):
-        monkeypatch.setattr(module, "capabilities", lambda device: replace(capabilities(device), graphs=True, streams=True))
-    return steps
+    def able(device: torch.device) -> DeviceCapabilities:
+        return replace(capabilities(device), graphs=True, streams=True)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Graphs, "_capture", capture))
+        for module in (model_runner, config):
+            stack.enter_context(mock.patch.object(module, "capabilities", able))
+        yield steps
 
 
-def build(path: str, **changes: Any) -> Generator:
-    decoder = load(path, alone()[1])
-    generator = Generator(decoder, alone()[1], replace(SMALL, **changes), STOPS)
+@pytest.fixture
+def captured() -> Iterator[list[Any]]:
+    with capturing() as steps:
+        yield steps
+
+
+def build(path: str, mesh: Mesh | None = None, **changes: Any) -> Generator:
+    mesh = mesh or alone()[1]
+    decoder = load(path, mesh)
+    generator = Generator(decoder, mesh, replace(SMALL, **changes), STOPS)
     backend = build_backend("torch", decoder.dtype, torch.device("cpu"))
     generator.__dict__["_backend"] = replace(backend, capturable=changes.get("enforce_eager") is not True)
     return generator
@@ -184,6 +205,44 @@ def test_captured_steps_keep_the_bits(
     other.decoder.load_state_dict(generator.decoder.state_dict())
     requests = [replace(request, row_id=request.row_id + 50) for request in ragged_requests(max_new_tokens=9)]
     assert_same(generator.generate(requests, sampling, 4, 6), other.generate(requests, sampling, 4, 6))
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+TRIALS: dict[str, Callable[[Callable[[], None]], Callable[[], None]]] = {
+    "right": lambda step: step,
+    "a captured sum is 3, not 6": lambda step: lambda: None,  # nothing is replayed
+    "RuntimeError: no graphs": lambda step: partial(raise_, RuntimeError("no\ngraphs")),
+    "a captured sum takes more than 1 s": lambda step: lambda: time.sleep(5),
+}
+
+
+def generate_on_slices(world: World, path: str, name: str) -> tuple[list[Completion], list[Completion], int, str]:
+    """Of eager and of captured steps, the number of these, and what is printed. The first graph is the trial's."""
+    mesh, printed = build_mesh(world, [0, 1], Layout(tp=2)), io.StringIO()
+    expected = build(path, mesh, enforce_eager=True).generate(ragged_requests(), SAMPLED, 3, 5)
+    with capturing() as steps, redirect_stderr(printed), mock.patch.object(graphs, "TRIAL_S", 1.0):
+        capture = Graphs._capture
+
+        def capture_trial(self: Graphs, step: Callable[[], None]) -> Frozen:
+            graph, first = capture(self, step), len(steps) == 1
+            return Frozen(TRIALS[name](step)) if first else graph  # type: ignore[return-value]
+
+        with mock.patch.object(Graphs, "_capture", capture_trial):
+            generator = build(path, mesh)
+            completions = generator.generate(ragged_requests(), SAMPLED, 3, 5)
+            generator.generate(ragged_requests()[:2], SAMPLED, 4, 5)  # tried once
+    return expected, completions, len(steps), printed.getvalue()
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_steps_with_sums_over_ranks_are_captured_where_a_trial_succeeds(path: str, name: str) -> None:
+    for rank, (expected, completions, number, printed) in enumerate(run_ranks(2, generate_on_slices, path, name)):
+        assert_same(completions, expected)
+        assert (number > 2) == (name == "right") and number >= 1
+        assert printed.count("\n") == (name != "right" and rank == 0) and (name == "right" or rank or name in printed)
 
 
 def test_graphs_stay_while_nothing_moves(path: str, captured: list[Any]) -> None:

@@ -34,11 +34,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> lis
     return lengths
 
 
-def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one sequence's queries, keys and values, from that of its output. An operator's own code has no autograd."""
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, share: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one sequence's queries, keys and values, from that of its output. An operator's own code has no autograd. ``share`` [T, Hq]:
+    of the probabilities, where the sums count more than the scores."""
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     one_hot = torch.eye(len(q)).double()[:, None].expand(-1, heads, -1)
-    p = attend(q, k, one_hot, [len(q)], rule)[0].transpose(0, 1)
+    p = (attend(q, k, one_hot, [len(q)], rule)[0] * share[..., None]).transpose(0, 1)
     wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
     of_p = torch.einsum("ihd,jhd->hij", grad, wide_v)
     of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * rule.scale
@@ -75,9 +78,11 @@ def flash_on_cpus() -> Iterator[Calls]:
         calls.backward += 1
         lengths, rule = _check(q, k, v, bounds, longest), AttentionRule(scale, window=window_size_left + 1 or None)
         again, log_sums = attend(q, k, v, lengths, rule)
-        torch.testing.assert_close(sums, log_sums.float())
+        share = (log_sums - sums.double()).exp().t()
+        assert share.max() < 1 + 1e-5
+        again = again * share[..., None]
         torch.testing.assert_close(out, again.to(out.dtype), atol=2e-2, rtol=2e-2)  # any kernel may round the probabilities
-        rows = zip(*(x.double().split(lengths) for x in (grad, q, k, v)), strict=True)
+        rows = zip(*(x.double().split(lengths) for x in (grad, q, k, v, share)), strict=True)
         grads = zip(*(_gradients(*row, rule) for row in rows), strict=True)
         return tuple(torch.cat(parts).to(q.dtype) for parts in grads)
 

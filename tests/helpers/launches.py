@@ -22,13 +22,15 @@ PRODUCTS = {"mm", "addmm", "bmm", "linear"}
 
 class Launches(TorchDispatchMode):
     """``names`` of those inside it in their order, views and allocations left out; ``bytes`` of the tensors of each, once each;
-    ``waits``: operations for which the host waits. An operation is one launch, although some are several (a sort)."""
+    ``waits``: operations for which the host waits;
+    ``grids``: of Triton's kernels, by name. An operation is one launch, although some are several (a sort)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.bytes: list[int] = []
         self.waits: list[str] = []
+        self.grids: list[tuple[str, tuple[int, ...]]] = []
 
     def note(self, name: str, values: Iterable[Any]) -> None:
         tensors = [x for x in values if isinstance(x, Tensor)]
@@ -70,6 +72,7 @@ def counted_launches(run: bool = True) -> Iterator[Launches]:
 
         def counted(*args: Any, **options: Any) -> Any:
             launches.note(kernel.__name__, args)
+            launches.grids.append((kernel.__name__, tuple(grid)))
             if not run:
                 return None
             with _disable_current_modes():  # the interpreter's own operations are no launches

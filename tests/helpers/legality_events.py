@@ -110,7 +110,15 @@ class Join:
     stream: str = MAIN
 
 
-Event = Launch | Wait | Connect | Follow | Fork | Join
+@dataclass(frozen=True)
+class Pass:
+    """The host has launched kernels."""
+
+    thread: str = MAIN
+    stream: str = MAIN
+
+
+Event = Launch | Wait | Connect | Follow | Fork | Join | Pass
 Where = tuple[int, int]  # a rank and the number of an operation there
 
 
@@ -123,10 +131,14 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """What may happen besides, each of which makes the check stricter. ``allocator``: the host waits for its whole device at any time,
-    as where the allocator gives memory back. ``queue``: a rank's device takes up operations in the order of their launch."""
+    """What may happen besides, each of which makes the check stricter.
 
-    allocator: bool = False
+    ``synchronises``: the host waits for its whole device at any time, as where CUDA loads a kernel at its first launch and where the
+    allocator gives memory back; not between messages that follow each other, which need neither. ``queue``: a rank's device takes up
+    operations in the order of their launch.
+    """
+
+    synchronises: bool = False
     queue: bool = False
 
 

@@ -90,6 +90,7 @@ def _add_rank(
     at = _Rank()
     on_device: dict[int, bool] = {}
     connected = set[Communicator]()
+    last: dict[str, Event] = {}  # of each thread
     for event in events:
         thread, stream = event.thread, event.stream
         if thread in at.inherited and stream != MAIN:  # its stream waits for what its parent's held
@@ -97,7 +98,8 @@ def _add_rank(
         at.used[thread].add(stream)
         host = graph.add("", rank, "", at.threads.get(thread))
         before = graph.before[host]
-        if machine.allocator:
+        behind = _is_message(last.get(thread)) and (isinstance(event, Wait) or _is_message(event))
+        if machine.synchronises and not behind:
             before += at.device()
         elif stream == MAIN and MAIN in at.streams and not isinstance(event, Follow):
             before.append(at.streams[MAIN])
@@ -124,6 +126,11 @@ def _add_rank(
             others = [at.streams.get(each) for each in at.used[event.child] - {stream}]
             at.streams[stream] = graph.add("", rank, "", at.streams.get(stream), *others)
         at.threads[thread] = host
+        last[thread] = last.get(thread, event) if isinstance(event, Wait) else event
+
+
+def _is_message(event: Event | None) -> bool:
+    return isinstance(event, Launch) and event.kind == "message"
 
 
 def _add_launch(graph: _Graph, rank: int, launch: Launch, host: int, at: _Rank, machine: Machine) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from legality_events import MAIN, Communicator, Connect, Event, Follow, Fork, Join, Launch, Part, Wait
+from legality_events import MAIN, Communicator, Connect, Event, Follow, Fork, Join, Launch, Part, Pass, Wait
 from ranks import close_pool, run_ranks
 
 SIDE = "side"  # the stream of transfers beside a computation
@@ -23,7 +23,7 @@ ARRIVALS = "arrivals"  # on which weights come
 # of tensors that are on the host on GPUs too
 HOST_LABELS = (
     *("batch", "control", "checkpoint", "exact_rollouts", "profile", "serve:", "generate:", "score:"),
-    *(f"generation:{what}" for what in ("moves", "environments", "limits", "pages")),
+    *(f"generation:{what}" for what in ("moves", "environments", "limits", "pages", "graphs")),
 )
 ON_DEVICE = {"_checkpointing"}  # functions whose "control" is on the device
 COLLECTIVES = {
@@ -65,7 +65,7 @@ class Recording:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        from rlhf_spmd.parallel.collectives import Group
+        from rlhf_spmd.parallel.collectives import FlightRecorder, Group
         from rlhf_spmd.reshard.transfer import BackgroundTask, Transfer
         from rlhf_spmd.workers.weight_sync import _Arrival
 
@@ -82,6 +82,7 @@ class Recording:
             wrap(dist.Work, "wait", self._wait)
             wrap(distributed_c10d, "_new_process_group_helper", self._connect)
             wrap(Group, "_note", self._note)
+            wrap(FlightRecorder, "tick", self._tick)
             wrap(Group, "start_exchange", self._exchange)
             wrap(BackgroundTask, "__init__", self._start)
             wrap(BackgroundTask, "run", self._run_task)
@@ -211,6 +212,10 @@ class Recording:
         return original(size, rank, ranks, *args, **more)
 
     # -- threads and streams
+
+    def _tick(self, original: Callable[..., Any], recorder: Any) -> None:
+        original(recorder)
+        self._add(Pass(self.thread, self.stream))
 
     def _start(self, original: Callable[..., Any], task: Any, work: Any, name: str, *more: Any) -> None:
         with self._lock:

@@ -46,6 +46,14 @@ def test_nothing_spills(tmp_path: Path, arguments: tuple[str, ...], count: int, 
         assert kernel["loads"] >= max(loads, "_sum_rows" in kernel["name"]), kernel
 
 
+@pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99), (90, 227), (100, 227), (120, 99)])
+def test_shared_memory_suffices(tmp_path: Path, capability: int, kib: int) -> None:
+    """Of all GPUs that are supported, by CUDA's guide."""
+    kernels = compiled(tmp_path, "compile_shared.py", str(capability), str(kib << 10))
+    assert len(kernels) > 15
+    assert all(kernel["shared"] <= kib << 10 for kernel in kernels), kernels
+
+
 def test_exact_kernels_have_one_kind_of_instruction(tmp_path: Path) -> None:
     """Nothing spills. All products of half precision are chains of one kind of wgmma; attention of chunks has the tensor cores'
     instructions of single tokens, and scores laid out over as many warps along the keys."""

@@ -62,6 +62,22 @@ def test_outputs_and_gradients_equal_float64(calls: Calls, lengths: list[int], r
     assert calls.backward == 1
 
 
+@pytest.mark.parametrize("packed", [TorchFlash(), FlashAttn()], ids=lambda packed: packed.name)
+def test_sinks(calls: Calls, packed: TorchFlash | FlashAttn) -> None:
+    """Those of gpt-oss: an output and gradients of queries, keys, values and sinks as in float64."""
+    lengths, sinks = [5, 0, 70, 1], torch.tensor([-2.0, 0.0, 1.5, 4.0], requires_grad=True)
+    qkv, weight = draw(lengths, torch.bfloat16).requires_grad_(), torch.randn(76, 4, 16).bfloat16()
+    results = []
+    for dtype, ops in ((torch.bfloat16, GpuOps(packed)), (torch.float64, Ops())):
+        inputs = [x.detach().to(dtype if x is qkv else sinks.dtype).requires_grad_() for x in (qkv, sinks)]
+        rule = AttentionRule(0.3, window=7, sinks=inputs[1])
+        out = ops.attend_packed(*parts_of(inputs[0]), Packing(lengths, CPU), rule)
+        results.append([out, *torch.autograd.grad(out, inputs, weight.to(dtype))])
+    assert len(calls.forward) == calls.backward == 1
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), atol=6e-2, rtol=4e-2)
+
+
 def test_bounds_are_made_once_for_a_packing(calls: Calls) -> None:
     packing, qkv = Packing([3, 0, 2, 0], CPU), draw([3, 2], torch.bfloat16)
     for _ in range(2):

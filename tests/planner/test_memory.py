@@ -321,6 +321,17 @@ def test_what_is_offloaded_lies_in_host_memory() -> None:
     assert sizes(model.saved_by_host(SEVEN, WORK, ways, on_cpu, 0)) == {"activations": 0.0}
 
 
+def test_communicators() -> None:
+    """The groups of a layout; one that has all ranks is not made twice. None on CPUs."""
+    ways = call_settings([(1, 1, 1), (1, 8, 1), (1, 2, 4), (8, 8, 8)], zero=(3,))
+    sizes = model.communicators(ways, ROLE) / model.GIB
+    peers = 4 * 0.44  # two stages, each way
+    np.testing.assert_allclose(sizes, [0, 0.65, 3 * 0.65, 3 * 0.65 + peers])
+    assert not model.communicators(ways, replace(ROLE, on_host=True)).any()
+    experts = call_settings([(1, 1, 16)], zero=(3,), ep=(16,))
+    np.testing.assert_allclose(model.communicators(experts, ROLE) / model.GIB, 2 * 0.65 + 7 * 0.44)
+
+
 def test_weights_for_generation() -> None:
     """Beside a shard of ZeRO-3 over 8 ranks: the whole model and a bucket, less the shard that lives on in it."""
     home, there = call_settings([(1, 1, 8), (1, 1, 8), (1, 4, 2)], zero=(0,)), call_settings([(1, 1, 8), (1, 1, 8), (1, 1, 8)])

@@ -198,6 +198,13 @@ def test_what_is_written_of_a_failure(jobs: dict[tuple[str, bool], Job]) -> None
     assert "os._exit(0)" in "\n".join(jobs["exit", False].lines), "the traceback says where"
 
 
+def test_ranks_end_whose_groups_cannot_be_destroyed(tmp_path: Path) -> None:
+    """As NCCL's, which may wait for ever."""
+    begun = time.monotonic()
+    assert Job(tmp_path / "run", "never_left", 2).wait() == (0, 0)
+    assert time.monotonic() - begun < 60
+
+
 def test_another_job_in_the_same_run_directory_is_refused(tmp_path: Path) -> None:
     first = Job(tmp_path / "run", "run", 2)
     await_file(tmp_path / "run" / "stepped")

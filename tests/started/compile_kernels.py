@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from rlhf_spmd.kernels import DeltaShape, triton_delta, triton_experts, triton_layers, triton_lm_head, triton_qkv, triton_route
 from rlhf_spmd.kernels.packing import HeadShape
 
+TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = ("logits", "log_z", "grads", "entropies", "entropy_grads", "scales", "parts", "memory", "grad_logits")
 TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"),
@@ -40,7 +41,7 @@ def build(kernel: Any, types: Mapping[str, str], aligned: Collection[str], optio
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned and name not in sizes
     }
     source = ASTSource(kernel, signature, constants, hints)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
+    return triton.compile(source, target=TARGET, options=dict(options))
 
 
 def usage(binary: bytes) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlhf_spmd.process import program
 from rlhf_spmd.process.exit import Preempted
 from rlhf_spmd.process.failure_detector import WatchLimits
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
@@ -38,6 +39,9 @@ def prepare() -> None:
 
 def body(context: ProgramContext[None]) -> None:
     board, world = context.board, context.world
+    if KIND == "never_left":
+        program.LEAVE_S, dist.destroy_process_group = 0.5, lambda: time.sleep(120)
+        return
     seq = 0
     for step in range(1, 400):
         board.set_step(step)

@@ -1,7 +1,8 @@
 """Runs of the PPO task, one after the other, by ranks that stay: a rank of test_two_ranks_gpu.py. Usage: several_runs.py ORDERS.
 
 ORDERS: a JSON file of a list of run directories with their overrides. When a rank has ended a run, DIR/ended_RANK appears, with the
-traceback of what it has raised, if anything; then it ends. SIGUSR2 writes the stacks of all threads to stderr.
+traceback of what it has raised, if anything; then it ends. SIGUSR2 writes the stacks of all threads to stderr; so does a rank that
+stands at its end.
 """
 
 import faulthandler
@@ -33,3 +34,4 @@ for directory, overrides in json.loads(Path(sys.argv[1]).read_text()):
         failing.rename(ended)  # whole from the first look on
         raise
     ended.touch()
+faulthandler.dump_traceback_later(15, exit=True)

@@ -105,16 +105,16 @@ class Fit:
 SLICED = {name: (*everyone(name, zero=1, tp=8), "models.actor.generation.tp=8") for name in ("grpo", "ppo")}
 NONE = tuple(f"models.{role}.activation_checkpointing=none" for role in ("actor", "critic"))
 FITS = [  # docs/planner.md has the arithmetic
-    Fit("sft", "qwen2.5_0.5b", 1, H100, (), 28.3),
-    Fit("sft", "qwen2.5_7b", 1, H100, (), 137.4, "models.actor.optim.offload=true"),
-    Fit("sft", "qwen2.5_7b", 1, H200, (), 137.4),
-    Fit("dpo", "llama3.1_8b", 8, H100, (), 159.7, "models.actor.layout.zero=2"),
-    Fit("dpo", "llama3.1_8b", 8, H100, (*everyone("dpo", zero=2),), 44.0),
-    Fit("ppo", "qwen2.5_7b", 8, H100, NONE, 309.9, "models.actor.activation_checkpointing=full"),
-    Fit("ppo", "qwen2.5_7b", 8, H100, (*everyone("ppo", zero=3),), 44.8),
-    Fit("grpo", "qwen2.5_32b", 8, H200, (*everyone("grpo", zero=3),), 131.3),
-    Fit("grpo", "llama3.1_70b", 64, H100, SLICED["grpo"], 90.9, "algorithm.ppo_max_token_len_per_gpu=4096"),
-    Fit("ppo", "llama3.1_70b", 16, H100, SLICED["ppo"], 196.8, "models.critic.optim.offload=true"),
+    Fit("sft", "qwen2.5_0.5b", 1, H100, (), 27.3),
+    Fit("sft", "qwen2.5_7b", 1, H100, (), 136.4, "models.actor.optim.offload=true"),
+    Fit("sft", "qwen2.5_7b", 1, H200, (), 136.4),
+    Fit("dpo", "llama3.1_8b", 8, H100, (), 159.4, "models.actor.layout.zero=2"),
+    Fit("dpo", "llama3.1_8b", 8, H100, (*everyone("dpo", zero=2),), 43.7),
+    Fit("ppo", "qwen2.5_7b", 8, H100, NONE, 309.6, "models.actor.activation_checkpointing=full"),
+    Fit("ppo", "qwen2.5_7b", 8, H100, (*everyone("ppo", zero=3),), 45.7),
+    Fit("grpo", "qwen2.5_32b", 8, H200, (*everyone("grpo", zero=3),), 132.2),
+    Fit("grpo", "llama3.1_70b", 64, H100, SLICED["grpo"], 91.8, "algorithm.ppo_max_token_len_per_gpu=4096"),
+    Fit("ppo", "llama3.1_70b", 16, H100, SLICED["ppo"], 197.7, "models.critic.optim.offload=true"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 Only with RLHF_SPMD_SHARED_GPU=1. nccl (2.30 or later) lets ranks share a GPU with NCCL_MULTI_RANK_GPU_ENABLE=1; without that variable
 each rank says that it is on a host of its own, and nccl uses sockets. The GPU takes turns between the ranks, so that a collective takes
-some 5 ms, and one process runs all layouts, so that it imports once.
+some 5 ms. Each layout has processes of its own: what hangs in a first launch or connection does so there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+import expert_tasks
 import tasks
 from overrides import STEADY, layout, micro_batches
 from places import ROOT
@@ -31,7 +33,7 @@ pytestmark = [
 ]
 
 STEPS = 2
-LIMIT_S = 60.0  # of a run, from the end of the one before it; of the first with what a process imports
+LIMIT_S = 60.0  # of a run, with what its processes import
 ROLES = ("actor", "critic", "reference")
 COMMON = (
     *(f"models.{role}.dtype=float32" for role in ROLES),
@@ -40,14 +42,16 @@ COMMON = (
     f"run.timeout_s={LIMIT_S}",
 )
 LAYOUTS: dict[str, tuple[str, ...]] = {
+    "pp2": (*(part for role in ("actor", "generation", "critic") for part in layout(role, pp=2)), *micro_batches(tokens=64)),
+    "ep2": (*layout("actor", dp=2, ep=2, zero=1), *layout("critic", dp=2, ep=2, zero=2), *micro_batches(rows=2)),
+    "cp2": (*layout("actor", cp=2), *layout("critic", cp=2), *micro_batches(rows=2)),
+    "tp2": tuple(part for role in ("actor", "generation", "critic") for part in layout(role, tp=2)),  # with CUDA graphs
     "zero3 and zero1": (
         *layout("actor", dp=2, zero=3),
         *layout("critic", dp=2, zero=1),
         *layout("reference", dp=2, zero=3),
         *micro_batches(rows=2),
     ),
-    "tp2": tuple(part for role in ("actor", "generation", "critic") for part in layout(role, tp=2)),
-    "pp2": (*(part for role in ("actor", "generation", "critic") for part in layout(role, pp=2)), *micro_batches(tokens=64)),
     "apart, weights lent": (
         "placement.pools={first: [0], last: [1], all: [0, 1]}",
         *(f"models.{role}.pool=first" for role in ("critic", "reference", "reward")),
@@ -61,36 +65,31 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 class Ranks:
-    """Processes that do ``runs`` in their order; the first failure ends them."""
+    """Processes that do one run."""
 
-    def __init__(self, root: Path, size: int, runs: Mapping[str, Sequence[str]]) -> None:
-        self.size = size
-        self.directories = {name: root / str(number) for number, name in enumerate(runs)}
-        self.output = root / "output.txt"
-        for directory in self.directories.values():
-            directory.mkdir(parents=True)
-        orders = [(str(where), tasks.settings(where, STEPS, *COMMON, *runs[name])) for name, where in self.directories.items()]
+    def __init__(self, root: Path, size: int, overrides: Sequence[str], config: str) -> None:
+        self.size, self.directory, self.output = size, root / "run", root / "output.txt"
+        self.directory.mkdir(parents=True)
+        orders = [(str(self.directory), tasks.settings(self.directory, STEPS, *COMMON, *overrides))]
         (root / "orders.json").write_text(json.dumps(orders))
         torchrun = ["-m", "torch.distributed.run", *tasks.one_node(size)] if size > 1 else []
         command = [sys.executable, *torchrun, str(ROOT / "tests" / "started" / "several_runs.py"), str(root / "orders.json")]
-        variables = tasks.environment() | {"TASK": str(tasks.task() / "ppo.json")}
+        variables = tasks.environment() | {"TASK": config}
         with self.output.open("a") as output:
             self.process = subprocess.Popen(
                 command, env=variables, stdout=output, stderr=output, text=True, start_new_session=True
             )
 
-    def run(self, name: str) -> tasks.Run:
-        """What it wrote, once all ranks have ended it."""
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            alive = self.process.poll() is None and time.monotonic() < deadline  # looked at before what the ranks have written
-            tracebacks = [path.read_text() for path in self.directories[name].glob("ended_*")]
-            if len(tracebacks) == self.size and not any(tracebacks):
-                return tasks.read_run(self.directories[name])
-            if not alive or any(tracebacks):
-                self.close()
-                raise AssertionError(f"{name}: {''.join(tracebacks) or 'not finished'}\n{self.output.read_text()[-6000:]}")
-            time.sleep(0.02)
+    def run(self) -> tasks.Run:
+        """What it wrote, once all ranks have left: after EXIT_S they write their stacks and end."""
+        try:
+            code = self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.close()
+        tracebacks = "".join(path.read_text() for path in self.directory.glob("ended_*"))
+        assert code == 0 and not tracebacks, f"{tracebacks or f'exit code {code}'}\n{self.output.read_text()[-6000:]}"
+        return tasks.read_run(self.directory)
 
     def close(self) -> None:
         """Ends the processes; the stacks of those that still run go to output.txt."""
@@ -102,22 +101,22 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
-    root = tmp_path_factory.mktemp("shared_gpu")
-    processes = {1: Ranks(root / "1", 1, {"one rank": ()}), 2: Ranks(root / "2", 2, LAYOUTS)}
-    yield processes
-    for each in processes.values():
-        each.close()
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tasks.Run]:
+    """The run of one rank with this configuration."""
+    return cache(lambda config: Ranks(tmp_path_factory.mktemp("one"), 1, (), config).run())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_train_what_one_does(ranks: dict[int, Ranks], name: str) -> None:
+def test_two_ranks_train_what_one_does(tmp_path: Path, reference: Callable[[str], tasks.Run], name: str) -> None:
     """In float32, so sums in another order differ in the last bits: losses and all other metrics to 2e-3 of themselves, or of 0.1
     where they are smaller, weights to 1e-4 of their tensor's largest."""
-    run, reference = ranks[2].run(name), ranks[1].run("one rank")
-    assert all(row["actor/grad_norm"] > 0 for row in reference.metrics)
-    assert run.responses == reference.responses
-    difference, where = tasks.worst_metric(reference, run, floor=0.1)
+    config = expert_tasks.config(tmp_path) if name == "ep2" else str(tasks.task() / "ppo.json")
+    ranks = Ranks(tmp_path / "two", 2, LAYOUTS[name], config)
+    one, run = reference(config), ranks.run()
+    assert "without CUDA graphs" not in ranks.output.read_text()
+    assert all(row["actor/grad_norm"] > 0 for row in one.metrics)
+    assert run.responses == one.responses
+    difference, where = tasks.worst_metric(one, run, floor=0.1)
     assert difference < 2e-3, where
-    difference, where = tasks.worst_tensor(reference, run)
+    difference, where = tasks.worst_tensor(one, run)
     assert difference < 1e-4, where

@@ -72,8 +72,8 @@ class GenerationConfig:
     - steps_per_sync: tokens that each row draws before the host looks at them; what is drawn after a stop is dropped. See
       [generation.md](generation.md#cuda-graphs). null: 8 where steps are captured as CUDA graphs,
       else 1. With `pp` above 1, or with environments and linear attention, it is always 1
-    - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `tp` and `pp`
-      are 1 and attention is `triton` or `flash_attn`
+    - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `pp` is 1 and
+      attention is `triton` or `flash_attn`; with `tp` above 1 if a trial at the start succeeds
     - rebalance_steps: generator steps after which the replicas compare how many rows each has left. Rows move if one replica has
       less than half as many as the fullest; 0: never. Not with prompts in flight (`data.gen_batch_size`)
     """
@@ -121,12 +121,9 @@ class GenerationConfig:
         """Raises ValueError if this process's device cannot run ``attention``. A plan may be for other devices."""
         check_attention(self.attention, model_device(), f"{where}.attention")
 
-    def captures(self, device: torch.device, tp: int, pp: int) -> bool:
-        """Whether decode steps become CUDA graphs on this device, if attention and experts allow it.
-
-        Steps with collectives do not: that was never tried.
-        """
-        return not self.enforce_eager and capabilities(device).graphs and tp == pp == 1
+    def captures(self, device: torch.device, pp: int) -> bool:
+        """Whether decode steps become CUDA graphs on this device, if attention and experts allow it."""
+        return not self.enforce_eager and capabilities(device).graphs and pp == 1
 
     def check_model(self, where: str, spec: ModelSpec) -> None:
         """Raises ValueError for what the model's attention cannot do."""

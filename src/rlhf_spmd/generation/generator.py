@@ -23,7 +23,7 @@ from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMicroBatches, partition_groups
 from rlhf_spmd.generation.finished_groups import FinishedGroups
-from rlhf_spmd.generation.graphs import Graphs
+from rlhf_spmd.generation.graphs import Graphs, sums_fail
 from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, LimitWatch
 from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, planes
 from rlhf_spmd.generation.model_runner import GenerationCall
@@ -77,6 +77,7 @@ class Generator:
         self._micro_batches: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
         self._warned = False  # of rows in flight that find no memory
         self._graphs: list[Graphs] = []  # by micro-batch; they outlive the calls
+        self._tried_graphs = False
 
     def generate(
         self,
@@ -165,6 +166,7 @@ class Generator:
         Rows that come later thus find room, and the pages of equal prompts. Returns how many tokens a row may have.
         Collective over the replica: every rank of it must call, in program order.
         """
+        self._try_graphs()
         self.reserved, config, num_pages = True, self.config, self.config.num_pages
         if num_pages is None:
             at_once, pages = self._affordable(config.max_num_seqs)
@@ -183,7 +185,11 @@ class Generator:
     def _check(
         self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, version: int, tick: Callable[[], None]
     ) -> GenerationCall:
-        """The call on ``requests``. Raises ValueError for rows that cannot be generated."""
+        """The call on ``requests``. Raises ValueError for rows that cannot be generated.
+
+        Collective over the replica, the first time: every rank of it must call, in program order.
+        """
+        self._try_graphs()
         vocabulary, stop = self.decoder.spec.vocab_size, build_stop_criteria(sampling, self.eos_ids, self.decoding, "sampling")
         for overrides, row_id in {r.overrides: r.row_id for r in requests if r.overrides}.items():
             check_section(sampling.with_overrides(overrides), f"sampling of row {row_id}")
@@ -200,6 +206,19 @@ class Generator:
         if len({request.row_id for request in requests}) < len(requests):
             raise ValueError("row ids must differ: they key the random draws")
         return GenerationCall(self.decoder, self.mesh, self.config, sampling, stop, self.drawable, seed, version, tick)
+
+    def _try_graphs(self) -> None:
+        """Turns CUDA graphs off if they cannot have the sums over tp.
+
+        Collective over tp, the first time: every rank of it must call, in program order.
+        """
+        tp, tried, self._tried_graphs = self.decoder.tp, self._tried_graphs, True
+        if tried or tp.size == 1 or not self.config.captures(self._device, self.decoder.pp):
+            return
+        if why := sums_fail(tp, self._device):
+            self.config = replace(self.config, enforce_eager=True)
+            if tp.rank == 0:
+                print(f"warning: generation runs without CUDA graphs, up to four times as slow: {why}", file=sys.stderr)
 
     def _usable(
         self, micro_batches: DecodeMicroBatches | None, rows: Sequence[SequenceState], version: int

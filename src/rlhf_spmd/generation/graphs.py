@@ -1,14 +1,21 @@
-"""Decode steps as CUDA graphs, and the memory at fixed addresses that they read."""
+"""Decode steps as CUDA graphs, the memory at fixed addresses that they read, and a trial of sums over ranks in them."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlhf_spmd.kernels import capabilities
+from rlhf_spmd.parallel.collectives import Group
+
+TRIAL_S = 20.0  # for which the trial of a captured sum may last
 
 
 def padded_size(num_rows: int) -> int:
@@ -110,3 +117,41 @@ class Graphs:
                 gc.enable()
             torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+
+def sums_fail(group: Group, device: torch.device) -> str:
+    """Returns why graphs cannot have sums over ``group`` here, on this rank, or "" if they can on all ranks.
+
+    A small sum is captured and then replayed with other numbers, in a thread, since a wait for another rank may never end.
+    Collective over the group: every rank of it must call, in program order.
+    """
+    outcome = [f"a captured sum takes more than {TRIAL_S:.0f} s"]
+
+    def attempt() -> None:
+        try:
+            with torch.cuda.device(device) if capabilities(device).streams else nullcontext():
+                outcome[0] = _try_sums(group, device)
+        except RuntimeError as error:  # of CUDA, NCCL or torch
+            outcome[0] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+    trial = threading.Thread(target=attempt, daemon=True)
+    trial.start()
+    trial.join(TRIAL_S)
+    here = outcome[0]
+    failed = group.all_reduce(torch.tensor([bool(here)], dtype=torch.int32), "generation:graphs", "max")
+    return here or ("it fails on another rank" if int(failed) else "")
+
+
+def _try_sums(group: Group, device: torch.device) -> str:
+    graphs, numbers, total = Graphs(), torch.zeros(1 << 14, device=device), torch.empty(1 << 14, device=device)
+
+    def step() -> None:
+        group.all_reduce(total.copy_(numbers), "generation:trial")
+
+    for number in (1, 2, 3):  # the first run captures, the others replay
+        numbers.fill_(number * (group.rank + 1))
+        graphs.run(step, 1, "trial", ())
+        expected = number * group.size * (group.size + 1) // 2
+        if not bool((total == expected).all()):
+            return f"a captured sum is {float(total[0]):g}, not {expected}"
+    return ""

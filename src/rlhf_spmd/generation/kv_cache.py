@@ -279,6 +279,6 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
         row += (spec.delta.columns + spec.delta.kept / 2 * 4 / size) / decoder.tp.size
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
     logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
-    captures = config.captures(next(decoder.parameters()).device, decoder.tp.size, decoder.pp)
+    captures = config.captures(next(decoder.parameters()).device, decoder.pp)
     decoding = 0.0 if spec.delta is None else TEMPORARY_STATES * 4 * config.max_num_seqs * spec.delta.state / decoder.tp.size
     return max(size * config.max_num_batched_tokens * row, decoding) + logits * (1 + captures)

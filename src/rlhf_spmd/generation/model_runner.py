@@ -368,7 +368,7 @@ class ModelRunner:
         Experts may read counts on the host, and torch's paged attention allocates anew each time. Rows that are drawn group by
         group form other groups in each step, and their top_p reads numbers on the host.
         """
-        wanted = config.captures(self.device, self.decoder.tp.size, self.decoder.pp) and self.cache.backend.capturable
+        wanted = config.captures(self.device, self.decoder.pp) and self.cache.backend.capturable
         same_draws = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
         # torch would change the first row's state for each copy of it
         same_states = self.cache.states is None or isinstance(self.decoder.ops, MixesToken)

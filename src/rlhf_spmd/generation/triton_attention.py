@@ -138,8 +138,8 @@ class TritonAttention:
         )
         if self.chunks is not None:
             tiles, shape = self.chunks
-            grid = heads * triton.cdiv(self.group_size, shape.rows), len(tiles)
-            triton_paged_attention.attend_chunks[grid](
+            programs = len(tiles) * heads * triton.cdiv(self.group_size, shape.rows)
+            triton_paged_attention.attend_chunks[(programs,)](
                 q, pages, out, out, sinks, tiles, self.page_table, *strides, heads, 0,
                 scale, cap, False, has_sinks, *sizes, *shape[:3], **shape.options,
             )  # fmt: skip

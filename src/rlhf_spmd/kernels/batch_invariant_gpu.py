@@ -118,7 +118,7 @@ def _packed(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(q.shape[1], tokens, dtype=torch.float32)
     sizes = group, PAGE_SIZE, dim, 0, rule.window or 0, rule.softcap is not None, triton_paged_attention.SPLIT_KEYS
-    triton_paged_attention.attend_chunks[(heads, len(held.tiles))](
+    triton_paged_attention.attend_chunks[(len(held.tiles) * heads,)](
         q, pages, out, log_sums, q, held.tiles, held.table, *q.stride()[:2], pages.stride(1), held.table.stride(0), heads, tokens,
         *score_factors(rule), True, False, *sizes, *shape[:3], **shape.options,
     )  # fmt: skip

@@ -170,6 +170,18 @@ def gpu_identity(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
+@cache
+def shared_memory() -> int:
+    """Returns how many bytes of shared memory a program of a kernel may have on this process's GPU; without one, on an H100.
+
+    99 KiB on A10, L40S and consumer cards, 163 KiB on an A100, 227 KiB later (CUDA's guide, "Technical specifications").
+    """
+    if model_device().type != "cuda":
+        return 227 << 10
+    of_multiprocessor: int = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+    return of_multiprocessor - 1024  # which the driver takes for each program
+
+
 def peak_bytes(device: torch.device) -> int:
     """Returns the peak use so far: of the GPU's allocator; on CPUs the peak resident size of the process."""
     if device.type == "cuda":

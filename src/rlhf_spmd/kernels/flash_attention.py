@@ -9,19 +9,20 @@ Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.devices import model_device, unavailable
+from rlhf_spmd.kernels.dense_attention import sink_gradients
+from rlhf_spmd.kernels.devices import model_device, shared_memory, unavailable
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.packing import AttentionRule, Packing
 
 DTYPES = (torch.bfloat16, torch.float16)  # no flash kernel computes others
 MAX_HEAD_DIM = 256
-SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared memory than an A100: 8.6, 8.9, 12.x
+SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared memory than an A100
 
 
 class PackedFlash(Protocol):
@@ -37,23 +38,31 @@ class PackedFlash(Protocol):
 
 
 class TorchFlash:
-    """torch's kernels, through the operators below ``torch.nn.attention.varlen``, whose own signature changes between versions."""
+    """torch's kernels, through the operators below ``torch.nn.attention.varlen``, whose own signature changes between versions.
+
+    They know no sinks. With one more score per head, whose value is 0, an output of softmax sums' logarithm ``l`` is multiplied by
+    sigmoid(l - sink), and the logarithm becomes logaddexp(l, sink); the backward kernels need no more than these two.
+    """
 
     name = "flash"
 
     def fits(self, q: Tensor, rule: AttentionRule) -> bool:
-        return rule.softcap is None and rule.sinks is None and q.shape[-1] % 8 == 0 and _fits(q)
+        return rule.softcap is None and q.shape[-1] % 8 == 0 and _fits(q)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         halves = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
-        return differentiable(*halves, *map(_rows, (q, k, v)))
+        return differentiable(*halves, *map(_rows, (q, k, v)), *_sinks(rule))
 
     def _forward(
-        self, packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor
+        self, packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
         sequences, options = _sequences(packing), _options(rule)
         out, log_sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sequences, 0.0, True, False, **options)
-        return out, (q, k, v, out, log_sums)
+        for sink in sinks:
+            column = sink.float()[:, None]
+            out = (out * torch.sigmoid(log_sums - column).t()[..., None]).to(q.dtype)
+            log_sums = torch.logaddexp(log_sums, column)
+        return out, (q, k, v, out, log_sums, *sinks)
 
     def backward(
         self,
@@ -66,14 +75,15 @@ class TorchFlash:
         v: Tensor,
         out: Tensor,
         log_sums: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns gradients of q, k and v from the output's. ``log_sums``: fp32 [H * G, T]."""
+        *sinks: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Returns gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
         state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
         sequences, options = _sequences(packing), _options(rule)
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
             _rows(grad), q, k, v, out, log_sums, *sequences, 0.0, True, state, state, **options
         )
-        return grads
+        return *grads, *sink_gradients(sinks, grad, out, log_sums.t())
 
 
 class FlashAttn:
@@ -82,9 +92,11 @@ class FlashAttn:
     name = "flash_attn"
 
     def fits(self, q: Tensor, rule: AttentionRule) -> bool:
-        return rule.sinks is None and _fits(q)
+        return _fits(q) if rule.sinks is None else TorchFlash().fits(q, rule)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        if rule.sinks is not None:  # of which its functions' gradients know nothing
+            return TorchFlash().attend(q, k, v, packing, rule)
         from flash_attn import flash_attn_varlen_func
 
         options = {"softmax_scale": rule.scale, "causal": True, "window_size": _window(rule), "softcap": rule.softcap or 0.0}
@@ -117,6 +129,10 @@ def _window(rule: AttentionRule) -> tuple[int, int]:
     return -1 if rule.window is None else rule.window - 1, 0
 
 
+def _sinks(rule: AttentionRule) -> Sequence[Tensor]:
+    return () if rule.sinks is None else (rule.sinks,)
+
+
 def _options(rule: AttentionRule) -> dict[str, float]:
     left, right = _window(rule)
     return {"scale": rule.scale, "window_size_left": left, "window_size_right": right}
@@ -127,11 +143,5 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _fits(q: Tensor) -> bool:
-    small = torch.is_grad_enabled() and q.is_cuda and not _has_room(q.device)
+    small = torch.is_grad_enabled() and q.is_cuda and shared_memory() < 160 << 10
     return q.dtype in DTYPES and q.shape[-1] <= (SMALL_HEAD_DIM if small else MAX_HEAD_DIM)
-
-
-@cache
-def _has_room(device: torch.device) -> bool:
-    major, minor = torch.cuda.get_device_capability(device)
-    return (major, minor) == (8, 0) or major in (9, 10)

@@ -81,10 +81,10 @@ def _places(order: tl.tensor, places: tl.tensor, size: tl.tensor, BLOCK: tl.cons
 
 @triton.jit
 def _clear_idle(ends: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    expert = tl.program_id(0)
+    expert = tl.program_id(1)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if first == tl.load(ends + expert):
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         zeros = tl.full([BLOCK], 0.0, tl.float32).to(out.dtype.element_ty)
         tl.store(out + expert.to(tl.int64) * size + at, zeros, mask=at < size)
 
@@ -179,4 +179,4 @@ def sum_rows_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tenso
 def clear_idle(ends: Tensor, out: Tensor) -> None:
     """Zeroes ``out`` [E, ...], contiguous, for experts without rows. ``ends`` int32 [E]: ends of the experts' rows."""
     size = out[0].numel()
-    _clear_idle[len(ends), triton.cdiv(size, BLOCK)](ends, out, size, BLOCK=BLOCK, **OPTIONS)
+    _clear_idle[triton.cdiv(size, BLOCK), len(ends)](ends, out, size, BLOCK=BLOCK, **OPTIONS)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from rlhf_spmd.kernels import devices
 from rlhf_spmd.kernels.packing import AttentionRule
 
 SPLIT_KEYS = 512  # keys of a part of the softmax: a multiple of every block of keys
@@ -52,9 +53,13 @@ class TileShape(NamedTuple):
     def of_chunks(
         cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
     ) -> TileShape:
-        """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers."""
+        """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers, or the tile not into
+        shared memory."""
         most = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
-        return cls.of(head_dim, itemsize, page_size, max(chunk_rows or most, tile_rows(group_size)))
+        rows = max(chunk_rows or most, tile_rows(group_size))
+        while (shape := cls.of(head_dim, itemsize, page_size, rows)).shared_bytes(itemsize) > devices.shared_memory():
+            rows //= 2
+        return shape
 
     @classmethod
     def of_alike(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
@@ -65,6 +70,12 @@ class TileShape(NamedTuple):
         """
         narrow = cls.of_singles(head_dim, itemsize, page_size, group_size)
         return narrow._replace(rows=32) if itemsize == 2 and head_dim <= 128 and narrow.rows == 16 else narrow
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """At most what a program has in shared memory: queries, blocks of keys and values in flight, a block's weights where several
+        warps share their rows, page numbers."""
+        blocks, weights = 1 if self.stages == 2 else 2, self.keys if self.warps * 16 > self.rows else 0
+        return itemsize * (self.rows * (self.elements + weights) + 2 * blocks * self.keys * self.elements) + 1024
 
     @property
     def options(self) -> dict[str, Any]:
@@ -269,15 +280,16 @@ def attend_chunks(
     PAGE: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes a tile of one KV head, grid [H * ceil(G / M), tiles]: keys that all of its queries see without masks,
+    """A program computes a tile of one KV head, grid [tiles * H * ceil(G / M)]: keys that all of its queries see without masks,
     the window's first blocks and the diagonal with them. LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens]."""
     PARTS_OF_G: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    head = (tl.program_id(0) // PARTS_OF_G).to(tl.int64)
-    tile = tiles + tl.program_id(1) * 4
+    tile = tiles + tl.program_id(0) // (kv_heads * PARTS_OF_G) * 4
+    part = tl.program_id(0) % (kv_heads * PARTS_OF_G)
+    head = (part // PARTS_OF_G).to(tl.int64)
     token, start, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     line = table + tl.load(tile + 3).to(tl.int64) * table_stride
     length = start + count
-    row = tl.program_id(0) % PARTS_OF_G * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = part % PARTS_OF_G * BLOCK_M + tl.arange(0, BLOCK_M)
     query = row // GROUP
     position = start + tl.minimum(query, count - 1)
     heads = head * GROUP + row % GROUP

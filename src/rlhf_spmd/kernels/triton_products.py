@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_spmd.kernels import devices
+
 PROGRAMS = 128  # that a product should have at least, about one for each multiprocessor of a large GPU
 GROUP_ROWS = 8  # tiles of rows that are computed side by side: they share the weight's tiles in the L2 cache
 
@@ -34,6 +36,10 @@ class ProductTile(NamedTuple):
     def options(self) -> dict[str, Any]:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
+    def shared_bytes(self, itemsize: int) -> int:
+        """At most what a program has in shared memory: the factors of the steps in flight."""
+        return itemsize * (self.rows + self.columns) * self.inner * self.stages
+
 
 # by falling size; the last ones are for few rows, whose time is that of the weight's way from memory
 HALF_TILES = (
@@ -49,8 +55,9 @@ WIDE_TILES = (ProductTile(64, 64, 16, 8, 3), ProductTile(32, 32, 16, 4, 3), Prod
 
 
 def choose_tile(rows: int, columns: int, itemsize: int) -> ProductTile:
-    """The largest tile that leaves enough programs, of no more rows than are there."""
-    tiles = HALF_TILES if itemsize == 2 else WIDE_TILES
+    """The largest tile that fits into shared memory and leaves enough programs, of no more rows than are there."""
+    room = devices.shared_memory()
+    tiles = [tile for tile in (HALF_TILES if itemsize == 2 else WIDE_TILES) if tile.shared_bytes(itemsize) <= room]
     for tile in tiles[:-1]:
         if tile.rows < 2 * rows and triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= PROGRAMS:
             return tile

@@ -18,8 +18,9 @@ from rlhf_spmd.kernels import capabilities, differentiable
 from rlhf_spmd.parallel.collectives import Group
 
 
-def reduce_in_order(x: Tensor, group: Group, label: str) -> Tensor:
-    """Sum over the group whose value at an element does not depend on where in the tensor the element lies.
+def reduce_in_order(x: Tensor, group: Group, label: str, in_place: bool = False) -> Tensor:
+    """Sum over the group whose value at an element does not depend on where in the tensor the element lies. ``in_place``: x may
+    become the sum.
 
     gloo's all_reduce starts each chunk of the buffer at another rank, so with more than two ranks a token's sum would
     depend on its place in the batch, and generation would differ from training in the last bits. Exact devices
@@ -29,7 +30,7 @@ def reduce_in_order(x: Tensor, group: Group, label: str) -> Tensor:
     if group.size == 1:
         return x
     if not capabilities(x.device).batch_invariant or (group.size == 2 and x.nbytes > 1 << 16):
-        return group.all_reduce(x.contiguous().clone(), label)
+        return group.all_reduce(x.contiguous() if in_place else x.contiguous().clone(), label)
     return _sum(group.all_gather(x, label))
 
 
@@ -66,8 +67,9 @@ def copy_to_tp(x: Tensor, group: Group, label: str = "tp_grad") -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, group: Group, label: str = "tp_sum") -> Tensor:
-    """Sum over the group whose backward is the identity: the exit of a row-parallel matrix."""
-    return x if group.size == 1 else _node(x, lambda x: reduce_in_order(x, group, label), lambda grad: grad)
+    """Sum over the group whose backward is the identity: the exit of a row-parallel matrix. Without gradients x may become it."""
+    in_place = not torch.is_grad_enabled()
+    return x if group.size == 1 else _node(x, lambda x: reduce_in_order(x, group, label, in_place), lambda grad: grad)
 
 
 def gather_to_tp(x: Tensor, group: Group, label: str = "tp_gather") -> Tensor:

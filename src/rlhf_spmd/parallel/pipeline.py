@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -70,6 +71,58 @@ def schedule_1f1b(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> 
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
+Schedule = Callable[[int, int, int, int], list[Action]]  # arguments as of :func:`schedule_1f1b`
+
+
+def simulate(schedules: Sequence[Sequence[Action]], vpp: int, backward: int = 1) -> dict[tuple[str, int, int], int]:
+    """When each pass (kind, micro-batch, virtual stage) ends if it starts when its rank is free and its input is there. Pure.
+
+    A forward through one chunk takes 1, a backward ``backward``. ``schedules``: of all ranks. Asserts that all passes can run.
+    """
+    pp = len(schedules)
+    ends: dict[tuple[str, int, int], int] = {}
+    position, free = [0] * pp, [0] * pp
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedules):
+            while position[rank] < len(actions):
+                kind, index, chunk = actions[position[rank]]
+                stage = chunk * pp + rank
+                before = stage - 1 if kind == "F" else stage + 1
+                if 0 <= before < pp * vpp and (kind, index, before) not in ends:
+                    break
+                assert kind == "F" or ("F", index, stage) in ends, f"no forward before {actions[position[rank]]} on rank {rank}"
+                free[rank] = max(free[rank], ends.get((kind, index, before), 0)) + (1 if kind == "F" else backward)
+                ends[kind, index, stage] = free[rank]
+                position[rank] += 1
+                moved = True
+    assert position == [len(actions) for actions in schedules], f"deadlock at {position}"
+    return ends
+
+
+@cache
+def plan_receives(schedule: Schedule, num_micro_batches: int, pp: int, stage: int, vpp: int) -> list[list[Action]]:
+    """Whose receives a rank begins before each of its passes, and after the last. Pure.
+
+    They are those whose sender has ended its pass by then, if all passes take equally long.
+    So a rank waits, even with its whole device, only for what ends earlier in this one order of all passes.
+    """
+    schedules = [schedule(num_micro_batches, pp, rank, vpp) for rank in range(pp)]
+    ends, step = simulate(schedules, vpp), {"F": -1, "B": 1}
+    sent = [
+        (ends.get((kind, i, chunk * pp + stage + step[kind])), Action(kind, i, chunk)) for kind, i, chunk in schedules[stage]
+    ]
+    coming = deque(sorted((end, action) for end, action in sent if end is not None))
+    receives: list[list[Action]] = []
+    for kind, i, chunk in schedules[stage]:
+        begin = ends[kind, i, chunk * pp + stage] - 1
+        receives.append([])
+        while coming and coming[0][0] <= begin:
+            receives[-1].append(coming.popleft()[1])
+    return [*receives, []]
+
+
 Link = tuple[Group, int]  # a group and the index of a neighbour in it
 
 
@@ -128,17 +181,15 @@ def connect_stages(mesh: Mesh, device: torch.device) -> None:
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
-    chunks = range(mesh.layout.vpp)
 
     def token(action: Action, received: Tensor | None) -> Tensor:
         return torch.zeros(1, device=device)
 
-    for actions in (_order("F", 1, mesh.pp.size, chunks), _order("B", 1, mesh.pp.size, chunks[::-1])):
-        run_pipeline(actions, mesh, [(1,)], torch.float32, device, token, token, keep=0)
+    run_pipeline(schedule_1f1b, mesh, [(1,)], torch.float32, device, token, token, keep=0)
 
 
 def run_pipeline(
-    actions: Sequence[Action],
+    schedule: Schedule,
     mesh: Mesh,
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
@@ -147,7 +198,7 @@ def run_pipeline(
     backward: Callable[[Action, Tensor | None], Tensor | None],
     keep: int | None = None,
 ) -> None:
-    """Run one rank's schedule. ``shapes[i]``: the shape of micro-batch i between stages, the same on every stage.
+    """Run one rank's part of a schedule. ``shapes[i]``: the shape of micro-batch i between stages, the same on every stage.
 
     ``forward(action, received)`` takes the activation of the previous virtual stage (None on the first) and returns its own (None
     on the last). ``backward(action, received)`` takes the gradient of what it sent (None on the last) and returns the gradient of
@@ -157,35 +208,35 @@ def run_pipeline(
     after the other. In 1F1B a stage sends forward while its neighbour sends back: on one communicator each would wait for the other.
     On every communicator, the transfers of two ranks go one way, in one order.
 
-    The receive of the next action is posted before the current one computes, unless the next pass goes the same way through another
-    chunk: its input may depend on what this one sends. A send is waited for when ``keep`` later ones (default 2 * pp) are in flight, or
-    at the end. On NCCL, call :func:`connect_stages` before the first run.
+    The host may wait for its device while it launches a pass: where CUDA loads a kernel at its first launch, or the allocator returns
+    memory. Therefore nothing may be open then that waits for this pass, by way of other ranks: :func:`plan_receives` says when
+    receives begin. They do right after a pass's send, into memory that was allocated before, so that the host does not wait between.
+    A send is waited for when ``keep`` later ones (default 2 * pp) are in flight, or at the end. On NCCL, call :func:`connect_stages`
+    before the first run.
 
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
-    stage, pp, final = mesh.pp.rank, mesh.pp.size, mesh.pp.size * mesh.layout.vpp - 1
-    channels = _channels(mesh, mesh.layout.vpp > 1, 2 * pp if keep is None else keep)
+    stage, pp, vpp = mesh.pp.rank, mesh.pp.size, mesh.layout.vpp
+    channels = _channels(mesh, vpp > 1, 2 * pp if keep is None else keep)
     passes = {"F": forward, "B": backward}
-    takes_none, sends_none = {"F": 0, "B": final}, {"F": final, "B": 0}
+    takes_none, sends_none = {"F": 0, "B": pp * vpp - 1}, {"F": pp * vpp - 1, "B": 0}
+    actions, receives = schedule(len(shapes), pp, stage, vpp), plan_receives(schedule, len(shapes), pp, stage, vpp)
 
-    def post(action: Action) -> None:
-        if action.chunk * pp + stage != takes_none[action.kind]:
-            channels[action.kind].post(torch.empty(shapes[action.micro_batch], dtype=dtype, device=device))
+    def spaces(position: int) -> list[tuple[Action, Tensor]]:
+        """Memory for the receives before this action."""
+        return [(each, torch.empty(shapes[each.micro_batch], dtype=dtype, device=device)) for each in receives[position]]
 
+    following = spaces(0)
     for position, action in enumerate(actions):
-        channel, received = channels[action.kind], None
-        if not channel.posted:
-            post(action)
-        for following in actions[position + 1 : position + 2]:
-            other_way, same_chunk = following.kind != action.kind, following.chunk == action.chunk
-            if other_way or same_chunk:
-                post(following)
-        if action.chunk * pp + stage != takes_none[action.kind]:
-            received = channel.take()
+        for each, buffer in following:
+            channels[each.kind].post(buffer)
+        channel, virtual_stage = channels[action.kind], action.chunk * pp + stage
+        received = channel.take() if virtual_stage != takes_none[action.kind] else None
+        following = spaces(position + 1)
         result = passes[action.kind](action, received)
         RECORDER.tick()  # a rank that sends nothing shows no other sign of life
-        if action.chunk * pp + stage != sends_none[action.kind]:
+        if virtual_stage != sends_none[action.kind]:
             assert result is not None, f"{channel.label}: stage {stage} has nothing to send after {action}"
             channel.send(result)
     for channel in channels.values():

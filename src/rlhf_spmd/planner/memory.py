@@ -4,9 +4,9 @@ settings [n].
 Legend: b bytes of a weight, a bytes of a sum of gradients (4 if b is 2).
 
 A rank's peak is what its roles hold between calls, plus the most that one of its calls needs besides, plus :data:`RESERVE`.
-:func:`held` has the first; :func:`train`, :func:`infer` and :func:`generate` have the second. The planner takes the fullest
-rank of each call (:func:`fullest`); the check before a run takes each rank by itself (training/memory_estimate.py). Replicated parts
-of a tp slice (norms) count as sliced.
+:func:`held` has the first; :func:`train`, :func:`infer` and :func:`generate` have the second, with :func:`communicators` beside
+them. The planner takes the fullest rank of each call (:func:`fullest`); the check before a run takes each rank by itself
+(training/memory_estimate.py). Replicated parts of a tp slice (norms) count as sliced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, MATRIX_ELEMENTS
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload
 
-RESERVE = 2.5 * GIB  # of a GPU: driver and kernels 0.6, nccl's channels 1, workspaces of cuBLAS 0.1, holes of torch's allocator
+RESERVE = 1.5 * GIB  # of a GPU: driver and kernels 0.6, workspaces of cuBLAS 0.1, holes of torch's allocator
+# NCCL's buffers for reductions of a group: 10 MiB for each of 24 channels and 2 or 3 neighbours; 0.53 and 0.67 GiB measured (nccl#964)
+NCCL_GROUP = 0.65 * GIB
+NCCL_PEER = 0.44 * GIB  # and for messages with another rank: 14 MiB for each of 32 channels, as measured (nccl#1685)
 HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what it has loaded
 ERROR = 0.1  # of a prediction: a run that exceeds the memory by less is warned, not refused
 SHARD_BUCKET = 256 << 20  # bytes in which weights travel to the generation layout, see ``HybridWeights``
@@ -154,6 +157,19 @@ def held_by_host(shape: ModelShape, settings: CallSettings, role: RoleSettings, 
     weights, states = _kept(_Slice(shape, settings, stage), role)
     here = not role.on_host
     return {"weights": weights * (here and role.offload), "optimizer": states * (here and role.optim_offload)}
+
+
+def communicators(settings: CallSettings, role: RoleSettings) -> Any:
+    """Bytes of NCCL's buffers on a rank of this layout, which stay. Roles of equal layouts share them.
+
+    A communicator for each group that reduces: tp, those of ZeRO and its copies, cp, ep, and all ranks if none of these has them all.
+    Messages: to the stages before and behind, each way; and all-to-alls of cp and ep, whose ranks of other hosts share buffers.
+    """
+    groups = settings.tp, settings.dp_shard, settings.dp_replicate, settings.cp, settings.ep
+    size, number = settings.size, sum((group > 1) * 1 for group in groups)
+    number = number + ((size > 1) & ~np.any([group == size for group in groups], axis=0))
+    peers = 2 * np.minimum(settings.pp - 1, 2) + sum(np.minimum(group, 8) - 1 for group in (settings.cp, settings.ep))
+    return (NCCL_GROUP * number + NCCL_PEER * peers) * (not role.on_host)
 
 
 def checkpoint_copy(shape: ModelShape, settings: CallSettings, role: RoleSettings, stage: Stage) -> Any:

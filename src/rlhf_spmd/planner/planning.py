@@ -239,24 +239,25 @@ class ProblemBuilder:
         device = self.machine.device
         can = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
         if call.kind == "generate" and can and not call.generation.enforce_eager:
-            return made.set(graphs=(made.tp == 1) & (made.pp == 1))
+            return made.set(graphs=made.pp == 1)
         return made
 
     def _estimate(self, call: ModelCall, given: CallSettings, role: RoleSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(seconds, bytes beside what is held, those of them that a cache takes), [n] each."""
         shape, work, none, device = call.shape, call.work, np.zeros(len(given)), self.machine.device
+        buffers = memory.communicators(given, role)
         if call.kind == "generate":
             config = replace(call.generation, num_pages=None)
             parts_of = partial(memory.generate, shape, work, given, role, config)
             cache = parts_of(0 * given.pp)[2]
-            needs = memory.fullest(given, lambda stage: {"work": parts_of(stage)[0]["work"]})
+            needs = buffers + memory.fullest(given, lambda stage: {"work": parts_of(stage)[0]["work"]})
             if self.fixed is not None and self.fixed.calls[call.name].gpu_memory_utilization is None:  # the configuration's
                 share, most = config.memory_share(device.on_host), min(self.machine.memory)
                 room = share * (most - needs) if device.on_host else share * most - needs - self._resident(call, given)
                 cache = np.minimum(cache, np.maximum(room, 0))
             return self.times.generate_seconds(shape, work, given, cache), needs + cache, cache + none
         trains = call.kind == "train"
-        active = memory.fullest(given, partial(memory.train if trains else memory.infer, shape, work, given, role))
+        active = buffers + memory.fullest(given, partial(memory.train if trains else memory.infer, shape, work, given, role))
         seconds = self.times.train_seconds if trains else self.times.infer_seconds
         params = shape.own_params(given)
         back = device.itemsize * params * role.offload

@@ -47,6 +47,7 @@ from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, UNWRITTEN,
 
 T = TypeVar("T")
 
+LEAVE_S = 10.0  # in which process groups are destroyed
 SAME_PRESS_S = 1.0  # terminal and torchrun both pass a Ctrl-C on: within this time they are one
 
 
@@ -128,10 +129,18 @@ def run_program(
         except BaseException as error:  # the process boundary: every ending gets a class and a code
             _fail(board, error, saves_on_signal)
     if owns_group:
-        dist.destroy_process_group()
+        _destroy_groups()
         if launch.size > 1:
             end_process(EXIT_CODES["done"])
     run_lock.release()
+
+
+def _destroy_groups() -> None:
+    """For at most LEAVE_S: NCCL may wait for ever for ranks that destroy theirs in another order, or for captured graphs
+    (pytorch#141510, pytorch#137507). The job has succeeded, and the process ends anyway."""
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_S)
 
 
 def die_with_torchrun() -> None:

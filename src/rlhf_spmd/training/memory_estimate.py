@@ -240,7 +240,7 @@ class _RoleMemory:
             checkpointing=(CHECKPOINTING.index("none" if level == "auto" else level),),  # auto: undecided
             sequence_parallel=(int(layout.sequence_parallel),),
             max_num_seqs=(generation.max_num_seqs,),
-            graphs=(int(generation.captures(self.step.device, layout.tp, layout.pp)),),
+            graphs=(int(generation.captures(self.step.device, layout.pp)),),
             cp=(layout.cp,),
             ep=(layout.ep,),
         )
@@ -323,19 +323,20 @@ class _RoleMemory:
         name = self.role if elsewhere is None else f"{self.role}.{method}"
         stage, inside = self._at(name)
         given = self._call_settings(layout)
-        copied = {}
+        beside = {"communicators": model.communicators(given, settings)}
         if elsewhere is not None and f"{name} weights" not in self.held():  # otherwise they stay there
-            copied["weights"] = model.held(self.shape, given, settings, stage)["weights"]
+            beside["weights"] = model.held(self.shape, given, settings, stage)["weights"]
         if kind == "train":
-            return inside(model.train(self.shape, work, given, settings, stage)) if settings.trained else {}
+            return inside(beside | model.train(self.shape, work, given, settings, stage)) if settings.trained else {}
         if kind == "generate" or issubclass(self.plan.worker, JudgeWorker):
             if elsewhere is None:
                 stage, given = self._at(f"{self.role} generates")[0], self._call_settings(self.plan.shape.generating)
-                copied = {"weights": self._generation_weights()} if self.config.generation.buffers != "keep" else {}
+                beside = {"communicators": model.communicators(given, settings)}
+                beside |= {"weights": self._generation_weights()} if self.config.generation.buffers != "keep" else {}
             elif settings.adapters:
-                copied["merged weights"] = model.held(self.shape, given, settings, stage)["weights"]
-            return inside(copied | model.generate(self.shape, work, given, settings, self.config.generation, stage)[0])
-        return inside(copied | model.infer(self.shape, work, given, settings, stage)) if kind == "infer" else {}
+                beside["merged weights"] = model.held(self.shape, given, settings, stage)["weights"]
+            return inside(beside | model.generate(self.shape, work, given, settings, self.config.generation, stage)[0])
+        return inside(beside | model.infer(self.shape, work, given, settings, stage)) if kind == "infer" else {}
 
 
 def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:

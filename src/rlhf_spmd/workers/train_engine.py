@@ -36,7 +36,7 @@ from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared_norm, sum_in_buckets, sum_partial
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
-from rlhf_spmd.parallel.pipeline import Action, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
+from rlhf_spmd.parallel.pipeline import Action, Schedule, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
 from rlhf_spmd.parallel.zero import FSDPModel, allocate, is_sharded, local_part, stage_of_zero
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import muons_of
@@ -237,13 +237,10 @@ class TrainEngine:
         self.reshard()
         return passes.sums
 
-    def _run(self, schedule: Callable[..., list[Action]], batches: Sequence[Packed], forward: Any, backward: Any) -> None:
-        mesh, layout = self.mesh, self.mesh.layout
-        assert isinstance(layout, Layout)
-        actions = schedule(len(batches), layout.pp, mesh.pp_rank, layout.vpp)
-        rows = [rows_of(max(len(batch.tokens), 1), mesh.cp) for batch in batches]
+    def _run(self, schedule: Schedule, batches: Sequence[Packed], forward: Any, backward: Any) -> None:
+        rows = [rows_of(max(len(batch.tokens), 1), self.mesh.cp) for batch in batches]
         shapes = [(self.chunks[0].num_rows(number), self.spec.hidden_size) for number in rows]
-        run_pipeline(actions, mesh, shapes, self.dtype, self.device, forward, backward)
+        run_pipeline(schedule, self.mesh, shapes, self.dtype, self.device, forward, backward)
 
     def pass_through(
         self,
