@@ -27,7 +27,7 @@ from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.memory import ERROR
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, read_plan
-from rlhf_spmd.planner.plan_page import PlanSummary, compare, measured_seconds, page, read_trace
+from rlhf_spmd.planner.plan_summary import PlanSummary, compare, measured_seconds, read_trace
 from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, ProblemBuilder, to_file
 from rlhf_spmd.planner.problem import Choice, simulate
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
@@ -58,7 +58,7 @@ class SearchConfig:
     - fixed: a plan, which is evaluated instead; `config`: the configuration's own placement and layouts
     - time_limit_s: of the search, seconds
     - seed: of `mcmc`
-    - out: file that the plan is written to, and beside it its picture as HTML; of `plan profile` the profile; null: no file
+    - out: file that the plan is written to; of `plan profile` the profile; null: no file
     - measured: directory of a run that followed the plan: compared with it, call by call
     """
 
@@ -71,10 +71,8 @@ class SearchConfig:
 
     def check(self, where: str) -> None:
         out = None if self.out is None else Path(self.out)
-        if out is not None and (out.suffix == ".html" or out.is_dir() or not out.absolute().parent.is_dir()):
-            raise ValueError(
-                f"{where}.out={self.out}: must be a file in a directory that exists, and not .html, which its picture is"
-            )
+        if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+            raise ValueError(f"{where}.out={self.out}: must be a file in a directory that exists")
         find(f"{where}.search", "rlhf_spmd.planner.search", self.search, exports="search")
 
 
@@ -337,13 +335,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         planned, settings = plan(request), request.config.plan
         summary = summary_of(request, planned)
         written = []
-        if settings.out is not None:
-            out, picture = Path(settings.out), Path(settings.out).with_suffix(".html")
-            if settings.fixed in (None, "config") and planned.refusal is None:
-                out.write_text(planned.file.to_yaml(), encoding="utf-8")
-                written = [f"written: {out} (start with plan={out})"]
-            picture.write_text(page(planned.file, settings.measured, summary.lines()), encoding="utf-8")
-            written.append(f"picture: {picture}")
+        compared = None if settings.measured is None else comparison(planned.file, settings.measured)
+        if settings.out is not None and settings.fixed in (None, "config") and planned.refusal is None:
+            Path(settings.out).write_text(planned.file.to_yaml(), encoding="utf-8")
+            written = [f"written: {settings.out} (start with plan={settings.out})"]
     except (DataError, ValueError, OSError) as error:
         print(f"config error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -351,14 +346,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(to_json(planned, summary)))
     else:
         print("\n".join([table(planned), "", *summary.lines(), *written]))
-    if settings.measured is not None:
-        print(comparison(planned.file, settings.measured), file=sys.stderr)
+    if compared is not None:
+        print(compared, file=sys.stderr)
     if planned.refusal is not None:
         raise SystemExit(2)
 
 
 def comparison(file: PlanFile, run: str) -> str:
-    """Each call's planned and measured seconds."""
+    """Each call's planned and measured seconds. Raises ValueError as :func:`read_trace`."""
     rows = compare(file, measured_seconds(read_trace(file, run)))
     return "\n".join(
         f"{name}: planned {planned:.3g} s, {'not measured' if error is None else f'measured {seconds:.3g} s, {error:+.0%}'}"

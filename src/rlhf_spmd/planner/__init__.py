@@ -17,5 +17,5 @@ Plans, from the calls of a step to the fastest plan; read in this order:
 - ``memory``: bytes on a rank
 - ``planning``: from calls to a problem, and from the best plan to a plan file (``best_plan``)
 - ``search/<name>``: one function ``search`` each
-- ``plan_file``, ``plan_page``: ``plan.yaml``, and a page about it
+- ``plan_file``, ``plan_summary``: ``plan.yaml``, and what it comes to
 """

@@ -10,7 +10,7 @@ Floor F1: imports config, tqdm and the standard library, nothing else at import 
 - trace: spans of every rank, merged into ``trace.json`` (Perfetto)
 - report: ``report.html``, one self-contained page about one or several runs; ``report.js`` draws it with uPlot
   (``uplot/``)
-- timeline_chart: the timeline as SVG, measured or planned
+- timeline_chart: the timeline as SVG
 
 It must not know torch, process groups, models or algorithms: it is given numbers and bytes.
 """

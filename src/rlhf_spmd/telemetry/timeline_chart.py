@@ -1,4 +1,4 @@
-"""The timeline as SVG: one row per rank, one box per span; for measured traces and planned schedules."""
+"""The timeline as SVG: one row per rank, one box per span of a measured trace."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""What a plan comes to, for people: a few lines, and a page with the simulated step beside the measured steps of a run."""
+"""What a plan comes to, for people: a few lines, and its calls beside the measured ones of a run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,26 +13,6 @@ from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.plan_file import PlanFile
 from rlhf_spmd.planner.planning import PlanResult
-from rlhf_spmd.telemetry.timeline_chart import ChartBox, ChartRow, TimelineChart, draw, from_trace, phase_key
-
-COLORS = 8  # that report.css has
-KEY_STYLE = ".key{margin-right:1.2em}.key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}"
-
-
-def planned_chart(plan: PlanFile) -> TimelineChart:
-    """One row for neighbouring ranks that do the same."""
-    boxes: dict[int, list[ChartBox]] = {rank: [] for rank in range(plan.ranks)}
-    for name, call in plan.calls.items():
-        times = f"{call.seconds:.3g} s, from {call.start:.3g} s"
-        title = f"{name}\n{times}\npp {call.pp} tp {call.tp} dp {call.dp}\n{call.memory_gb:.1f} GiB"
-        for rank in call.rank_range.ranks:
-            boxes[rank].append(ChartBox(phase_key(name), call.start, call.start + call.seconds, title))
-    rows = []
-    for its, ranks in groupby(boxes, key=lambda rank: boxes[rank]):
-        same = list(ranks)
-        label = f"rank {same[0]}" if len(same) == 1 else f"ranks {same[0]} to {same[-1]}"
-        rows.append(ChartRow(label, [sorted(its, key=lambda box: box.start)]))
-    return TimelineChart(rows)
 
 
 def _computed(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -80,31 +57,6 @@ def compare(plan: PlanFile, measured: Mapping[str, float]) -> list[tuple[str, fl
     """(call, planned seconds, measured seconds, error as a share of the measured seconds) for each call."""
     found = [(name, call.seconds, measured.get(name)) for name, call in plan.calls.items()]
     return [(name, planned, seconds, planned / seconds - 1 if seconds else None) for name, planned, seconds in found]
-
-
-def page(plan: PlanFile, run: str | None, summary: Sequence[str] = ()) -> str:
-    """One self-contained HTML file. ``run``: the directory of a run that followed the plan. Raises ValueError as
-    :func:`read_trace`."""
-    keys = dict.fromkeys(phase_key(name) for name in plan.calls)
-    colors = {key: f"var(--c{i % COLORS})" for i, key in enumerate(keys)}
-    parts = [f"<h1>Plan for {plan.ranks} ranks</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
-    names = (f'<span class="key"><i style="background:{color}"></i>{escape(key)}</span>' for key, color in colors.items())
-    parts += [f"<p>{' '.join(names)}</p>", draw(planned_chart(plan), colors), "<p>Seconds of a step, from left to right.</p>"]
-    if run is not None:
-        trace = read_trace(plan, run)
-        chart, _ = from_trace(trace)
-        parts.append(f"<h2>Measured: {escape(run)}</h2>{draw(chart, colors)}<p>{escape(chart.note)}</p>")
-        cells = "".join(
-            f"<tr><td>{escape(name)}</td><td>{planned:.3g}</td><td>{'-' if seconds is None else f'{seconds:.3g}'}</td>"
-            f"<td>{'-' if error is None else f'{error:+.0%}'}</td></tr>"
-            for name, planned, seconds, error in compare(plan, measured_seconds(trace))
-        )
-        parts.append(f"<table><tr><th>call</th><th>planned s</th><th>measured s</th><th>error</th></tr>{cells}</table>")
-    style = files("rlhf_spmd.telemetry").joinpath("report.css").read_text(encoding="utf-8") + KEY_STYLE
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{style}</style></head>'
-        f"<body><main>{''.join(parts)}</main></body></html>"
-    )
 
 
 @dataclass(frozen=True)
