@@ -20,6 +20,7 @@
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
+[[ $python != */* ]] || python=$(realpath -s "$python") # of a virtual environment, whose links say where it is
 
 packages=(omegaconf datasets dill multiprocess xxhash hypothesis sortedcontainers pytest iniconfig pluggy) # each imports as it is named
 
@@ -133,9 +134,12 @@ for part in "${parts[@]}"; do
   [ "${LIMIT:-$limit}" -ge "$limit" ] || limit=$LIMIT
   started=$SECONDS
   # torchrun ends its ranks within 30 seconds of the signal
-  timeout -k 45 "$limit" bash -c "$(declare -p root python bench results middle large served larger grown mixture quick device peers dtype)
+  GPU_DAY_PART=$$-$part timeout -k 45 "$limit" bash -c "$(declare -p root python bench results middle large served larger grown mixture quick device peers dtype)
     $(declare -f pytest_here serve_rows two_ranks "$part")
     $part" >"$out/$part.log" 2>&1
   echo "$part $? $((SECONDS - started))" | tee -a "$out/summary.txt"
+  for process in /proc/[0-9]*; do # what has a session of its own heard no signal, and would share the GPU with the next part
+    ! grep -qsz "^GPU_DAY_PART=$$-$part\$" "$process/environ" || kill -KILL "${process#/proc/}" 2>/dev/null
+  done
   gather
 done

@@ -21,6 +21,7 @@ import triton.language as tl
 from rlhf_spmd.kernels import devices
 from rlhf_spmd.kernels.packing import AttentionRule
 
+LEAST_ROWS = 16  # of a tile: tl.dot takes no fewer
 SPLIT_KEYS = 512  # keys of a part of the softmax: a multiple of every block of keys
 BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16
 CHUNK_ROWS = 128  # matrix rows of a chunk's tile, see TileShape
@@ -58,7 +59,10 @@ class TileShape(NamedTuple):
         most = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
         rows = max(chunk_rows or most, tile_rows(group_size))
         while (shape := cls.of(head_dim, itemsize, page_size, rows)).shared_bytes(itemsize) > devices.shared_memory():
-            rows //= 2
+            if rows == LEAST_ROWS:
+                room = devices.shared_memory() >> 10
+                raise ValueError(f"head_dim={head_dim} in {itemsize} bytes needs more shared memory than this GPU's {room} KiB")
+            rows = max(rows // 2, LEAST_ROWS)
         return shape
 
     @classmethod
