@@ -119,39 +119,72 @@ class Graphs:
         return graph
 
 
-def sums_fail(group: Group, device: torch.device) -> str:
-    """Returns why graphs cannot have sums over ``group`` here, on this rank, or "" if they can on all ranks.
+class SumsStand(RuntimeError):
+    """A captured sum over ranks has not ended. It stands on the device, so nothing behind it can run."""
 
-    A small sum is captured and then replayed with other numbers, in a thread, since a wait for another rank may never end.
+    exit_class = "hang"  # how the run ends: process/program.py
+
+
+def sums_fail(group: Group, device: torch.device) -> str:
+    """Returns why graphs cannot have sums over ``group`` here, or "" if they can on all ranks.
+
+    A small sum is captured, and then replayed twice with other numbers. Ranks agree after each of the two, so that none replays
+    what another one could not capture. Raises SumsStand if a replay has not ended in TRIAL_S seconds.
     Collective over the group: every rank of it must call, in program order.
     """
-    outcome = [f"a captured sum takes more than {TRIAL_S:.0f} s"]
+    group.meet(device)  # connecting takes its own time
+    graphs, numbers, total = Graphs(), torch.zeros(1 << 14, device=device), torch.empty(1 << 14, device=device)
+    num_calls = 0
+
+    def step() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        total.copy_(numbers)
+        if num_calls > 1:  # the first call is before the capture: a rank where that fails would leave the others in a sum
+            group.all_reduce(total, "generation:trial")
+
+    def capture() -> str:
+        graphs.run(step, 1, "trial", ())
+        return ""
+
+    def replay() -> str:
+        why = ""
+        for number in (1, 2):
+            numbers.fill_(number * (group.rank + 1))
+            graphs.run(step, 1, "trial", ())
+            expected = number * group.size * (group.size + 1) // 2
+            if not bool((total == expected).all()):
+                why = f"a captured sum is {float(total[0]):g}, not {expected}"
+        return why
+
+    for stage in (capture, replay):
+        why = _tried(stage, device)
+        outcome = torch.tensor([2 if why is None else int(bool(why))], dtype=torch.int32)
+        worst = int(group.all_reduce(outcome, "generation:graphs", "max"))
+        if worst == 2:
+            raise SumsStand(
+                f"a captured sum over tp has not ended in {TRIAL_S:.0f} s; start again with generation.enforce_eager=true"
+            )
+        if worst:
+            return why or "it fails on another rank"
+    return ""
+
+
+def _tried(stage: Callable[[], str], device: torch.device) -> str | None:
+    """Returns what ``stage`` returns, or its RuntimeError as text; None if it takes more than TRIAL_S seconds.
+
+    It runs in a thread, since a wait for another rank may never end.
+    """
+    outcomes: list[str] = []
 
     def attempt() -> None:
         try:
             with torch.cuda.device(device) if capabilities(device).streams else nullcontext():
-                outcome[0] = _try_sums(group, device)
+                outcomes.append(stage())
         except RuntimeError as error:  # of CUDA, NCCL or torch
-            outcome[0] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            outcomes.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     trial = threading.Thread(target=attempt, daemon=True)
     trial.start()
     trial.join(TRIAL_S)
-    here = outcome[0]
-    failed = group.all_reduce(torch.tensor([bool(here)], dtype=torch.int32), "generation:graphs", "max")
-    return here or ("it fails on another rank" if int(failed) else "")
-
-
-def _try_sums(group: Group, device: torch.device) -> str:
-    graphs, numbers, total = Graphs(), torch.zeros(1 << 14, device=device), torch.empty(1 << 14, device=device)
-
-    def step() -> None:
-        group.all_reduce(total.copy_(numbers), "generation:trial")
-
-    for number in (1, 2, 3):  # the first run captures, the others replay
-        numbers.fill_(number * (group.rank + 1))
-        graphs.run(step, 1, "trial", ())
-        expected = number * group.size * (group.size + 1) // 2
-        if not bool((total == expected).all()):
-            return f"a captured sum is {float(total[0]):g}, not {expected}"
-    return ""
+    return next(iter(outcomes), None)
