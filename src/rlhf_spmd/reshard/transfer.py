@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -90,7 +91,8 @@ class _TaskThread(threading.Thread):
         while True:
             task = self.tasks.get()
             self.name = task.name
-            task.run()
+            with suppress(BaseException):  # of on_error: wait() raises the task's own
+                task.run()
             _IDLE.append(self)
             task.end()
             del task
