@@ -304,7 +304,8 @@ def weights_for_generation(
     beside: bool,
     stages: tuple[Stage, Stage],
 ) -> Any:
-    """Bytes of generation weights on a home's own ranks, beside the training weights; 0 if both layouts are the same.
+    """Bytes of generation weights on a home's own ranks, beside the training weights, and of NCCL's buffers that bring them; 0 if
+    both layouts are the same.
 
     They are the generation shard and one bucket, less the training shard, which becomes a part of it unless it stays ``beside``.
     ``stages``: the rank's stages in the two layouts.
@@ -315,9 +316,11 @@ def weights_for_generation(
     if config.buffers == "offload" and not role.on_host:
         beside = False
     bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * made.largest), shard)
+    # other stages' layers come by messages; their buffers stay
+    messages = np.where(home.pp != there.pp, NCCL_PEER * (np.minimum(home.size, 8) - 1), 0) * (not role.on_host)
     if role.adapters:  # merged weights lie beside the others
-        return np.maximum(own, shard) + np.where(same, 0, bucket)
-    return np.where(same & (not beside), 0, shard + bucket - (0 if beside else own))
+        return np.maximum(own, shard) + np.where(same, 0, bucket) + messages
+    return np.where(same & (not beside), 0, shard + bucket - (0 if beside else own)) + messages
 
 
 def fullest(settings: CallSettings, parts: Callable[[Stage], Parts]) -> np.ndarray:
