@@ -80,7 +80,7 @@ CONFIG = [
     (
         ["reward.function=outside.rewards:unknown_arguments"],
         1,
-        ["takes (text, question): no row has", "prompt, response, row;"],
+        ["takes (text, question): no row of data.path has", "prompt, response, row;"],
     ),
     (["reward.function=null"], 1, ["reward.function, rewards of other names as rewards.<name>.function", "reward.model"]),
     (["reward.data_sources=[sums]"], 1, ["reward.data_sources", "'sums'", "None"]),

@@ -475,7 +475,7 @@ def test_text_of_a_yaml_stays_what_was_written(tmp_path: Path, monkeypatch: pyte
         "trainer: {experiment_name: 12:30, project_name: 2024_01, default_local_dir: 'runs/${data.seed}x', nnodes: 3}\n",
         "verl.yaml",
     )
-    assert (config.run.name, config.logger.project, config.run.dir) == ("12:30", "2024_01", "runs/3x")
+    assert (config.run.name, config.logger.project, config.run.dir) == ("12:30", "2024_01", str(Path("runs/3x").absolute()))
     assert config.algorithm.kl.use_kl_loss is True and config.models["actor"].optim.lr == 1e-6
     assert "path: /m/${oc.env:MODEL_SECRET}" in result and "hidden" not in result and "--nnodes 3" in result
     assert (config.models["actor"].path, config.data.train_batch_size) == ("/m/hidden", 64)

@@ -277,7 +277,7 @@ class Controller:
             assert call.node < REPORTS, "more than a thousand calls in one step"
             self.graph.nodes.append(call)
             return _result(call)
-        call.seq = self._enter(call.name, site, ", ".join([call_input.rows.digest for call_input in call.inputs]))
+        call.seq = self._enter(call.name, site, ", ".join(dict.fromkeys(each.rows.digest for each in call.inputs)))
         self.call_stats.append(CallStats(role.name, spec.kind, call.num_rows, call.epochs))
         if traced := self._nodes.get((call.name, site)):
             call.node = traced.popleft().node
