@@ -437,7 +437,7 @@ def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
         ("stop=['x</s>']", r"sampling\.stop: 'x</s>' contains the special token '</s>'.*its id 2 in sampling\.stop_token_ids"),
         ("stop=['']", "a stop string must not be empty"),
         ("logprobs=-1", r"sampling\.logprobs=-1"),
-        ("allowed_token_ids=[]", "leave no token to draw"),
+        ("allowed_token_ids=[]", "must leave a token to draw"),
         ("min_response_length=3", r"min_response_length=3: .* at most sampling\.max_response_length=2"),
     ):
         argv = arguments(model, rows, tmp_path / "out.jsonl", "sampling.max_response_length=2", f"sampling.{override}")

@@ -200,6 +200,14 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
         ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a"),
         ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
+        ({"output_kind": 2}, "output_kind=2 is vLLM's and has no effect here: all of a text is returned at once"),
+        ({"min_tokens": 9, "max_tokens": 3}, "sampling_params.min_tokens=9: must be at most max_tokens=3"),
+        (
+            {"allowed_token_ids": []},
+            "sampling_params.allowed_token_ids=[]: it must leave a token to draw; leave it out for all",
+        ),
+        ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids: token id -1 must be at least 0"),
+        ({"logit_bias": {-1: 2.0}}, "sampling_params.logit_bias: token id -1 must be at least 0"),
     ],
 )
 def test_parameters_are_checked_where_they_are_made(params: dict[str, Any], message: str) -> None:
@@ -211,7 +219,7 @@ def test_parameters_are_checked_where_they_are_made(params: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ("abc", {"min_tokens": 17}, "sampling_params.min_tokens=17: must be at most 16, the tokens that are left"),
+        ("a" * 60, {"min_tokens": 9}, "sampling_params.min_tokens=9: must be at most 4, the tokens that are left"),
         ("abc", {"stop_token_ids": [200]}, "sampling_params.stop_token_ids: token id 200 must lie in 0 .. 199"),
         ([[np.int64(5), 6]], {}, "prompt 0: 'prompt_token_ids' must be a non-empty list of token ids"),
         ("a" * 64, {}, "prompt 0 has 64 tokens, and a row may have 64"),

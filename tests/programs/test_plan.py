@@ -167,6 +167,7 @@ def test_a_configuration_that_does_not_fit_or_may_not(capsys: pytest.CaptureFixt
         (["cluster.nodes=0"], "cluster.nodes=0"),
         (["plan.search=exakt"], "did you mean 'exact'"),
         (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
+        (["workload.prompt_length=90000"], "workload.prompt_length=90000.0 is above data.max_prompt_length="),
         (["workload.response_lengths=[30, 20]"], "workload.response_lengths=[30.0, 20.0]: must be numbers above 0, ascending"),
         (["cluster.groups=[{nodes: 0, gpu: h200}]"], "cluster.groups.0.nodes=0"),
         (["cluster.memory_gb=1"], "cluster.memory_gb=1.0: must be above 2.5"),

@@ -229,6 +229,11 @@ class SamplingConfig:
                 f"{where}.min_response_length={self.min_response_length}: must be at least 0 and at most "
                 f"{where}.max_response_length={self.max_response_length}"
             )
+        for key in ("logit_bias", "allowed_token_ids", "forbidden_token_ids", "stop_token_ids"):
+            if negative := [token for token in getattr(self, key) or () if token < 0]:
+                raise ValueError(f"{where}.{key}: token id {negative[0]} must be at least 0")
+        if self.allowed_token_ids == []:
+            raise ValueError(f"{where}.allowed_token_ids=[]: it must leave a token to draw; leave it out for all")
         for token, shift in self.logit_bias.items():
             if not abs(shift) <= MAX_SHIFT:
                 raise ValueError(

@@ -24,6 +24,7 @@ VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding": ((None,), "give a library's function in logits_processors (docs/python.md)"),
     "truncate_prompt_tokens": ((None,), "cut the prompt's token ids yourself"),
     "detokenize": ((True,), "texts are always made"),
+    "output_kind": ((None, 0), "all of a text is returned at once; `serve` streams"),
     "spaces_between_special_tokens": ((True,), "special tokens are left out of a text, or shown as they are"),
 }
 
@@ -70,6 +71,7 @@ class SamplingParams:
     guided_decoding: InitVar[Any] = None
     truncate_prompt_tokens: InitVar[int | None] = None
     detokenize: InitVar[bool] = True
+    output_kind: InitVar[int | None] = None
     spaces_between_special_tokens: InitVar[bool] = True
 
     def __post_init__(self, *vllm_only: Any) -> None:
@@ -83,6 +85,8 @@ class SamplingParams:
         if not (functions is None or (isinstance(functions, list | tuple) and all(map(callable, functions)))):
             raise ValueError(f"logits_processors={functions!r} must be a list of functions")
         check_fields(self, "sampling_params")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"sampling_params.min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}")
         check_section(self.of_call().with_overrides(self.overrides), "sampling_params")
 
     @property

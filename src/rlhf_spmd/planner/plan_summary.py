@@ -97,7 +97,7 @@ class PlanSummary:
         speed = f"{planned.seconds:.3g} s a step, {found['tokens_per_second']:,.0f} tokens/s"
         lines.append(speed if hours is None else f"{speed}, {_time(hours)} for the run")
         if own and "refusal" in own:
-            lines.append(f"the configuration as it is cannot run so: {own['refusal']}")
+            lines.append(f"the configuration as it is, without this plan, does not fit: {own['refusal']}")
         elif own:
             gain, than = (
                 own["step_seconds"] / planned.seconds,

@@ -69,9 +69,18 @@ class WorkloadConfig:
             raise ValueError(f"{where}.response_lengths={lengths}: must be numbers above 0, ascending")
 
     def of(self, section: Any, n: int) -> Workload:
-        """Returns the lengths of rows of ``section``, ``n`` per prompt. Each call later sets the number of rows."""
+        """Returns the lengths of rows of ``section``, ``n`` per prompt. Each call later sets the number of rows.
+
+        Raises ValueError for lengths that the section does not allow.
+        """
         if isinstance(section, PromptsConfig):
             prompt, longest = section.max_prompt_length, float(section.max_response_length)
+            if (self.prompt_length or 0) > prompt:
+                raise ValueError(f"workload.prompt_length={self.prompt_length} is above data.max_prompt_length={prompt}")
+            if max(self.response_lengths, default=0) > longest:
+                raise ValueError(
+                    f"workload.response_lengths={self.response_lengths}: the last is above data.max_response_length={longest:.0f}"
+                )
         else:
             prompt, longest = section.max_length / 2, section.max_length / 2
         responses = tuple(self.response_lengths) or (longest,)
