@@ -251,11 +251,8 @@ class PromptEncoder:
     def source(self, options: ChatOptions, where: str) -> str:
         """Returns the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
-            remedy = (
-                f"set {self.key} to a Jinja file"
-                if "." in self.key
-                else "give LLM.chat its chat_template, send text to /v1/completions"
-            )
+            remedy = "give LLM.chat its chat_template, send text to /v1/completions"
+            remedy = f"set {self.key} to a Jinja file" if "." in self.key else remedy
             raise DataError(
                 f"{where}: the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
                 f"put {TEMPLATE_FILE} beside it, {remedy}, or use text prompts"
