@@ -266,6 +266,8 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     patience_s = 6 * board.limits.beat_s
     if error_class == "hang" or (error_class == "error" and lost_connection(error)):
         error_class, patience_s = "hang", board.limits.verdict_s
+    elif error_class == "lost":
+        patience_s = 0.0  # the user's code ended this rank, whatever the others do
     elif error_class == "preempted":
         # torchrun also sends SIGTERM to the survivors of a killed rank: then that rank is the cause
         patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
