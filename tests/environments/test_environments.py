@@ -8,6 +8,8 @@ import math
 import os
 import random
 import re
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -316,6 +318,61 @@ def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypa
     for thread in set(threading.enumerate()) - others:
         thread.join(60)
     assert not failures
+
+
+class Forking:
+    """Forks in the call ``method`` of row 0, and leaves in the child as ``how`` says. Writes down its calls and the child's id."""
+
+    def __init__(self, path: str, method: str, how: str) -> None:
+        self.path, self.method, self.how = Path(path), method, how
+
+    def _call(self, method: str) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{self.row} {method}\n")
+        if self.row == 0 and method == self.method and os.fork() == 0:
+            self.path.with_suffix(".pid").write_text(str(os.getpid()))
+            if self.how == "sys.exit":
+                sys.exit(3)
+            if self.how == "raise":
+                raise ValueError("in the child")
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self.row = row["row"]
+        self._call("reset")
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self._call("step")
+        return "", 0.0, True
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(("how", "status"), [("sys.exit", 3), ("raise", 1), ("return", 0)])
+def test_a_process_that_an_environment_has_forked_makes_no_calls_and_ends(
+    tmp_path: Path, method: str, how: str, status: int
+) -> None:
+    path, rows = tmp_path / "calls", range(4)
+    settings = {"path": str(path), "method": method, "how": how}
+    configs = {"some": EnvironmentConfig(cls="test_environments:Forking", num_workers=1, args=settings)}
+    runner = EnvironmentRunner(configs, dict.fromkeys(rows, "some"), {row: {"row": row} for row in rows})
+    for ask in (runner.reset, lambda row: runner.step(row, "a")):
+        for row in rows:
+            ask(row)
+        answers = list[Answer]()
+        while len(answers) < len(rows):
+            answers += runner.answers(wait=True)
+        assert [answer.failure for answer in answers] == [None] * len(rows)
+    runner.close()
+    pid_file, limit = path.with_suffix(".pid"), time.monotonic() + 60
+    while not pid_file.exists() or not pid_file.read_text():
+        time.sleep(0.01)
+    child = int(pid_file.read_text())
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < limit:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, status << 8)
+    assert sorted(path.read_text().splitlines()) == sorted(f"{row} {call}" for row in rows for call in ("reset", "step"))
 
 
 @pytest.mark.parametrize(
