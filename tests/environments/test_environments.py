@@ -99,9 +99,28 @@ class Broken:
                 "pair": lambda: ("", 0.0),
                 "nan": lambda: ("", float("nan"), False),
                 "surrogate": lambda: ("\udc80", 0.0, False),
+                "deep": lambda: (nested(10**5), 0.0, False),
+                "rather deep": lambda: (nested(sys.getrecursionlimit() - 150), 0.0, False),
+                "mute": raise_mute,
             }
             return wrong[self.how]()
         return "", 0.0, False
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("nothing to say")
+
+
+def raise_mute() -> None:
+    raise Mute
+
+
+def nested(depth: int) -> list[dict[str, Any]]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return [{"role": "tool", "content": "a", "more": value}]
 
 
 # -- generating
@@ -382,6 +401,9 @@ def test_a_process_that_an_environment_has_forked_makes_no_calls_and_ends(
         ("reset", r"failed in reset\(\): KeyError: 'no such game'"),
         ("pair", r"it must return \(observation, reward, done\), not \('', 0.0\)"),
         ("nan", r"the reward must be a finite number, not nan"),
+        ("deep", r"row \d+: RecursionError: maximum recursion depth exceeded"),
+        ("rather deep", r"row \d+: RecursionError: maximum recursion depth exceeded"),
+        ("mute", r"failed in step\(\): Mute, whose text cannot be read"),
         ("sleep", r"has not returned within environment.timeout_s=0.5"),
         ("long", r"reset\(\) observes 99 characters, .* but max_response_length=\d+, .* must leave one"),
     ],

@@ -154,7 +154,7 @@ class EnvironmentRunner:
             # The boundary to the user's code: whatever it raises, sys.exit() included, ends the row, not only this thread.
             except BaseException as error:
                 method = "reset" if text is None else "step"
-                answer = self._failure(row_id, f"failed in {method}(): {type(error).__name__}: {error}"[:2000])
+                answer = self._failure(row_id, f"failed in {method}(): {error_words(error)}")
                 status = _exit_status(error)
             if os.getpid() != process:  # the call forked and ended twice: only its parent answers and takes further calls
                 os._exit(status)
@@ -190,6 +190,14 @@ class EnvironmentRunner:
         else:
             readable = _readable(observation or "")
         return Answer(row_id, readable, float(reward), bool(done))
+
+
+def error_words(error: BaseException) -> str:
+    """Returns the error's type and text, at most 2,000 characters; the text of the user's own errors may itself fail."""
+    try:
+        return f"{type(error).__name__}: {error}"[:2000]
+    except Exception as second:
+        return f"{type(error).__name__}, whose text cannot be read: {type(second).__name__}"
 
 
 def _exit_status(error: BaseException) -> int:
