@@ -8,6 +8,8 @@ import math
 import os
 import random
 import re
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -97,9 +99,28 @@ class Broken:
                 "pair": lambda: ("", 0.0),
                 "nan": lambda: ("", float("nan"), False),
                 "surrogate": lambda: ("\udc80", 0.0, False),
+                "deep": lambda: (nested(10**5), 0.0, False),
+                "rather deep": lambda: (nested(sys.getrecursionlimit() - 150), 0.0, False),
+                "mute": raise_mute,
             }
             return wrong[self.how]()
         return "", 0.0, False
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("nothing to say")
+
+
+def raise_mute() -> None:
+    raise Mute
+
+
+def nested(depth: int) -> list[dict[str, Any]]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return [{"role": "tool", "content": "a", "more": value}]
 
 
 # -- generating
@@ -318,6 +339,61 @@ def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypa
     assert not failures
 
 
+class Forking:
+    """Forks in the call ``method`` of row 0, and leaves in the child as ``how`` says. Writes down its calls and the child's id."""
+
+    def __init__(self, path: str, method: str, how: str) -> None:
+        self.path, self.method, self.how = Path(path), method, how
+
+    def _call(self, method: str) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{self.row} {method}\n")
+        if self.row == 0 and method == self.method and os.fork() == 0:
+            self.path.with_suffix(".pid").write_text(str(os.getpid()))
+            if self.how == "sys.exit":
+                sys.exit(3)
+            if self.how == "raise":
+                raise ValueError("in the child")
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self.row = row["row"]
+        self._call("reset")
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self._call("step")
+        return "", 0.0, True
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(("how", "status"), [("sys.exit", 3), ("raise", 1), ("return", 0)])
+def test_a_process_that_an_environment_has_forked_makes_no_calls_and_ends(
+    tmp_path: Path, method: str, how: str, status: int
+) -> None:
+    path, rows = tmp_path / "calls", range(4)
+    settings = {"path": str(path), "method": method, "how": how}
+    configs = {"some": EnvironmentConfig(cls="test_environments:Forking", num_workers=1, args=settings)}
+    runner = EnvironmentRunner(configs, dict.fromkeys(rows, "some"), {row: {"row": row} for row in rows})
+    for ask in (runner.reset, lambda row: runner.step(row, "a")):
+        for row in rows:
+            ask(row)
+        answers = list[Answer]()
+        while len(answers) < len(rows):
+            answers += runner.answers(wait=True)
+        assert [answer.failure for answer in answers] == [None] * len(rows)
+    runner.close()
+    pid_file, limit = path.with_suffix(".pid"), time.monotonic() + 60
+    while not pid_file.exists() or not pid_file.read_text():
+        time.sleep(0.01)
+    child = int(pid_file.read_text())
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < limit:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, status << 8)
+    assert sorted(path.read_text().splitlines()) == sorted(f"{row} {call}" for row in rows for call in ("reset", "step"))
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -325,6 +401,9 @@ def test_a_rows_next_call_may_begin_before_the_last_ones_thread_goes_on(monkeypa
         ("reset", r"failed in reset\(\): KeyError: 'no such game'"),
         ("pair", r"it must return \(observation, reward, done\), not \('', 0.0\)"),
         ("nan", r"the reward must be a finite number, not nan"),
+        ("deep", r"row \d+: RecursionError: maximum recursion depth exceeded"),
+        ("rather deep", r"row \d+: RecursionError: maximum recursion depth exceeded"),
+        ("mute", r"failed in step\(\): Mute, whose text cannot be read"),
         ("sleep", r"has not returned within environment.timeout_s=0.5"),
         ("long", r"reset\(\) observes 99 characters, .* but max_response_length=\d+, .* must leave one"),
     ],
@@ -582,6 +661,20 @@ def test_a_run_whose_environment_fails_ends_with_one_line(tmp_path: Path) -> Non
     assert "failed in step(): ValueError: odd rank" in status["message"] and status["rank"] == 1
     text = (tmp_path / "output.txt").read_text()
     assert text.count("ValueError: odd rank") == 1 and "Traceback" not in text.split("ValueError: odd rank")[0]
+
+
+def test_a_run_goes_on_whose_environment_may_fail_in_all_rows(tmp_path: Path) -> None:
+    """One of its ranks says so, and nothing is said of the reward."""
+    broken = ("environment.cls=test_environments:Hopeless", "environment.max_failure_rate=1.0", *PARROT[2:])
+    program = tasks.start_program(2, tmp_path, tasks.settings(tmp_path, 1, *broken))
+    assert tasks.finish(program, tmp_path) == 0, (tmp_path / "output.txt").read_text()
+    text = (tmp_path / "output.txt").read_text()
+    assert text.count("environment failed; such rows are left out") == 1 and "returned None" not in text
+
+
+class Hopeless(Parrot):
+    def step(self, text: str) -> tuple[str, float, bool]:
+        raise ValueError("always")
 
 
 class Fragile(Parrot):

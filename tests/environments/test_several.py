@@ -29,8 +29,10 @@ from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
 from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments, SpelledMarks, turn_messages
+from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.train import prepare
 
 # -- a model that writes calls as single tokens, so that one with random weights makes some
@@ -404,6 +406,42 @@ def test_generate_scores_no_row_whose_environment_failed(tmp_path: Path) -> None
     refused = program.prepare(None, [*settings, "environment.max_failure_rate=0.5", f"out={tmp_path / 'b.jsonl'}"], Launch())
     with pytest.raises(EnvironmentFailure, match=r"failed in 2 of 2 rows, more than environment\.max_failure_rate=0.5"):
         program.generate(refused, alone()[0])
+
+
+class Halting:
+    """Fails in the first row."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        if row["id"] == 0:
+            raise ValueError("halted")
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+def generate_rows(world: World, settings: list[str]) -> None:
+    program.generate(program.prepare(None, settings, Launch(world.rank, world.size)), world)
+
+
+def test_failures_are_judged_over_all_replicas_and_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of two rows fails, which is alone on its replica, or in its start."""
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "in.jsonl").write_text('{"prompt": "1?", "id": 0}\n{"prompt": "2?", "id": 1}\n')
+    settings = [f"model.path={talker()}", f"data.path={tmp_path / 'in.jsonl'}", "sampling.max_response_length=5"]
+    settings += ["environment.cls=test_several:Halting", f"out={out}"]
+    run_ranks(2, generate_rows, [*settings, "environment.max_failure_rate=0.5"])
+    assert [("environment_failure" in json.loads(line)) for line in out.read_text().splitlines()] == [True, False]
+
+    monkeypatch.setattr(Journal, "remove", lambda self: None)
+    again = [*settings, "environment.max_failure_rate=0.5", f"out={tmp_path / 'again.jsonl'}"]
+    generate_rows(alone()[0], again)
+    (path,) = program.prepare(None, again, Launch()).journal.directory.glob("*.jsonl")
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "halted" not in line))
+    generate_rows(alone()[0], again)
+    assert "halted" in (tmp_path / "again.jsonl").read_text()
+    assert "1 of them were there from an earlier start" in capsys.readouterr().err
 
 
 def test_generate_tells_each_row_of_its_tools(tmp_path: Path) -> None:

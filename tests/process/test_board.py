@@ -59,6 +59,19 @@ def test_what_goes_through_the_store_comes_out_of_it() -> None:
     assert Failure.decode(failure.encode()) == failure
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_a_rank_whose_other_thread_fails_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
+    (board,) = boards(1)
+    board.run_dir, board.failing = tmp_path, True
+    monkeypatch.setattr("rlhf_spmd.process.board.end_process", sys.exit)
+    thread = threading.Timer(delay_s, board.post_error, ("lost", "a thread left"))
+    thread.start()
+    with pytest.raises(SystemExit) as ending:
+        board.finish()
+    thread.join()
+    assert ending.value.code == json.loads((tmp_path / "exit_status.json").read_text())["code"] == 9
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_ranks_may_run_ahead_of_each_other_and_divergence_is_still_found(ahead):
     """One rank is 300 calls ahead (more than a heartbeat carries); the other catches up and takes another branch at call 250."""

@@ -77,6 +77,7 @@ REFUSED = [
 FORKED = [
     Failure("diverge", 2, (5, 5), "hang", r"call order differs: rank .* as call 5.*"),
     Failure("exit", 2, (9, 9), "lost", rf"rank 1 left in {PLACE}, {EARLY}: SystemExit: 0", 1, False),
+    Failure("exit_beside", 2, (9, 9), "lost", rf"rank 1 left in {PLACE}, {EARLY}: SystemExit: 7", 1, False),
     Failure("forged", 2, (1, 1), "error", ".*without the signature of this job.*", None, False),
     Failure("kill", 3, (9, 9, -9), "lost", "rank 2 stopped answering.*", 2),
     Failure("kill_first", 2, (-9, 9), "lost", "rank 0 stopped answering.*", 0, lost_s="5"),
@@ -195,7 +196,8 @@ def test_what_is_written_of_a_failure(jobs: dict[tuple[str, bool], Job]) -> None
         re.findall(r"\w+\.\w+ \(\S+\)", diverging.lines[0])
     )
     assert "failing.py" in (diverging.run_dir / "logs" / "rank_0.stack").read_text()
-    assert "os._exit(0)" in "\n".join(jobs["exit", False].lines), "the traceback says where"
+    for kind, call in (("exit", "os._exit(0)"), ("exit_beside", "os._exit(7)")):
+        assert call in "\n".join(jobs[kind, False].lines), "the traceback says where"
 
 
 def test_ranks_end_whose_groups_cannot_be_destroyed(tmp_path: Path) -> None:

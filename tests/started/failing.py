@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def body(context: ProgramContext[None]) -> None:
                 (RUN_DIR / "saving").touch()
                 time.sleep(120)
             raise Preempted(f"saved step_{step}")
+        if KIND == "exit_beside" and step == 2:
+            return
         if KIND in ("run", "save_slowly"):
             (RUN_DIR / "stepped").touch()
             time.sleep(0.1)
@@ -77,6 +80,8 @@ def fail() -> None:
         time.sleep(60)
     if KIND == "exit":
         os._exit(0)
+    if KIND == "exit_beside":
+        threading.Thread(target=lambda: os._exit(7)).start()
     if KIND in ("kill", "kill_first", "stop", "vanish"):
         time.sleep(1.2)  # two heartbeats
     if KIND == "vanish":

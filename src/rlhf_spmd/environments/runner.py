@@ -1,13 +1,14 @@
 """Calls the environments of many rows in threads, while the rank goes on.
 
 A call that fails or overruns costs its row. A thread cannot be killed, so another one takes the place of a thread whose call
-overruns. The threads are daemons and keep no process alive.
+overruns. The threads are daemons and keep no process alive. A process that a call forks ends with the call.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -143,16 +144,20 @@ class EnvironmentRunner:
         return Answer(row_id, "", 0.0, True, f"environment {self._configs[self._names[row_id]].cls!r} of row {row_id} {what}")
 
     def _work(self, name: str) -> None:
-        calls = self._calls[name]
+        calls, process = self._calls[name], os.getpid()
         while (call := calls.get()) is not None:
             row_id, text, context = call
             self._started[row_id] = time.monotonic()
             try:
                 answer = self._answer(row_id, text, context)
+                status = 0
             # The boundary to the user's code: whatever it raises, sys.exit() included, ends the row, not only this thread.
             except BaseException as error:
                 method = "reset" if text is None else "step"
-                answer = self._failure(row_id, f"failed in {method}(): {type(error).__name__}: {error}"[:2000])
+                answer = self._failure(row_id, f"failed in {method}(): {error_words(error)}")
+                status = _exit_status(error)
+            if os.getpid() != process:  # the call forked and ended twice: only its parent answers and takes further calls
+                os._exit(status)
             # before the answer, after which another thread may start the row's next call
             if self._started.pop(row_id, None) is None:
                 return  # it has overrun, and another thread is in place of this one
@@ -185,6 +190,21 @@ class EnvironmentRunner:
         else:
             readable = _readable(observation or "")
         return Answer(row_id, readable, float(reward), bool(done))
+
+
+def error_words(error: BaseException) -> str:
+    """Returns the error's type and text, at most 2,000 characters; the text of the user's own errors may itself fail."""
+    try:
+        return f"{type(error).__name__}: {error}"[:2000]
+    except Exception as second:
+        return f"{type(error).__name__}, whose text cannot be read: {type(second).__name__}"
+
+
+def _exit_status(error: BaseException) -> int:
+    """Returns the status with which Python ends a process that raised ``error``."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _builder(config: EnvironmentConfig, template: str | None) -> Callable[[], Environment]:

@@ -23,13 +23,14 @@ from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, encode_continued, longest_token
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
-from rlhf_spmd.environments.runner import Answer, EnvironmentRunner
+from rlhf_spmd.environments.runner import Answer, EnvironmentRunner, error_words
 from rlhf_spmd.environments.tool_calls import TurnContext
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.telemetry.progress import equal_runs
 
+SPARE_LEVELS = 200  # by which messages may be nested less than JSON can read here: others read them inside more lists and calls
 TAIL = 32  # tokens before a turn that may hold a mark which opens thoughts
 
 # an answer: row id, tokens of the observation, the observation as messages, reward, done, why it failed
@@ -220,10 +221,15 @@ class MultiTurnRollouts:
             return row_id, [], [], reward, done, failure
         messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
         try:
-            json.dumps(messages)
+            nested: list[Any] = messages
+            for _ in range(SPARE_LEVELS):
+                nested = [nested]
+            json.dumps(nested)
             return row_id, self._observation_ids(self.rows[row_id], said), messages, reward, done, None
-        except (TypeError, ValueError) as error:  # no JSON, or nothing that the template or the model can read
-            return row_id, [], [], 0.0, True, f"environment {self._names[row_id]!r}: row {row_id}: {error}"
+        # The boundary to the user's data: whatever JSON, the template or the tokenizer cannot read ends the row.
+        except Exception as error:
+            why = str(error) if isinstance(error, TypeError | ValueError) else error_words(error)
+            return row_id, [], [], 0.0, True, f"environment {self._names[row_id]!r}: row {row_id}: {why}"
 
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
         """The tokens after the row's turn, at most as many as end the row. A template's end-of-message token is left out if the turn

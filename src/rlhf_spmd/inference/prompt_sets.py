@@ -242,7 +242,7 @@ class PromptSetRun:
     def answer(self, before: Mapping[Place, dict[str, Any]]) -> list[Record]:
         """The records of this replica's rows on its first rank, and none elsewhere. ``before``: those of earlier starts.
 
-        Collective over the replica: every rank of it must call, in program order.
+        Collective over the replica, with environments over the world: every rank of it must call, in program order.
         """
         n, engine = self.set.sampling.n, self.engine
         there = [group for group in self.groups if all((self.number, request.row_id) in before for request in group)]
@@ -259,8 +259,8 @@ class PromptSetRun:
         try:
             with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are generated meanwhile
                 for completions in engine.complete(waiting, self.set.sampling, self.set.sampling.seed, environments):
-                    if environments is not None:
-                        self._check_failures(completions)
+                    if environments is not None:  # whose rows end together
+                        self._check_failures(completions, records)
                     for completion in completions:
                         begun.setdefault(completion.row_id // n, []).append(completion)
                     ended = [
@@ -277,12 +277,23 @@ class PromptSetRun:
             raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
         return records if engine.leads else []
 
-    def _check_failures(self, completions: Sequence[Completion]) -> None:
-        """Raises EnvironmentFailure if the environment failed in too many of these rows."""
-        configs, rows = self.ready.environments, [self.set.rows[each.row_id // self.set.sampling.n] for each in completions]
-        for name, each in failures_by_name(configs, rows, [completion.failure for completion in completions]).items():
-            failures = [failure for failure in each if failure is not None]
-            check_failed_rows(configs[name], name, len(failures), len(each), next(iter(failures), None))
+    def _check_failures(self, completions: Sequence[Completion], before: Sequence[Record]) -> None:
+        """Raises EnvironmentFailure on rank 0 if the environment failed in too many rows of the set; other ranks then wait for the end.
+
+        ``completions`` and ``before``, the records of earlier starts, are all rows of this replica.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        world, configs, n = self.engine.world, self.ready.environments, self.set.sampling.n
+        failures = {row_id: row.get("environment_failure") for (_, row_id), row in before}
+        failures |= {each.row_id: each.failure for each in completions}
+        gathered = gather_records(world, [*failures.items()] if self.engine.leads else [], "generate:failures")
+        if gathered is not None:
+            rows = [self.set.rows[row_id // n] for row_id, _ in gathered]
+            for name, each in failures_by_name(configs, rows, [failure for _, failure in gathered]).items():
+                texts = [failure for failure in each if failure is not None]
+                check_failed_rows(configs[name], name, len(texts), len(each), next(iter(texts), None))
+        world.all.barrier("generate:judged")  # before any rank writes rows to the journal
 
     def _seen(self, completion: Completion) -> dict[str, Any]:
         """What the reward sees of the completion's row."""
@@ -359,8 +370,11 @@ class RewardScorer:
 
 
 def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
-    """A completion as JSON. ``keeps_tokens``: with its token ids and log-probs, not only their number."""
+    """A completion as JSON. ``keeps_tokens``: with its token ids and log-probs, not only their number.
+
+    A failure of its environment is kept in any case, for the verdict of a later start."""
     row: dict[str, Any] = {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
+    row |= {"environment_failure": completion.failure} if completion.failure else {}
     if not keeps_tokens:
         return row
     row |= {"response_ids": completion.token_ids, "log_probs": completion.log_probs_t1.tolist()}
@@ -371,5 +385,4 @@ def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
         mask = list(map(int, completion.mask))
         reward = None if completion.failure else completion.reward
         row |= {"response_mask": mask, "environment_reward": reward, "num_turns": completion.num_turns}
-        row |= {"environment_failure": completion.failure} if completion.failure else {}
     return row

@@ -76,7 +76,7 @@ class Board:
         self.launch = launch
         self.limits = limits or WatchLimits()
         self.preempted = False
-        self.failing = False  # True while the main thread handles an exception: signals then change nothing
+        self.failing = False  # True while a thread handles this rank's failure: signals then change nothing
         self.run_dir: Path | None = None
         self.last_checkpoint: str | None = None
         self.step = 0
@@ -155,6 +155,7 @@ class Board:
         """
         self._inside, self._state = False, "ended"
         RECORDER.tick()
+        self._end_if_failed()
         store, size = self._main.store, self.launch.size
         self._main.set(f"board/ended/{self.launch.rank}", "1")
         if store.add("board/ended", 1) >= size:
@@ -163,12 +164,23 @@ class Board:
         if not await_key(store, ALL_ENDED, self.limits.stall_s):  # the store's own wait would hear no signal
             raise ConnectionError(f"timed out: other ranks have not ended within {self.limits.stall_s:.0f} s")
         self._main.get(ALL_ENDED)
+        self._end_if_failed()
         self.stop()
         if self.launch.rank == 0:
             if self.run_dir is not None:
                 run_lock.check_still_held(self.run_dir)
                 write_exit_status(self.run_dir, ExitStatus("done", step=self.step, last_checkpoint=self.last_checkpoint))
             self._main.set(DONE, "1")
+
+    def _end_if_failed(self) -> None:
+        """Ends this process if a failure is in the store, or after another thread of this rank has posted the one that it handles."""
+        if self.failing:
+            self._known.wait(self.limits.stall_s)
+        elif (posted := self._main.find(FAILURE)) is not None:
+            self.failure = Failure.decode(posted)
+        else:
+            return
+        self.leave()
 
     def stop(self) -> None:
         self._stopping = True

@@ -251,9 +251,9 @@ def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) 
 
 def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
     """Classifies the exception, posts it, and ends this process with the code of the job's first failure."""
-    free_spare_memory()
-    text = traceback.format_exc()
     board.failing = True
+    free_spare_memory()
+    text = _traceback_of(error)
     path = board.log_path("err")
     if path is not None:
         with suppress(OSError), path.open("a") as file:  # the disk may be full
@@ -266,6 +266,8 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     patience_s = 6 * board.limits.beat_s
     if error_class == "hang" or (error_class == "error" and lost_connection(error)):
         error_class, patience_s = "hang", board.limits.verdict_s
+    elif error_class == "lost":
+        patience_s = 0.0  # the user's code ended this rank, whatever the others do
     elif error_class == "preempted":
         # torchrun also sends SIGTERM to the survivors of a killed rank: then that rank is the cause
         patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
@@ -276,6 +278,13 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
         assert board.failure is not None, "a failure was posted"
         end_rank(board.launch, board.failure.code)
     board.leave()
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Returns the traceback of ``error``, or this thread's stack and ``error`` if it was never raised."""
+    if error.__traceback__ is not None:
+        return "".join(traceback.format_exception(error))
+    return "".join(["Stack (most recent call last):\n", *traceback.format_stack(), *traceback.format_exception_only(error)])
 
 
 def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:

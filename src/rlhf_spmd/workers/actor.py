@@ -187,13 +187,22 @@ class ActorWorker(ModelWorker):
         counts *= self.generator.mesh.replica.rank == 0  # all ranks of a replica have its rows
         totals = self.mesh.pool.all_reduce(counts.clone(), "control").tolist()
         for (name, texts), (failed, num_rows) in zip(first.items(), totals, strict=True):
-            if not texts:
-                continue  # ranks where some failed end the run
-            check_failed_rows(configs[name], name, failed, num_rows, texts[0])
-            if not self.warned:
-                say(f"{environment_key(name)} failed; such rows are left out (rollout/environment_failures): {texts[0]}")
-                self.warned = True
+            if texts:  # ranks where some failed end the run
+                check_failed_rows(configs[name], name, failed, num_rows, texts[0])
+        failing = [name for name, (failed, _) in zip(configs, totals, strict=True) if failed]
+        if failing and not self.warned:
+            self._warn_of_failures(failing[0], first[failing[0]])
         return {"rollout/environment_failures": [int(counts[:, 0].sum())]}
+
+    def _warn_of_failures(self, name: str, failures: Sequence[str]) -> None:
+        """Print the first of the ``failures`` of environment ``name``, on the first rank of the pool that has some.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        pool, self.warned = self.mesh.pool, True
+        sources = torch.tensor([pool.rank if failures else pool.size])
+        if int(pool.all_reduce(sources, "control", "min")) == pool.rank:
+            say(f"{environment_key(name)} failed; such rows are left out (rollout/environment_failures): {failures[0]}")
 
     def rollout_state(self) -> dict[str, Tensor]:
         """The rows in flight on this replica as one tensor of bytes, for a checkpoint; {} except on a replica's first rank."""

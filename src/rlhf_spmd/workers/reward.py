@@ -28,7 +28,16 @@ from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.rollout_engine import build_generating
 
-COUNTED = ("calls", "failures", "timeouts", "clipped", "unclosed", "answered", "no_answer")  # in what each run notes
+COUNTED = (
+    "calls",
+    "failures",
+    "timeouts",
+    "clipped",
+    "unclosed",
+    "answered",
+    "no_answer",
+    "declined",
+)  # in what each run notes
 
 
 class RewardWorker(ModelWorker):
@@ -212,12 +221,12 @@ class RewardWorker(ModelWorker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        sums = torch.zeros(14, dtype=torch.float64)
+        sums = torch.zeros(15, dtype=torch.float64)
         largest = torch.full((7,), -torch.inf, dtype=torch.float64)
         prompt_limit = self.context.max_prompt_length
         if self.answers and len(batch):
             x, lengths, prompts = scores.double(), model_tokens(batch).double(), batch["prompt_ids"].lengths.double()
-            named = ("calls", "failures", "timeouts", "unclosed", "answered", "no_answer")
+            named = ("calls", "failures", "timeouts", "unclosed", "answered", "no_answer", "declined")
             counts = [*(report[name] for name in named), len(batch), len(x), report["clipped"]]
             counts += [int((prompts >= prompt_limit).sum()) if prompt_limit else 0]
             totals = torch.stack([lengths.sum(), prompts.sum(), x.sum(), x.square().sum()])
@@ -228,7 +237,7 @@ class RewardWorker(ModelWorker):
             if report["first_error"]:
                 largest[6] = -self.mesh.pool.rank
         local = sums.tolist()
-        calls, failures, timeouts, _, answered, no_answer, rows, scored, *_ = self.mesh.pool.all_reduce(
+        calls, failures, timeouts, _, answered, no_answer, declined, rows, scored, *_ = self.mesh.pool.all_reduce(
             sums, "control"
         ).tolist()
         *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
@@ -239,14 +248,30 @@ class RewardWorker(ModelWorker):
         if calls:
             self.failing_since = None if not all_failed else step if self.failing_since is None else self.failing_since
         others = set(self.context.added_rewards) - {self.name} if self.name in self.context.added_rewards else ()
-        if calls and not scored and not self.called and not others:  # other rewards may score them
+        none_scored = declined and declined + failures + timeouts == calls  # before the environment's reward and failures
+        if none_scored and not scored and not self.called and not others:  # other rewards may score them
+            number = "all" if declined == calls else str(int(declined))
             raise RewardError(
-                f"{reward_key(self.name)}.{self.reward.scorer} returned None for all of the first {int(calls)} rows"
+                f"{reward_key(self.name)}.{self.reward.scorer} returned None for {number} of the first {int(calls)} rows"
+                + ", and failed in the others" * (declined < calls)
             )
         self.called = self.called or calls > 0
-        _, failed, late, unclosed, read, unread, local_rows, local_scored, *clipped, tokens, prompt_tokens, score, squares = (
-            local
-        )
+        (
+            _,
+            failed,
+            late,
+            unclosed,
+            read,
+            unread,
+            _,
+            local_rows,
+            local_scored,
+            *clipped,
+            tokens,
+            prompt_tokens,
+            score,
+            squares,
+        ) = local
         found: dict[str, Any] = {"failures": [failed], "timeouts": [late], "unscored": [local_rows - local_scored]}
         found |= {"unclosed_reasoning": [unclosed]} if self.reward.strip_reasoning else {}
         found |= {"answered": [read], "no_answer": [unread]} if answered or no_answer else {}
@@ -350,7 +375,8 @@ class RewardWorker(ModelWorker):
                 report["extracted"] = {keys[at]: answer for at, answer in result.answers.items()}
                 report["no_answer"] = list(result.answers.values()).count(None)
                 report["answered"] = len(result.answers) - report["no_answer"]
-            report |= {"calls": len(rows), "timeouts": result.timeouts}
+            declined = sum(score is None and at not in result.errors for at, score in enumerate(result.scores))
+            report |= {"calls": len(rows), "timeouts": result.timeouts, "declined": declined}
             extras = {f"{self.name}/extra/{name}": sums for name, sums in result.extra_sums().items()}
             report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
         report["failures"] = int(failed.sum()) - report["timeouts"] if self.answers else 0
