@@ -14,12 +14,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,6 +31,7 @@ from generate_runs import model as model  # a fixture
 from generators import alone, transformers_greedy
 from rlhf_spmd import score, serve
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+from rlhf_spmd.generation import Request
 from rlhf_spmd.inference import endpoint as endpoints
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
@@ -435,6 +438,23 @@ def test_whatever_a_request_does_costs_that_request_alone(
     else:
         assert text_of(others[0].get_nowait()) == greedy_response(model, "x", 20)
     assert not service.running and not service.waiting and not service.engine.generator.kept
+
+
+def test_a_row_that_starts_is_not_compared_with_all_others(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a turn grows with its rows, not with their square."""
+    reads: list[int] = []
+
+    class Row:
+        @property
+        def max_new_tokens(self) -> int:
+            reads.append(1)
+            return 20
+
+    monkeypatch.setattr(service.engine.generator, "config", replace(service.engine.generator.config, max_num_seqs=100))
+    arrive(service, 0, prompt="abc", n=100)
+    service._take(*service.arrivals.get_nowait())
+    service.waiting[0].unstarted = deque([cast("Request", Row()) for _ in range(100)])
+    assert len(service._admit()) == 100 and len(reads) <= 200
 
 
 def test_many_responses_for_one_client_do_not_hold_up_others(service: services.Service) -> None:

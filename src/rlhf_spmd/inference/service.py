@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,10 +92,14 @@ class ServedRequest:
             self.unscored.extend(range(len(self.asked)))
 
 
-def fit_together(requests: Sequence[Request], sampling: SamplingConfig) -> bool:
-    """Whether the log-probs of these rows are at most MOST_LOG_PROBS."""
-    longest = max(request.max_new_tokens for request in requests)
-    return len(requests) * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
+def fit_together(num_rows: int, longest: int, sampling: SamplingConfig) -> bool:
+    """Whether the log-probs of so many rows, of at most ``longest`` tokens each, are at most MOST_LOG_PROBS."""
+    return num_rows * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
+
+
+def longest_of(requests: Iterable[Request]) -> int:
+    """The most tokens that one of these rows may get; 0 without rows."""
+    return max((request.max_new_tokens for request in requests), default=0)
 
 
 class Service:
@@ -208,7 +212,7 @@ class Service:
         format, params = read_request(body, chat)
         asked = self.processor.requests(prompts, [params] * len(prompts))
         served = ServedRequest(number, chat, format, asked)
-        if not fit_together(served.unstarted, served.sampling):
+        if not fit_together(len(served.rows), longest_of(served.unstarted), served.sampling):
             raise ValueError(
                 f"{len(served.rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
             )
@@ -224,17 +228,19 @@ class Service:
         Rows in flight are sampled alike. A request with another ``sampling`` waits until they have ended, and none overtakes it.
         """
         generator = self.engine.generator
-        in_flight, requests = [row.request for row in generator.kept], list[Request]()
-        if self.waiting and not in_flight:
+        requests = list[Request]()
+        num_rows, longest = len(generator.kept), longest_of(row.request for row in generator.kept)
+        if self.waiting and not num_rows:
             self.sampling = self.waiting[0].sampling
         turns = deque(takewhile(lambda served: served.sampling == self.sampling, self.waiting))
         others, served_before = [*self.waiting][len(turns) :], deque[ServedRequest]()
-        while len(in_flight) + len(requests) < AHEAD * generator.config.max_num_seqs and (turns or served_before):
+        while num_rows < AHEAD * generator.config.max_num_seqs and (turns or served_before):
             if not turns:
                 turns, served_before = served_before, turns
-            rows = [*in_flight, *requests, turns[0].unstarted[0]]
-            if len(rows) > 1 and not fit_together(rows, self.sampling):
+            longest = max(longest, turns[0].unstarted[0].max_new_tokens)
+            if num_rows and not fit_together(num_rows + 1, longest, self.sampling):
                 break
+            num_rows += 1
             served = turns.popleft()
             requests.append(served.unstarted.popleft())
             self.running[served.number] = served
