@@ -21,6 +21,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -438,6 +439,25 @@ def test_whatever_a_request_does_costs_that_request_alone(
     else:
         assert text_of(others[0].get_nowait()) == greedy_response(model, "x", 20)
     assert not service.running and not service.waiting and not service.engine.generator.kept
+
+
+@pytest.mark.parametrize("method", ["requests", "record"])
+@pytest.mark.parametrize("error", [MemoryError, OSError, ValueError])
+def test_what_other_ranks_may_not_have_met_ends_the_service(
+    service: services.Service, monkeypatch: pytest.MonkeyPatch, method: str, error: type[Exception]
+) -> None:
+    """Whether a request arrives or is answered. An error of the request itself costs that request alone."""
+
+    def fail(*_: Any) -> Any:
+        raise error("not on every rank")
+
+    monkeypatch.setattr(service.engine, "world", SimpleNamespace(rank=0, size=2))
+    monkeypatch.setattr(service.processor, method, fail)
+    reply = arrive(service, 0, prompt="abc", max_tokens=1)
+    with contextlib.nullcontext() if error is ValueError else pytest.raises(error):
+        service.turn()
+        turn_until_idle(service)
+        assert reply.get_nowait() == refused(error("not on every rank"))
 
 
 def test_a_row_that_starts_is_not_compared_with_all_others(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:

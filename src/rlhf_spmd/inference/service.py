@@ -105,7 +105,7 @@ def longest_of(requests: Iterable[Request]) -> int:
 class Service:
     """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``told_to_end``, ``arrivals`` and ``replies`` are used.
 
-    Whatever a request does costs that request alone; only a fault of the engine raises.
+    Whatever a request does costs that request alone; only a fault of the engine raises, and what a rank may have met alone.
 
     - arrivals: requests and clients that went away
     - replies: by request number, takes the parts of the answer
@@ -200,7 +200,9 @@ class Service:
             self.engine.generator.before_training()
         try:
             served = self._job(number, **request)
-        except Exception as error:  # a process boundary: one request fails, the service goes on
+        except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
+            if not self._is_shared(error):
+                raise
             return self._put(number, refused(error))
         if served.unstarted:
             self.waiting.append(served)
@@ -294,7 +296,13 @@ class Service:
             try:
                 self._deliver(served, completions, kept)
             except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
+                if not self._is_shared(error):
+                    raise
                 self._fail([served], error)
+
+    def _is_shared(self, error: Exception) -> bool:
+        """Whether every rank has met ``error``, so that all drop the same request."""
+        return self.engine.world.size == 1 or isinstance(error, OF_REQUESTS)
 
     def _attempt(self, work: Callable[[], T], newcomers: Sequence[ServedRequest]) -> T | None:
         """The result of ``work``. If it fails, the request that the error names, or else the ``newcomers``, are answered with it.
@@ -307,7 +315,7 @@ class Service:
             self._fail([served for served in self.running.values() if error.row_id in served.rows], error)
         except Exception as error:  # a process boundary
             culprits = newcomers or ([*self.running.values()] if isinstance(error, torch.OutOfMemoryError) else [])
-            if not culprits or (self.engine.world.size > 1 and not isinstance(error, OF_REQUESTS)):
+            if not culprits or not self._is_shared(error):
                 raise
             self._fail(culprits, error)
         return None
