@@ -460,6 +460,18 @@ def test_what_other_ranks_may_not_have_met_ends_the_service(
         assert reply.get_nowait() == refused(error("not on every rank"))
 
 
+def test_a_cache_is_made_anew_after_so_many_requests(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are taken count, whatever their numbers: refused ones and clients that go away have numbers too."""
+    times: list[int] = []
+    monkeypatch.setattr(services, "FORGET", 3)
+    monkeypatch.setattr(service.engine.generator, "before_training", lambda: times.append(number))
+    for number in range(0, 14, 2):
+        arrive(service, number, prompt="x", max_tokens=1, stop_token_ids=[10_000] if number == 2 else [])
+        service.turn()
+        turn_until_idle(service)
+    assert times == [6, 12]
+
+
 def test_a_row_that_starts_is_not_compared_with_all_others(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a turn grows with its rows, not with their square."""
     reads: list[int] = []

@@ -113,6 +113,7 @@ class Service:
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
+    - num_taken: requests so far that were not refused
     - state: "on"; then "ending", in which new requests are refused; then "over"
     """
 
@@ -131,6 +132,7 @@ class Service:
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[int, ServedRequest] = {}
         self.sampling = SamplingConfig()  # of the rows in flight
+        self.num_taken = 0
         self.state, self.end_by = "on", 0.0
         processor.longest = self.engine.generator.reserve_pages(processor.longest)
 
@@ -196,14 +198,15 @@ class Service:
             return self._forget([number])
         if self.state != "on":
             return self._put(number, refused(Refusal(503, "the server is ending")))
-        if number % FORGET == FORGET - 1:
-            self.engine.generator.before_training()
         try:
             served = self._job(number, **request)
         except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
             if not self._is_shared(error):
                 raise
             return self._put(number, refused(error))
+        self.num_taken += 1
+        if self.num_taken % FORGET == 0:
+            self.engine.generator.before_training()
         if served.unstarted:
             self.waiting.append(served)
         else:
