@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.constraints import idle_settings
-from rlhf_spmd.config.foreign import ForeignSettings, foreign_names
+from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit, foreign_names
 from rlhf_spmd.config.interpolation import interpolate, written
 from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
@@ -444,9 +444,8 @@ def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], ve
             found[key] = 0
     if found["algorithm.name"] == "dapo" and found.get("algorithm.use_kl_loss"):
         drop(found, gone, "algorithm.use_kl_loss", "dapo, which filters groups and shapes long responses, has no reference")
-    if found.get("run.keep_checkpoints") == 1:
-        found["run.keep_checkpoints"] = 2
-        left["trainer.max_actor_ckpt_to_keep"] = "the one before the newest is kept too, in case that is damaged"
+    keep = "trainer.max_actor_ckpt_to_keep"
+    found["run.keep_checkpoints"] = checkpoint_limit(keep, verl[keep], left)
     if found.get("algorithm.rollout_correction.bypass_mode"):
         for key in [key for key in found if key.startswith("algorithm.rollout_correction.rollout_is")]:
             drop(found, gone, key, "bypass_mode finds no difference to correct")

@@ -362,6 +362,20 @@ def test_settings_of_trl_mean_the_same(tmp_path: Path, case: str) -> None:
     check_meaning(*convert(tmp_path, text, "trl.yaml")[::2], lines)
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("model_name_or_path: /m, dataset_name: /d, trainer: dpo", "save_total_limit: LIMIT"),
+        ("actor_rollout_ref: {model: {path: /m}}, data: {train_files: /d}", "trainer: {max_actor_ckpt_to_keep: LIMIT}"),
+        ("model: {path: /m}, data: {train_files: /d}", "trainer: {max_ckpt_to_keep: LIMIT}"),
+    ],
+)
+def test_no_limit_keeps_all_checkpoints(tmp_path: Path, settings: str, key: str, limit: int) -> None:
+    config, _, errors = convert(tmp_path, f"{{{settings}, {key.replace('LIMIT', str(limit))}}}", "their.yaml")
+    assert config.run.keep_checkpoints is None and "to_keep" not in errors and "save_total_limit" not in errors
+
+
 # -- scripts
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_spmd.config.foreign import ForeignSettings
+from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit
 from rlhf_spmd.config.schema import ConfigError
 
 TRAINERS = {"grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "kto": "kto", "sft": "sft", "reward": "reward_model"}  # ours
@@ -135,10 +135,8 @@ def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
                 found[ours] = math.ceil(every / updates)
         elif strategy not in ("no", False):
             left[f"{kind}_strategy"] = f"{strategy}; here {ours} is a number of steps"
-    if trl["save_total_limit"] == 1:
-        left["save_total_limit"] = "the one before the newest is kept too, in case that is damaged"
-    keep = trl["save_total_limit"]
-    return {**found, "run.keep_checkpoints": keep if keep is None else max(2, keep)}, left
+    found["run.keep_checkpoints"] = checkpoint_limit("save_total_limit", trl["save_total_limit"], left)
+    return found, left
 
 
 def _data(trl: ForeignSettings, trainer: str) -> Parts:
