@@ -107,14 +107,16 @@ def read_script(path: Path) -> list[str]:
 
 
 def value_of(text: str) -> Any:
-    """Return the value of an override as Hydra reads it: numbers, lists with and without quotes, true, null."""
+    """Return the value of an override as Hydra reads it: numbers, lists with and without quotes, true, null. ``none`` is a word."""
+    if text == "None":
+        return text
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)
         return value if not isinstance(value, str) or value[:1] != "[" else value_of(value)  # a list that was quoted twice
     if text[:1] in ("[", "{"):
         with contextlib.suppress(yaml.YAMLError):  # as Hydra writes a brace that is text: \{
             return yaml.safe_load(text)
-    return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
+    return {"true": True, "false": False, "null": None}.get(text.lower(), text)
 
 
 def switched(tree: Any) -> Any:
@@ -163,6 +165,8 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         **foreign_names()["verl"]["defaults"],
         **sft_names()["defaults"],
         "max_length": 1024,
+        "scale_rewards": "group",
+        "trainer.logger": "wandb",
     }  # where null means something
     return {
         key: value
@@ -254,7 +258,7 @@ def run_of(verl: ForeignSettings, left: dict[str, str]) -> dict[str, Any]:
 
 def trackers_of(key: str, names: Any, left: dict[str, str]) -> dict[str, Any]:
     """Return the trackers that ``key`` names. Adds to ``left`` what is no tracker here."""
-    asked = re.findall(r"\w+", str(names))
+    asked = re.findall(r"\w+", str(names).replace("None", "none"))
     if absent := [name for name in asked if name not in ("console", "file", "none", "wandb", *PACKAGES)]:
         left[f"{key}={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
     return {

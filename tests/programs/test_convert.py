@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -374,6 +375,44 @@ def test_settings_of_trl_mean_the_same(tmp_path: Path, case: str) -> None:
 def test_no_limit_keeps_all_checkpoints(tmp_path: Path, settings: str, key: str, limit: int) -> None:
     config, _, errors = convert(tmp_path, f"{{{settings}, {key.replace('LIMIT', str(limit))}}}", "their.yaml")
     assert config.run.keep_checkpoints is None and "to_keep" not in errors and "save_total_limit" not in errors
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null", "7"])
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("num_generations: 4, KEY", "scale_rewards"),
+        ("num_generations: 4, KEY", "report_to"),
+        ("trainer: sft, KEY", "max_length"),
+        ("trainer: dpo, KEY", "save_strategy"),
+        ("trainer: {nnodes: 1, KEY}", "trainer.logger"),
+        ("trainer: {nnodes: 1, KEY}", "trainer.resume_mode"),
+        ("model: {path: /m}, data: {train_files: /d, KEY}", "data.truncation"),
+    ],
+)
+def test_an_override_means_what_it_means_in_a_file(tmp_path: Path, settings: str, key: str, word: str) -> None:
+    """Also a word that other languages have for nothing."""
+    path, results = tmp_path / "their.yaml", list[Any]()
+    for inside, overrides in ((f"{key.rpartition('.')[2]}: {word}", []), ("", [f"{key}={word}"])):
+        path.write_text(f"{{{settings.replace('KEY', inside)}}}")
+        results.append(run_program(str(path), *overrides))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null"])
+@pytest.mark.parametrize(
+    ("settings", "key", "expected"),
+    [
+        ("num_generations: 4, per_device_train_batch_size: 8", "scale_rewards", "norm_adv_by_std_in_grpo: false"),
+        ("num_generations: 4", "report_to", "wandb: disabled"),
+        ("trainer: {nnodes: 1}", "trainer.logger", "wandb: disabled"),
+    ],
+)
+def test_no_word_for_nothing_is_lost(tmp_path: Path, settings: str, key: str, expected: str, word: str) -> None:
+    """It has its effect, or is refused or left out by its name."""
+    (tmp_path / "their.yaml").write_text(f"{{{settings}}}")
+    _, result, errors = run_program(str(tmp_path / "their.yaml"), f"{key}={word}")
+    assert expected in result or f"{key}=None must be" in errors
 
 
 # -- scripts

@@ -248,6 +248,8 @@ def _grpo(trl: ForeignSettings) -> Parts:
     beta = trl.get("beta", 0.0)
     found |= {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": beta} if beta else {"algorithm.use_kl_loss": False}
     scale = trl.get("scale_rewards", "group")
+    if scale not in (True, False, "group", "batch", "none"):
+        raise ConfigError(f"scale_rewards={scale} must be group, batch or none")
     if scale == "batch":
         left["scale_rewards"] = "batch; advantages are divided by the standard deviation of their group"
     found["algorithm.norm_adv_by_std_in_grpo"] = scale not in (False, "none")
