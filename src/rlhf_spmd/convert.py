@@ -458,7 +458,9 @@ def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], ve
             found[key] = found[key][0]
     if found["algorithm.name"] == "dapo":
         drop(found, gone, "data.gen_batch_size", "further prompts come in batches of data.train_batch_size")
-    if FILTER + "metric" in verl.given:
+    if FILTER + "metric" in verl.given and default_of(config, "algorithm.filter_groups.metric") is MISSING:
+        left[FILTER + "metric"] = f"{found['algorithm.name']} has no such setting"
+    elif FILTER + "metric" in verl.given:
         found["algorithm.filter_groups.metric"] = {"seq_final_reward": "seq_reward"}.get(verl[FILTER + "metric"], "score")
         if verl[FILTER + "metric"] == "acc":
             left[FILTER + "metric"] = "acc is no field here: groups are kept by their score"

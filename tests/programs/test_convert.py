@@ -113,6 +113,10 @@ opo algorithm.filter_groups.enable=True
 becomes algorithm.name: dapo
 says algorithm.adv_estimator: left out, dapo has advantages of its own
 
+grpo algorithm.filter_groups.enable=False algorithm.filter_groups.metric=acc
+becomes algorithm.name: grpo
+says algorithm.filter_groups.metric: left out, grpo has no such setting
+
 grpo trainer.logger=[console,swanlab,vemlp_wandb,tensorboard] trainer.resume_mode=maybe
 becomes logger.wandb: disabled, logger.trackers: [tensorboard], run.resume: auto
 says trainer.logger=swanlab,vemlp_wandb: left out, there is wandb, tensorboard
