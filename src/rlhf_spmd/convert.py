@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit, foreign_names
+from rlhf_spmd.config.foreign_values import read_values
 from rlhf_spmd.config.interpolation import interpolate, written
 from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
@@ -64,20 +65,6 @@ NEWER = (  # names since February 2026: the ones before, by which the rest of th
     (r"^reward\.(custom_reward_function\.|reward_model\.)", r"\1"),
     (r"^reward\.", "reward_model."),
 )
-NUMBERS = (  # what is compared here
-    *(f"{section}.fsdp_config.fsdp_size" for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")),
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "data.train_max_samples",
-    "data.val_max_samples",
-    ROLLOUT + "top_k",
-    VALIDATION + "top_k",
-    ACTOR + "clip_ratio_low",
-)
-
-
 PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|ppo_sync|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?"
 
 
@@ -170,7 +157,7 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     }  # where null means something
     return {
         key: value
-        for key, value in named.items()
+        for key, value in read_values(named).items()
         if not key.endswith("_target_") and (value is not None or decides.get(key) is not None)
     }
 
@@ -278,9 +265,6 @@ def convert_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     """Return the same for verl's PPO trainer."""
     table = foreign_names()["verl"]
     verl, names, left = ForeignSettings(given, table["defaults"]), table["keys"], dict[str, str]()
-    for key in NUMBERS:
-        if not isinstance(verl.get(key) or 0, int | float):
-            raise Refused(f"{key}={verl[key]} must be a number")
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
