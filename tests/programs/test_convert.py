@@ -380,7 +380,8 @@ BASES = {  # settings, and keys that are computed with or looked up
     "actor_rollout_ref.actor.veomni.fsdp_size actor_rollout_ref.actor.megatron.tensor_model_parallel_size "
     "actor_rollout_ref.actor.policy_loss.loss_mode trainer.max_actor_ckpt_to_keep actor_rollout_ref.actor.engine.etp",
     "model: {path: /m}, optim: {lr: 1e-4, min_lr: 1e-5}, data: {train_files: /d}": "trainer.nnodes trainer.n_gpus_per_node optim.lr "
-    "trainer.test_freq optim.min_lr data.prompt_key engine.etp engine.fsdp_size trainer.max_ckpt_to_keep data.train_max_samples",
+    "trainer.test_freq optim.min_lr data.prompt_key data.prompt_dict_keys engine.etp engine.fsdp_size "
+    "trainer.max_ckpt_to_keep data.train_max_samples",
 }
 
 

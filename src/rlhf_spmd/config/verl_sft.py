@@ -10,6 +10,7 @@ from typing import Any
 from yaml import safe_load
 
 from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit
+from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.config.verl_meanings import optimizer_of, our_name, ranks_of_experts
 
 
@@ -72,6 +73,8 @@ def sft_settings(verl: ForeignSettings) -> tuple[dict[str, Any], dict[str, str]]
     found["data.apply_chat_template"] = True  # verl makes a user's message of the prompt
     for side in ("prompt", "response"):
         inner = verl.get(f"data.{side}_dict_keys") or []
+        if not isinstance(inner, list) or not all(isinstance(key, str) for key in inner):
+            raise ConfigError(f"data.{side}_dict_keys={inner} must be a list of names")
         if len(inner) > 1:
             left[f"data.{side}_dict_keys"] = f"one column is taken, {inner[0]}, and not {', '.join(inner[1:])}"
         found[f"data.{side}_key"] = ".".join([verl[f"data.{side}_key"], *inner[:1]])
