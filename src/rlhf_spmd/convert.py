@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.constraints import idle_settings
-from rlhf_spmd.config.foreign import ForeignSettings, foreign_names
+from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit, foreign_names
+from rlhf_spmd.config.foreign_values import read_values
 from rlhf_spmd.config.interpolation import interpolate, written
 from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
@@ -64,20 +65,6 @@ NEWER = (  # names since February 2026: the ones before, by which the rest of th
     (r"^reward\.(custom_reward_function\.|reward_model\.)", r"\1"),
     (r"^reward\.", "reward_model."),
 )
-NUMBERS = (  # what is compared here
-    *(f"{section}.fsdp_config.fsdp_size" for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")),
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "data.train_max_samples",
-    "data.val_max_samples",
-    ROLLOUT + "top_k",
-    VALIDATION + "top_k",
-    ACTOR + "clip_ratio_low",
-)
-
-
 PROGRAM = r"(?:.*[./])?(?:main_(?:ppo|ppo_sync|dapo)|(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?"
 
 
@@ -107,14 +94,16 @@ def read_script(path: Path) -> list[str]:
 
 
 def value_of(text: str) -> Any:
-    """Return the value of an override as Hydra reads it: numbers, lists with and without quotes, true, null."""
+    """Return the value of an override as Hydra reads it: numbers, lists with and without quotes, true, null. ``none`` is a word."""
+    if text == "None":
+        return text
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)
         return value if not isinstance(value, str) or value[:1] != "[" else value_of(value)  # a list that was quoted twice
     if text[:1] in ("[", "{"):
         with contextlib.suppress(yaml.YAMLError):  # as Hydra writes a brace that is text: \{
             return yaml.safe_load(text)
-    return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
+    return {"true": True, "false": False, "null": None}.get(text.lower(), text)
 
 
 def switched(tree: Any) -> Any:
@@ -163,10 +152,12 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         **foreign_names()["verl"]["defaults"],
         **sft_names()["defaults"],
         "max_length": 1024,
+        "scale_rewards": "group",
+        "trainer.logger": "wandb",
     }  # where null means something
     return {
         key: value
-        for key, value in named.items()
+        for key, value in read_values(named).items()
         if not key.endswith("_target_") and (value is not None or decides.get(key) is not None)
     }
 
@@ -254,7 +245,7 @@ def run_of(verl: ForeignSettings, left: dict[str, str]) -> dict[str, Any]:
 
 def trackers_of(key: str, names: Any, left: dict[str, str]) -> dict[str, Any]:
     """Return the trackers that ``key`` names. Adds to ``left`` what is no tracker here."""
-    asked = re.findall(r"\w+", str(names))
+    asked = re.findall(r"\w+", str(names).replace("None", "none"))
     if absent := [name for name in asked if name not in ("console", "file", "none", "wandb", *PACKAGES)]:
         left[f"{key}={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
     return {
@@ -274,9 +265,6 @@ def convert_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     """Return the same for verl's PPO trainer."""
     table = foreign_names()["verl"]
     verl, names, left = ForeignSettings(given, table["defaults"]), table["keys"], dict[str, str]()
-    for key in NUMBERS:
-        if not isinstance(verl.get(key) or 0, int | float):
-            raise Refused(f"{key}={verl[key]} must be a number")
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
@@ -444,9 +432,8 @@ def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], ve
             found[key] = 0
     if found["algorithm.name"] == "dapo" and found.get("algorithm.use_kl_loss"):
         drop(found, gone, "algorithm.use_kl_loss", "dapo, which filters groups and shapes long responses, has no reference")
-    if found.get("run.keep_checkpoints") == 1:
-        found["run.keep_checkpoints"] = 2
-        left["trainer.max_actor_ckpt_to_keep"] = "the one before the newest is kept too, in case that is damaged"
+    keep = "trainer.max_actor_ckpt_to_keep"
+    found["run.keep_checkpoints"] = checkpoint_limit(keep, verl[keep], left)
     if found.get("algorithm.rollout_correction.bypass_mode"):
         for key in [key for key in found if key.startswith("algorithm.rollout_correction.rollout_is")]:
             drop(found, gone, key, "bypass_mode finds no difference to correct")
@@ -455,7 +442,9 @@ def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], ve
             found[key] = found[key][0]
     if found["algorithm.name"] == "dapo":
         drop(found, gone, "data.gen_batch_size", "further prompts come in batches of data.train_batch_size")
-    if FILTER + "metric" in verl.given:
+    if FILTER + "metric" in verl.given and default_of(config, "algorithm.filter_groups.metric") is MISSING:
+        left[FILTER + "metric"] = f"{found['algorithm.name']} has no such setting"
+    elif FILTER + "metric" in verl.given:
         found["algorithm.filter_groups.metric"] = {"seq_final_reward": "seq_reward"}.get(verl[FILTER + "metric"], "score")
         if verl[FILTER + "metric"] == "acc":
             left[FILTER + "metric"] = "acc is no field here: groups are kept by their score"

@@ -90,6 +90,12 @@ def test_log_probs_in_openai_s_form() -> None:
         (False, '{"chat_template_kwargs": {"x": 1}}', "chat_template_kwargs are for /v1/chat"),
         (True, '{"echo": true}', "echo=true is for /v1/completions"),
         (True, '{"messages": "abc"}', "messages must be a list of objects"),
+        (True, '{"messages": [5]}', "message 0 must be an object with 'role' and 'content'"),
+        (
+            True,
+            '{"messages": [{"role": "user", "content": "a"}, [6]]}',
+            "message 1 must be an object with 'role' and 'content'",
+        ),
         (False, "[]", "a request is a JSON object"),
         (False, "[" * 100_000, "a request's JSON is at most 100 values deep"),
         (False, '{"metadata": ' + "[" * 200 + "]" * 200 + "}", "a request's JSON is at most 100"),

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -111,6 +112,10 @@ not trainer.nnodes
 opo algorithm.filter_groups.enable=True
 becomes algorithm.name: dapo
 says algorithm.adv_estimator: left out, dapo has advantages of its own
+
+grpo algorithm.filter_groups.enable=False algorithm.filter_groups.metric=acc
+becomes algorithm.name: grpo
+says algorithm.filter_groups.metric: left out, grpo has no such setting
 
 grpo trainer.logger=[console,swanlab,vemlp_wandb,tensorboard] trainer.resume_mode=maybe
 becomes logger.wandb: disabled, logger.trackers: [tensorboard], run.resume: auto
@@ -255,6 +260,11 @@ BROKEN = [
     ("a.yaml", "", "data.seed=1", "must hold settings of verl or TRL (key: value), and is empty"),
     ("a.yaml", "- data\n- trainer", "data.seed=1", "a.yaml' must hold a mapping (key: value), not a list"),
     ("a.yaml", "data: {seed: 1", "data.seed=1", "a.yaml':1 is not valid YAML"),
+    ("run.sh", SCRIPT, "data.val_max_samples=[]", "data.val_max_samples=[] must be a number"),
+    ("run.sh", SCRIPT, "actor_rollout_ref.actor.veomni.fsdp_size=abc", "veomni.fsdp_size=abc must be a number"),
+    ("a.yaml", "num_generations: 0", "max_steps=3", "num_generations=0 must be above 0"),
+    ("a.yaml", "trainer: grpo", "num_iterations=0", "num_iterations=0 must be above 0"),
+    ("a.yaml", "num_generations: 4", "reward_funcs=[5]", "reward_funcs=[5] must be a list of names"),
     ("a.yaml", "trainer: {test_freq: often}", "data.seed=1", "trainer.test_freq=often must be a number"),
     ("a.yaml", "algorithm: {adv_estimator: [grpo]}", "data.seed=1", "algorithm.adv_estimator=['grpo']"),
     ("a.yaml", "zero_stage: 3", "pretrain=here", "has no key of verl or TRL; zero_stage is OpenRLHF's; docs/migrating.md"),
@@ -360,6 +370,82 @@ def test_settings_of_trl_mean_the_same(tmp_path: Path, case: str) -> None:
     keys, *lines = case.splitlines()
     text = f"{{model_name_or_path: /m, dataset_name: /d, {keys}}}"
     check_meaning(*convert(tmp_path, text, "trl.yaml")[::2], lines)
+
+
+OF_VERL = "model_engine: megatron, actor_rollout_ref: {model: {path: /m}, actor: {megatron: {expert_tensor_parallel_size: 1}}}"
+BASES = {  # settings, and keys that are computed with or looked up
+    "trainer: grpo, num_generations: 4, per_device_train_batch_size: 8": "num_generations num_iterations num_processes trainer",
+    "trainer: sft, model_name_or_path: /m": "per_device_train_batch_size save_total_limit warmup_steps truncation_mode num_iterations",
+    OF_VERL: "trainer.nnodes trainer.save_freq trainer.resume_mode data.val_max_samples algorithm.filter_groups.metric "
+    "actor_rollout_ref.actor.veomni.fsdp_size actor_rollout_ref.actor.megatron.tensor_model_parallel_size "
+    "actor_rollout_ref.actor.policy_loss.loss_mode trainer.max_actor_ckpt_to_keep actor_rollout_ref.actor.engine.etp",
+    "model: {path: /m}, optim: {lr: 1e-4, min_lr: 1e-5}, data: {train_files: /d}": "trainer.nnodes trainer.n_gpus_per_node optim.lr "
+    "trainer.test_freq optim.min_lr data.prompt_key data.prompt_dict_keys engine.etp engine.fsdp_size "
+    "trainer.max_ckpt_to_keep data.train_max_samples",
+}
+
+
+@pytest.mark.parametrize(("settings", "key"), [(settings, key) for settings, keys in BASES.items() for key in keys.split()])
+def test_any_value_converts_or_is_refused_by_its_key(tmp_path: Path, settings: str, key: str) -> None:
+    (tmp_path / "their.yaml").write_text(f"{{{settings}}}")
+    for value in ("x", "[]", "0", "-1", "{}", ".inf", "${oc.env:NOWHERE_SET,8}"):
+        code, _, errors = run_program(str(tmp_path / "their.yaml"), f"{key}={value}")
+        assert code == 0 or (code == 2 and errors.startswith("config error: ") and key in errors), errors
+    number, quoted = (run_program(str(tmp_path / "their.yaml"), f"{key}={value}") for value in ("2", "'2'"))
+    assert number == quoted
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("model_name_or_path: /m, dataset_name: /d, trainer: dpo", "save_total_limit: LIMIT"),
+        ("actor_rollout_ref: {model: {path: /m}}, data: {train_files: /d}", "trainer: {max_actor_ckpt_to_keep: LIMIT}"),
+        ("model: {path: /m}, data: {train_files: /d}", "trainer: {max_ckpt_to_keep: LIMIT}"),
+    ],
+)
+def test_no_limit_keeps_all_checkpoints(tmp_path: Path, settings: str, key: str, limit: int) -> None:
+    config, _, errors = convert(tmp_path, f"{{{settings}, {key.replace('LIMIT', str(limit))}}}", "their.yaml")
+    assert config.run.keep_checkpoints is None and "to_keep" not in errors and "save_total_limit" not in errors
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null", "7"])
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("num_generations: 4, KEY", "scale_rewards"),
+        ("num_generations: 4, KEY", "report_to"),
+        ("trainer: sft, KEY", "max_length"),
+        ("trainer: dpo, KEY", "save_strategy"),
+        ("trainer: {nnodes: 1, KEY}", "trainer.logger"),
+        ("trainer: {nnodes: 1, KEY}", "trainer.resume_mode"),
+        ("model: {path: /m}, data: {train_files: /d, KEY}", "data.truncation"),
+    ],
+)
+def test_an_override_means_what_it_means_in_a_file(tmp_path: Path, settings: str, key: str, word: str) -> None:
+    """Also a word that other languages have for nothing."""
+    path, results = tmp_path / "their.yaml", list[Any]()
+    for inside, overrides in ((f"{key.rpartition('.')[2]}: {word}", []), ("", [f"{key}={word}"])):
+        path.write_text(f"{{{settings.replace('KEY', inside)}}}")
+        results.append(run_program(str(path), *overrides))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null"])
+@pytest.mark.parametrize(
+    ("settings", "key", "expected"),
+    [
+        ("num_generations: 4, per_device_train_batch_size: 8", "scale_rewards", "norm_adv_by_std_in_grpo: false"),
+        ("num_generations: 4", "report_to", "wandb: disabled"),
+        ("trainer: {nnodes: 1}", "trainer.logger", "wandb: disabled"),
+        ("trainer: sft", "max_length", "max_length: 1000000"),
+    ],
+)
+def test_no_word_for_nothing_is_lost(tmp_path: Path, settings: str, key: str, expected: str, word: str) -> None:
+    """It has its effect, or is refused or left out by its name."""
+    (tmp_path / "their.yaml").write_text(f"{{{settings}}}")
+    _, result, errors = run_program(str(tmp_path / "their.yaml"), f"{key}={word}")
+    assert expected in result or f"{key}=None must be" in errors
 
 
 # -- scripts

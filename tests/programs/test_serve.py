@@ -14,12 +14,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -29,6 +32,7 @@ from generate_runs import model as model  # a fixture
 from generators import alone, transformers_greedy
 from rlhf_spmd import score, serve
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
+from rlhf_spmd.generation import Request
 from rlhf_spmd.inference import endpoint as endpoints
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
@@ -435,6 +439,54 @@ def test_whatever_a_request_does_costs_that_request_alone(
     else:
         assert text_of(others[0].get_nowait()) == greedy_response(model, "x", 20)
     assert not service.running and not service.waiting and not service.engine.generator.kept
+
+
+@pytest.mark.parametrize("method", ["requests", "record"])
+@pytest.mark.parametrize("error", [MemoryError, OSError, ValueError])
+def test_what_other_ranks_may_not_have_met_ends_the_service(
+    service: services.Service, monkeypatch: pytest.MonkeyPatch, method: str, error: type[Exception]
+) -> None:
+    """Whether a request arrives or is answered. An error of the request itself costs that request alone."""
+
+    def fail(*_: Any) -> Any:
+        raise error("not on every rank")
+
+    monkeypatch.setattr(service.engine, "world", SimpleNamespace(rank=0, size=2))
+    monkeypatch.setattr(service.processor, method, fail)
+    reply = arrive(service, 0, prompt="abc", max_tokens=1)
+    with contextlib.nullcontext() if error is ValueError else pytest.raises(error):
+        service.turn()
+        turn_until_idle(service)
+        assert reply.get_nowait() == refused(error("not on every rank"))
+
+
+def test_a_cache_is_made_anew_after_so_many_requests(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are taken count, whatever their numbers: refused ones and clients that go away have numbers too."""
+    times: list[int] = []
+    monkeypatch.setattr(services, "FORGET", 3)
+    monkeypatch.setattr(service.engine.generator, "before_training", lambda: times.append(number))
+    for number in range(0, 14, 2):
+        arrive(service, number, prompt="x", max_tokens=1, stop_token_ids=[10_000] if number == 2 else [])
+        service.turn()
+        turn_until_idle(service)
+    assert times == [6, 12]
+
+
+def test_a_row_that_starts_is_not_compared_with_all_others(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a turn grows with its rows, not with their square."""
+    reads: list[int] = []
+
+    class Row:
+        @property
+        def max_new_tokens(self) -> int:
+            reads.append(1)
+            return 20
+
+    monkeypatch.setattr(service.engine.generator, "config", replace(service.engine.generator.config, max_num_seqs=100))
+    arrive(service, 0, prompt="abc", n=100)
+    service._take(*service.arrivals.get_nowait())
+    service.waiting[0].unstarted = deque([cast("Request", Row()) for _ in range(100)])
+    assert len(service._admit()) == 100 and len(reads) <= 200
 
 
 def test_many_responses_for_one_client_do_not_hold_up_others(service: services.Service) -> None:

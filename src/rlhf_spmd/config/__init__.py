@@ -21,5 +21,6 @@ Other projects' settings, for hints and for ``rlhf-spmd convert``:
 
 - ``foreign``: their names (``foreign.yaml``), and what stands for each here
 - ``shell_script``: the arguments that a shell script gives to a program
+- ``foreign_values``: what a conversion computes with must be numbers
 - ``verl_meanings``, ``verl_sft``, ``trl_settings``: settings of verl and TRL that stand for several of ours
 """

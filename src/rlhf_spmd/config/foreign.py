@@ -42,6 +42,16 @@ class ForeignSettings(dict[str, Any]):
         return {key: why(key, name) for key, name in lost.items()}
 
 
+def checkpoint_limit(key: str, limit: int | None, left: dict[str, str]) -> int | None:
+    """Return how many checkpoints are kept, None for all, where ``key`` has this limit: numbers below 1 are none.
+
+    The least is 2; adds to ``left`` why.
+    """
+    if limit == 1:
+        left[key] = "the one before the newest is kept too, in case that is damaged"
+    return None if limit is None or limit < 1 else max(2, limit)
+
+
 @cache
 def foreign_names() -> dict[str, dict[str, dict[str, Any]]]:
     """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them. What is ``absent`` there

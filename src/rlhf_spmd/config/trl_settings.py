@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_spmd.config.foreign import ForeignSettings
+from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit
 from rlhf_spmd.config.schema import ConfigError
 
 TRAINERS = {"grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "kto": "kto", "sft": "sft", "reward": "reward_model"}  # ours
@@ -46,17 +46,6 @@ REWARDS: dict[str, dict[str, Any]] = {  # those that trl grpo knows by name
 OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "muon": "muon"}
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-NUMBERS = (  # what is computed with here
-    *(
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_processes",
-        "num_generations",
-        "generation_batch_size",
-    ),
-    *("steps_per_generation", "num_iterations", "max_steps", "save_steps", "eval_steps", "logging_steps", "save_total_limit"),
-    *("warmup_steps", "epsilon", "epsilon_high", "delta", "beta", "vllm_max_model_length", "max_completion_length"),
-)
 NO_LIMIT = 1_000_000  # tokens: more than a model reads
 NO_BOUND = 1e6  # of a ratio
 Parts = tuple[dict[str, Any], dict[str, str]]  # our settings, and a reason for each of theirs that is not carried over as it is
@@ -77,9 +66,6 @@ def trl_settings(trl: ForeignSettings, trainer: str) -> Parts:
     """Return our settings for those of TRL that are not copied. Raises ConfigError, one line, for a loss or sizes that are not here."""
     found: dict[str, Any] = {"algorithm.name": TRAINERS[trainer]}
     left: dict[str, str] = {}
-    for key in NUMBERS:
-        if isinstance(value := trl.given.get(key, 1), bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{key}={value} must be a number")
     samples = trainer in ("grpo", "rloo")
     parts = [_sizes(trl, samples, 8 if trainer == "grpo" else 2), _data(trl, trainer), _model(trl, trainer)]
     parts.append(
@@ -135,10 +121,8 @@ def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
                 found[ours] = math.ceil(every / updates)
         elif strategy not in ("no", False):
             left[f"{kind}_strategy"] = f"{strategy}; here {ours} is a number of steps"
-    if trl["save_total_limit"] == 1:
-        left["save_total_limit"] = "the one before the newest is kept too, in case that is damaged"
-    keep = trl["save_total_limit"]
-    return {**found, "run.keep_checkpoints": keep if keep is None else max(2, keep)}, left
+    found["run.keep_checkpoints"] = checkpoint_limit("save_total_limit", trl["save_total_limit"], left)
+    return found, left
 
 
 def _data(trl: ForeignSettings, trainer: str) -> Parts:
@@ -151,7 +135,7 @@ def _data(trl: ForeignSettings, trainer: str) -> Parts:
         paths = [one["path"] for one in mixed]
         found["data.path"] = paths if len(paths) > 1 else paths[0]
         for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
-            values = list({one[theirs] for one in mixed if one.get(theirs) is not None})
+            values = list({str(one[theirs]) for one in mixed if one.get(theirs) is not None})
             if len(values) == 1 and all(theirs in one for one in mixed):
                 found[ours] = values[0]
             elif values:
@@ -250,6 +234,8 @@ def _grpo(trl: ForeignSettings) -> Parts:
     beta = trl.get("beta", 0.0)
     found |= {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": beta} if beta else {"algorithm.use_kl_loss": False}
     scale = trl.get("scale_rewards", "group")
+    if scale not in (True, False, "group", "batch", "none"):
+        raise ConfigError(f"scale_rewards={scale} must be group, batch or none")
     if scale == "batch":
         left["scale_rewards"] = "batch; advantages are divided by the standard deviation of their group"
     found["algorithm.norm_adv_by_std_in_grpo"] = scale not in (False, "none")
@@ -303,6 +289,8 @@ def _rewards(trl: ForeignSettings) -> Parts:
     names, weights = trl.get("reward_funcs", []), trl.get("reward_weights", [])
     if not isinstance(names, list) or not isinstance(weights, list):
         raise ConfigError(f"reward_funcs={names} and reward_weights={weights} must be lists")
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"reward_funcs={names} must be a list of names")
     model, weights = trl.get("reward_model_name_or_path"), list(weights)
     count = len(names) + (model is not None)
     if not count:

@@ -9,7 +9,8 @@ from typing import Any
 
 from yaml import safe_load
 
-from rlhf_spmd.config.foreign import ForeignSettings
+from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit
+from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.config.verl_meanings import optimizer_of, our_name, ranks_of_experts
 
 
@@ -60,9 +61,7 @@ def sft_settings(verl: ForeignSettings) -> tuple[dict[str, Any], dict[str, str]]
         if isinstance(found[key], str):
             left[f"trainer.{key[4:]}"] = f"{found[key]!r}; here it is a number of steps"
         found[key] = 0 if isinstance(found[key], str) else max(0, found[key])
-    if found.get("run.keep_checkpoints") == 1:
-        found["run.keep_checkpoints"] = 2
-        left["trainer.max_ckpt_to_keep"] = "the one before the newest is kept too, in case that is damaged"
+    found["run.keep_checkpoints"] = checkpoint_limit("trainer.max_ckpt_to_keep", verl["trainer.max_ckpt_to_keep"], left)
     if verl.get("model.enable_gradient_checkpointing", True):
         found["models.actor.activation_checkpointing"] = "full"
     if not any(key.startswith("engine.") and "parallel" in key and "sequence" not in key for key in verl):
@@ -74,6 +73,8 @@ def sft_settings(verl: ForeignSettings) -> tuple[dict[str, Any], dict[str, str]]
     found["data.apply_chat_template"] = True  # verl makes a user's message of the prompt
     for side in ("prompt", "response"):
         inner = verl.get(f"data.{side}_dict_keys") or []
+        if not isinstance(inner, list) or not all(isinstance(key, str) for key in inner):
+            raise ConfigError(f"data.{side}_dict_keys={inner} must be a list of names")
         if len(inner) > 1:
             left[f"data.{side}_dict_keys"] = f"one column is taken, {inner[0]}, and not {', '.join(inner[1:])}"
         found[f"data.{side}_key"] = ".".join([verl[f"data.{side}_key"], *inner[:1]])

@@ -100,12 +100,15 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
 
 
 def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
-    """The prompts of a request. Raises ValueError for messages that are no list."""
+    """The prompts of a request. Raises ValueError for messages that are no list of objects."""
     if not chat:
         prompt = body.get("prompt")
         return [prompt] if not isinstance(prompt, list) or is_ids(prompt) else prompt
     if not isinstance(messages := body.get("messages"), list):
         raise ValueError("messages must be a list of objects with 'role' and 'content', text or a list of texts")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} must be an object with 'role' and 'content'")
     return [messages]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,16 +92,20 @@ class ServedRequest:
             self.unscored.extend(range(len(self.asked)))
 
 
-def fit_together(requests: Sequence[Request], sampling: SamplingConfig) -> bool:
-    """Whether the log-probs of these rows are at most MOST_LOG_PROBS."""
-    longest = max(request.max_new_tokens for request in requests)
-    return len(requests) * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
+def fit_together(num_rows: int, longest: int, sampling: SamplingConfig) -> bool:
+    """Whether the log-probs of so many rows, of at most ``longest`` tokens each, are at most MOST_LOG_PROBS."""
+    return num_rows * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
+
+
+def longest_of(requests: Iterable[Request]) -> int:
+    """The most tokens that one of these rows may get; 0 without rows."""
+    return max((request.max_new_tokens for request in requests), default=0)
 
 
 class Service:
     """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``told_to_end``, ``arrivals`` and ``replies`` are used.
 
-    Whatever a request does costs that request alone; only a fault of the engine raises.
+    Whatever a request does costs that request alone; only a fault of the engine raises, and what a rank may have met alone.
 
     - arrivals: requests and clients that went away
     - replies: by request number, takes the parts of the answer
@@ -109,6 +113,7 @@ class Service:
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
+    - num_taken: requests so far that were not refused
     - state: "on"; then "ending", in which new requests are refused; then "over"
     """
 
@@ -127,6 +132,7 @@ class Service:
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[int, ServedRequest] = {}
         self.sampling = SamplingConfig()  # of the rows in flight
+        self.num_taken = 0
         self.state, self.end_by = "on", 0.0
         processor.longest = self.engine.generator.reserve_pages(processor.longest)
 
@@ -192,12 +198,15 @@ class Service:
             return self._forget([number])
         if self.state != "on":
             return self._put(number, refused(Refusal(503, "the server is ending")))
-        if number % FORGET == FORGET - 1:
-            self.engine.generator.before_training()
         try:
             served = self._job(number, **request)
-        except Exception as error:  # a process boundary: one request fails, the service goes on
+        except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
+            if not self._is_shared(error):
+                raise
             return self._put(number, refused(error))
+        self.num_taken += 1
+        if self.num_taken % FORGET == 0:
+            self.engine.generator.before_training()
         if served.unstarted:
             self.waiting.append(served)
         else:
@@ -208,7 +217,7 @@ class Service:
         format, params = read_request(body, chat)
         asked = self.processor.requests(prompts, [params] * len(prompts))
         served = ServedRequest(number, chat, format, asked)
-        if not fit_together(served.unstarted, served.sampling):
+        if not fit_together(len(served.rows), longest_of(served.unstarted), served.sampling):
             raise ValueError(
                 f"{len(served.rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
             )
@@ -224,17 +233,19 @@ class Service:
         Rows in flight are sampled alike. A request with another ``sampling`` waits until they have ended, and none overtakes it.
         """
         generator = self.engine.generator
-        in_flight, requests = [row.request for row in generator.kept], list[Request]()
-        if self.waiting and not in_flight:
+        requests = list[Request]()
+        num_rows, longest = len(generator.kept), longest_of(row.request for row in generator.kept)
+        if self.waiting and not num_rows:
             self.sampling = self.waiting[0].sampling
         turns = deque(takewhile(lambda served: served.sampling == self.sampling, self.waiting))
         others, served_before = [*self.waiting][len(turns) :], deque[ServedRequest]()
-        while len(in_flight) + len(requests) < AHEAD * generator.config.max_num_seqs and (turns or served_before):
+        while num_rows < AHEAD * generator.config.max_num_seqs and (turns or served_before):
             if not turns:
                 turns, served_before = served_before, turns
-            rows = [*in_flight, *requests, turns[0].unstarted[0]]
-            if len(rows) > 1 and not fit_together(rows, self.sampling):
+            longest = max(longest, turns[0].unstarted[0].max_new_tokens)
+            if num_rows and not fit_together(num_rows + 1, longest, self.sampling):
                 break
+            num_rows += 1
             served = turns.popleft()
             requests.append(served.unstarted.popleft())
             self.running[served.number] = served
@@ -288,7 +299,13 @@ class Service:
             try:
                 self._deliver(served, completions, kept)
             except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
+                if not self._is_shared(error):
+                    raise
                 self._fail([served], error)
+
+    def _is_shared(self, error: Exception) -> bool:
+        """Whether every rank has met ``error``, so that all drop the same request."""
+        return self.engine.world.size == 1 or isinstance(error, OF_REQUESTS)
 
     def _attempt(self, work: Callable[[], T], newcomers: Sequence[ServedRequest]) -> T | None:
         """The result of ``work``. If it fails, the request that the error names, or else the ``newcomers``, are answered with it.
@@ -301,7 +318,7 @@ class Service:
             self._fail([served for served in self.running.values() if error.row_id in served.rows], error)
         except Exception as error:  # a process boundary
             culprits = newcomers or ([*self.running.values()] if isinstance(error, torch.OutOfMemoryError) else [])
-            if not culprits or (self.engine.world.size > 1 and not isinstance(error, OF_REQUESTS)):
+            if not culprits or not self._is_shared(error):
                 raise
             self._fail(culprits, error)
         return None
