@@ -503,7 +503,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
     print(OmegaConf.to_yaml(tree_of(found)), end="")
     for key, why in left.items():
-        print(f"{key}: left out, {why}", file=sys.stderr)
+        print(f"{key}: {'left out' if key in given or not why.startswith('so ') else 'not given'}, {why}", file=sys.stderr)
     return 0
 
 

@@ -283,6 +283,7 @@ BROKEN = [
     ("a.yaml", "datasets: [a, b]", "trainer=sft", "datasets=['a', 'b'] must be a list of mappings, each with a path"),
     ("a.yaml", "truncation_mode: middle", "trainer=sft", "truncation_mode=middle must be keep_start or keep_end"),
     ("a.yaml", "reward_funcs: [mine]", "max_steps=3", "reward_funcs: 'mine' is none of accuracy_reward, "),
+        ("a.yaml", "reward_funcs: [Qwen/RM-0.5B]", "max_steps=3", "reward_funcs: 'Qwen/RM-0.5B' is none of accuracy_reward, "),
     (
         "a.py",
         "GRPOConfig(learning_rate=1e-6)",
@@ -309,14 +310,14 @@ becomes algorithm.name: grpo, sampling.n: 8, data.train_batch_size: 8, algorithm
 becomes algorithm.loss_agg_mode: token-mean, algorithm.use_kl_loss: true, algorithm.kl_loss_coef: 0.04, algorithm.clip_ratio_c: 1.0e+6
 becomes models.actor.optim.weight_decay: 0.0, models.actor.optim.lr_scheduler_type: linear, data.val_split: test, run.test_freq: 10
 becomes val_sampling.n: 8, run.save_freq: 500, run.keep_checkpoints: null, models.actor.lora.rank: 0, logger.wandb: disabled
-says max_prompt_length: left out, so longer prompts than data.max_prompt_length=512 are dropped
+says max_prompt_length: not given, so longer prompts than data.max_prompt_length=512 are dropped
 not num_processes
 
 num_generations: 4, generation_batch_size: 32, num_iterations: 2, max_steps: 30, save_steps: 16, epsilon_high: 0.28, scale_rewards: none
 becomes data.train_batch_size: 8, algorithm.ppo_mini_batch_size: 2, algorithm.ppo_epochs: 2, run.steps: 4, run.save_freq: 2
 becomes algorithm.clip_ratio_low: 0.2, algorithm.clip_ratio_high: 0.28, algorithm.norm_adv_by_std_in_grpo: false
-says trainer: left out, so grpo is taken, by num_generations; for another add trainer=NAME
-says num_processes: left out, so 1 is taken: TRL's batch sizes are of one process
+says trainer: not given, so grpo is taken, by num_generations; for another add trainer=NAME
+says num_processes: not given, so 1 is taken: TRL's batch sizes are of one process
 
 num_generations: 4, reward_funcs: [accuracy_reward, reward_functions.trl], reward_weights: [1, 0.5], loss_type: cispo, epsilon_high: 5.0
 becomes rewards.accuracy_reward.function: math, rewards.trl.function: "reward_functions:trl", rewards.trl.weight: 0.5
@@ -353,7 +354,7 @@ packing: true, max_length: null, optim: adamw_bnb_8bit, adam_beta2: 0.95, lr_sch
 becomes algorithm.name: sft, data.max_length: 1000000, data.truncation: right, data.filter_overlong: false, models.actor.optim.lr: 2e-05
 becomes models.actor.optim.name: adamw_8bit, models.actor.optim.betas: [0.9, 0.95], models.actor.optim.lr_warmup_steps_ratio: 0.1
 says packing: left out, rows are always packed
-says assistant_only_loss: left out, so TRL learns all turns of a conversation
+says assistant_only_loss: not given, so TRL learns all turns of a conversation
 
 trainer: sft, datasets: [{path: a, split: train}, {path: b, split: train, columns: [text]}], learning_rate: 1e-6
 becomes data.path: [a, b], data.split: train, models.actor.optim.lr: 1e-06

@@ -304,8 +304,12 @@ def _rewards(trl: ForeignSettings) -> Parts:
     for number, name in enumerate(names):
         module, _, function = name.rpartition(".")
         known: Mapping[str, Any] = REWARDS.get(name, {"function": f"{module}:{function}"})
-        if not module and name not in REWARDS:
-            raise ConfigError(f"reward_funcs: {name!r} is none of {', '.join(REWARDS)}, and no dotted name of a function")
+        is_dotted = bool(module) and all(part.isidentifier() for part in name.split("."))
+        if name not in REWARDS and not is_dotted:
+            raise ConfigError(
+                f"reward_funcs: {name!r} is none of {', '.join(REWARDS)}, and no dotted name of a function; a model goes under "
+                "reward_model_name_or_path"
+            )
         own = function if f"rewards.{function}.function" not in found else f"{function}_{number}"
         found |= {f"rewards.{own}.{key}": value for key, value in known.items()}
         found |= {f"rewards.{own}.weight": weights[number]} if weights else {}
