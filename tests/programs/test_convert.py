@@ -283,7 +283,7 @@ BROKEN = [
     ("a.yaml", "datasets: [a, b]", "trainer=sft", "datasets=['a', 'b'] must be a list of mappings, each with a path"),
     ("a.yaml", "truncation_mode: middle", "trainer=sft", "truncation_mode=middle must be keep_start or keep_end"),
     ("a.yaml", "reward_funcs: [mine]", "max_steps=3", "reward_funcs: 'mine' is none of accuracy_reward, "),
-        ("a.yaml", "reward_funcs: [Qwen/RM-0.5B]", "max_steps=3", "reward_funcs: 'Qwen/RM-0.5B' is none of accuracy_reward, "),
+    ("a.yaml", "reward_funcs: [Qwen/RM-0.5B]", "max_steps=3", "reward_funcs: 'Qwen/RM-0.5B' is none of accuracy_reward, "),
     (
         "a.py",
         "GRPOConfig(learning_rate=1e-6)",
