@@ -265,7 +265,7 @@ LoRA trains [adapters](parallelism.md#adapters-lora). At 32k four ranks share th
 ranks have no network, run `hf download NAME` (data: with `--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
 
 Each cell has the GiB of the fullest GPU (of 79.2) and the seconds of a step on H100, with rows at their limits. Both are predicted, not
-measured. For rows as long as yours:
+measured; the seconds assume CUDA graphs also with tp, which no GPU has run. For rows as long as yours:
 
     rlhf-spmd plan --config FILE plan.fixed=config cluster.nodes=N 'workload.response_lengths=[200,300,500]'
 
