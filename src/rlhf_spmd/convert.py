@@ -78,17 +78,17 @@ class Refused(ValueError):
 def read_script(path: Path) -> list[str]:
     """Return the ``key=value`` arguments of the last command of a shell script that starts verl, as bash expands them."""
     try:
-        found = last_command(path, PROGRAM)
+        command = last_command(path, PROGRAM)
     except ValueError as error:
         raise Refused(
             f"{error}; give a script that starts verl.trainer.main_ppo, main_dapo or an SFT trainer, or its YAML"
         ) from error
-    if found.unset:
-        print(f"{path}: not set, so the file takes them from the environment: {', '.join(found.unset)}", file=sys.stderr)
-    if found.not_run:
-        print(f"{path}: not run, so what they do or answer is missing: {', '.join(found.not_run)}", file=sys.stderr)
-    words = [word.lstrip("+") for word in found.arguments if re.match(r"[+~]*[A-Za-z_][\w.]*=", word)]
-    if other := [word for word in found.arguments if word.lstrip("+") not in words]:
+    if command.unset:
+        print(f"{path}: not set, so the file takes them from the environment: {', '.join(command.unset)}", file=sys.stderr)
+    if command.not_run:
+        print(f"{path}: not run, so what they do or answer is missing: {', '.join(command.not_run)}", file=sys.stderr)
+    words = [word.lstrip("+") for word in command.arguments if re.match(r"[+~]*[A-Za-z_][\w.]*=", word)]
+    if other := [word for word in command.arguments if word.lstrip("+") not in words]:
         print(f"{path}: not read: {' '.join(other)[:200]}", file=sys.stderr)
     return words
 
@@ -215,32 +215,32 @@ def rewards_of(verl: ForeignSettings) -> dict[str, Any]:
 
 def roles_of(verl: ForeignSettings, roles: Sequence[str]) -> dict[str, Any]:
     """Return sharding and activation memory of each role."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for role in roles:
         section = "critic.model" if role == "critic" else "actor_rollout_ref.model"
         if role in ("actor", "critic") and verl.get(f"{section}.enable_gradient_checkpointing"):
-            found[f"models.{role}.activation_checkpointing"] = "full"
+            settings[f"models.{role}.activation_checkpointing"] = "full"
         by_megatron = verl.given.get("model_engine") == "megatron" or any(".megatron." in key for key in verl)
         if role in ("actor", "critic", "reference", "teacher") and not by_megatron:
-            found[f"models.{role}.layout.zero"] = 3
-    return found
+            settings[f"models.{role}.layout.zero"] = 3
+    return settings
 
 
 def run_of(verl: ForeignSettings, left: dict[str, str]) -> dict[str, Any]:
     """Return the run's length, directory and tracker. Adds to ``left`` what has no counterpart."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "trainer.total_training_steps" not in verl:
-        found |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
-    found["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
-    found |= trackers_of("trainer.logger", verl.get("trainer.logger", "wandb"), left)
+        settings |= {"data.epochs": verl["trainer.total_epochs"], "run.steps": None}
+    settings["run.dir"] = f"runs/{verl.get('trainer.experiment_name', 'verl')}"
+    settings |= trackers_of("trainer.logger", verl.get("trainer.logger", "wandb"), left)
     resume, mode = {"auto": "auto", "disable": "never", "resume_path": None}, verl.get("trainer.resume_mode", "auto")
     if mode == "resume_path":
         resume[mode] = verl.get("trainer.resume_from_path")
     if resume.get(mode) is None:
         left["trainer.resume_mode"] = f"{mode} {'has no trainer.resume_from_path' if mode in resume else 'is not known'}"
     elif mode != "auto":
-        found["run.resume"] = resume[mode]
-    return found
+        settings["run.resume"] = resume[mode]
+    return settings
 
 
 def trackers_of(key: str, names: Any, left: dict[str, str]) -> dict[str, Any]:
@@ -268,46 +268,46 @@ def convert_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     chosen = algorithm_of(verl)
     name = chosen["algorithm.name"]
     config = find("algorithm", "rlhf_spmd.algorithms", name, exports="step").Config
-    found, gone, bounds = dict(chosen), dict[str, str](), split_bounds(verl)  # gone: why a key of ours is not set after all
-    unused = "algorithm.adv_estimator" in (given if name == "distill" else found)
+    settings, gone, bounds = dict(chosen), dict[str, str](), split_bounds(verl)  # gone: why a key of ours is not set after all
+    unused = "algorithm.adv_estimator" in (given if name == "distill" else settings)
     if default_of(config, "algorithm.adv_estimator") is MISSING and unused:
-        found.pop("algorithm.adv_estimator", None)
+        settings.pop("algorithm.adv_estimator", None)
         left["algorithm.adv_estimator"] = f"{name} has advantages of its own"
     for key, value in verl.items():
         ours = our_name(names, key)
         if ours is not None and ours.startswith("algorithm.") and default_of(config, ours) is MISSING:
             gone[ours] = f"{name} has no such setting"
         elif ours is not None and (key in given or not ours.startswith("algorithm.") or default_of(config, ours) != value):
-            found[ours] = value
-    found |= bounds
-    settle(found, left, gone, verl, config)
+            settings[ours] = value
+    settings |= bounds
+    settle(settings, left, gone, verl, config)
     if (teacher := teacher_of(verl)) is not None:
-        found["models.teacher.path"] = teacher
-        drop(found, gone, "algorithm.gamma", "each token's KL counts by itself, as verl has it")
-    roles = list(drop_idle(found, gone, config).roles)
+        settings["models.teacher.path"] = teacher
+        drop(settings, gone, "algorithm.gamma", "each token's KL counts by itself, as verl has it")
+    roles = list(drop_idle(settings, gone, config).roles)
     for section, role in (("actor_rollout_ref.actor.optim", "actor"), ("critic.optim", "critic")):
         optimizer, without = optimizer_of(verl, section, role) if role in roles else ({}, {})
-        found, left = {**found, **optimizer}, {**left, **without}
-    for more, without in (replay_of(verl), whole_experts_of(verl, found)):
-        found, left = {**found, **more}, {**left, **without}
-    if found.get("models.actor.lora.path") and "reference" in roles:
-        found["models.reference.path"] = found["models.actor.path"]  # without the adapter that training begins with
-    elif found.get("models.actor.lora.rank"):
+        settings, left = {**settings, **optimizer}, {**left, **without}
+    for more, without in (replay_of(verl), whole_experts_of(verl, settings)):
+        settings, left = {**settings, **more}, {**left, **without}
+    if settings.get("models.actor.lora.path") and "reference" in roles:
+        settings["models.reference.path"] = settings["models.actor.path"]  # without the adapter that training begins with
+    elif settings.get("models.actor.lora.rank"):
         roles = [role for role in roles if role != "reference"]  # the actor without its adapters is the reference
-    for ours in [ours for ours in found if ours.startswith("models.") and ours.split(".")[1] not in roles]:
-        drop(found, gone, ours, f"{name} has no {ours.split('.')[1]} with these settings")
+    for ours in [ours for ours in settings if ours.startswith("models.") and ours.split(".")[1] not in roles]:
+        drop(settings, gone, ours, f"{name} has no {ours.split('.')[1]} with these settings")
     if not verl.get("reward_model.enable"):
-        drop(found, gone, "reward.model", "reward_model.enable is false")
-    shards = shard_for_generation({**roles_of(verl, roles), **found})
+        drop(settings, gone, "reward.model", "reward_model.enable is false")
+    shards = shard_for_generation({**roles_of(verl, roles), **settings})
     left |= dict.fromkeys(("actor_rollout_ref.actor.megatron",) * bool(shards), GATHERED)
-    found = {**roles_of(verl, roles), **shards, **run_of(verl, left), **rewards_of(verl), **found}
+    settings = {**roles_of(verl, roles), **shards, **run_of(verl, left), **rewards_of(verl), **settings}
 
     def why(key: str, ours: str | None) -> str:
         patterns = (reason for pattern, reason in table["not_needed"].items() if re.search(pattern, key))
         said = table["said"].get(key)
         return gone.get(ours or "") or next(patterns, f"here: {said}" if said else IDLE if ours else UNKNOWN)
 
-    return found, {**verl.left(lambda key: our_name(names, key), found, why), **left}
+    return settings, {**verl.left(lambda key: our_name(names, key), settings, why), **left}
 
 
 def convert_trl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -315,9 +315,9 @@ def convert_trl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
     table = foreign_names()["TRL"]
     trl = ForeignSettings(given, table["defaults"])
     trainer, mark = trainer_of(trl)
-    found, left = trl_settings(trl, trainer)
+    settings, left = trl_settings(trl, trainer)
     gone: dict[str, str] = {}
-    config = find("algorithm", "rlhf_spmd.algorithms", found["algorithm.name"], exports="step").Config
+    config = find("algorithm", "rlhf_spmd.algorithms", settings["algorithm.name"], exports="step").Config
     data = {f"data.{name}" for section in config.streams.values() for name in section.config.__dataclass_fields__}
 
     def ours(key: str) -> str | None:
@@ -333,18 +333,18 @@ def convert_trl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
             continue
         absent = name.startswith("data.") and ".".join(name.split(".")[:2]) not in data
         if absent or (name.startswith("algorithm.") and default_of(config, name) is MISSING):
-            gone[name] = f"{found['algorithm.name']} has no such setting"
+            gone[name] = f"{settings['algorithm.name']} has no such setting"
         elif name.startswith("models.actor.lora."):
             gone[name] = "use_peft is false"
-        elif key in given or name not in found:
-            found[name] = value
-    found |= trackers_of("report_to", trl.get("report_to", "none"), left)
-    drop_unread(found, gone, found.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode")))
-    if found["run.test_freq"] and "sampling.n" in found:
-        found = {**{f"val_{key}": value for key, value in found.items() if key.startswith("sampling.")}, **found}
+        elif key in given or name not in settings:
+            settings[name] = value
+    settings |= trackers_of("report_to", trl.get("report_to", "none"), left)
+    drop_unread(settings, gone, settings.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode")))
+    if settings["run.test_freq"] and "sampling.n" in settings:
+        settings = {**{f"val_{key}": value for key, value in settings.items() if key.startswith("sampling.")}, **settings}
     else:
-        drop(found, gone, "val_sampling.n", "nothing is validated")
-    drop_idle(found, gone, config)
+        drop(settings, gone, "val_sampling.n", "nothing is validated")
+    drop_idle(settings, gone, config)
     if mark and trainer == "grpo":
         left["trainer"] = f"so {trainer} is taken, by {mark}; for another add trainer=NAME"
 
@@ -355,120 +355,122 @@ def convert_trl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
         named = "set it in the environment" if key.startswith("env.") else named
         return gone.get(name or "") or next(patterns, IDLE if name else named)
 
-    left = {**trl.left(lambda key: None if key in trl.read else ours(key), found, why), **left}
+    left = {**trl.left(lambda key: None if key in trl.read else ours(key), settings, why), **left}
     role = f"models.{config.exported}."
-    return {role + key[13:] if key.startswith("models.actor.") else key: value for key, value in found.items()}, left
+    return {role + key[13:] if key.startswith("models.actor.") else key: value for key, value in settings.items()}, left
 
 
 def convert_sft(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the same for verl's SFT trainer."""
     verl = ForeignSettings(given, sft_names()["defaults"])
-    found, left = sft_settings(verl)
-    found = {**run_of(verl, left), **found}
+    settings, left = sft_settings(verl)
+    settings = {**run_of(verl, left), **settings}
     verl.read.update(("trainer.nnodes", "trainer.n_gpus_per_node"))  # which the command says
-    return found, {**verl.left(sft_name, found, why_left), **left}
+    return settings, {**verl.left(sft_name, settings, why_left), **left}
 
 
-def tree_of(found: dict[str, Any]) -> DictConfig:
+def tree_of(settings: dict[str, Any]) -> DictConfig:
     tree = OmegaConf.create()
-    for key in sorted(found):
-        OmegaConf.update(tree, key, found[key])
+    for key in sorted(settings):
+        OmegaConf.update(tree, key, settings[key])
     return tree
 
 
-def drop(found: dict[str, Any], gone: dict[str, str], ours: str, why: str) -> None:
+def drop(settings: dict[str, Any], gone: dict[str, str], ours: str, why: str) -> None:
     """Leave out a setting, and say why."""
-    if ours in found:
-        del found[ours]
+    if ours in settings:
+        del settings[ours]
         gone[ours] = why
 
 
-def drop_idle(found: dict[str, Any], gone: dict[str, str], config: Any) -> Any:
+def drop_idle(settings: dict[str, Any], gone: dict[str, str], config: Any) -> Any:
     """Leave out, in place, what does nothing beside the other settings. Returns the algorithm's configuration."""
-    tree: Any = OmegaConf.to_container(tree_of(found))
+    tree: Any = OmegaConf.to_container(tree_of(settings))
     kinds = {section.key: section.config for section in config.streams.values() if section.key == "data"}
-    made = {
+    sections = {
         name: read_section(kind, tree.get(name, {}), interpolated=True)
         for name, kind in (kinds | {"algorithm": config}).items()
     }
-    idle = {key: needed for path, section in sections_of(made) for key, *_, needed in idle_settings(section, path)}
+    idle = {key: needed for path, section in sections_of(sections) for key, *_, needed in idle_settings(section, path)}
     for ours, needed in idle.items():
-        drop(found, gone, ours, f"does nothing without {needed}")
-    return made["algorithm"]
+        drop(settings, gone, ours, f"does nothing without {needed}")
+    return sections["algorithm"]
 
 
-def drop_unread(found: dict[str, Any], gone: dict[str, str], mode: Any) -> None:
+def drop_unread(settings: dict[str, Any], gone: dict[str, str], mode: Any) -> None:
     """Leave out, in place, what a loss of this mode does not read."""
     unread = {"vanilla": (), "sapo": ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}.get(
         mode, ("clip_ratio_c",)
     )
     for key in (*unread, *(() if mode == "sapo" else ("tau_pos", "tau_neg"))):
-        drop(found, gone, f"algorithm.{key}", f"loss_mode={mode} does not read it")
+        drop(settings, gone, f"algorithm.{key}", f"loss_mode={mode} does not read it")
 
 
-def settle(found: dict[str, Any], left: dict[str, str], gone: dict[str, str], verl: ForeignSettings, config: type) -> None:
+def settle(settings: dict[str, Any], left: dict[str, str], gone: dict[str, str], verl: ForeignSettings, config: type) -> None:
     """Change, in place, the settings that verl and this project express differently."""
-    found.update(ranks_of_experts(verl, found))
-    drop_sizes(found, gone, verl)
+    settings.update(ranks_of_experts(verl, settings))
+    drop_sizes(settings, gone, verl)
     bounds = [key for key in ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high") if ACTOR + key[10:] in verl.given]
-    if "algorithm.clip_ratio" in found or not bounds:
+    if "algorithm.clip_ratio" in settings or not bounds:
         for key in ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"):
             if key not in bounds and default_of(config, key) is None:
-                found.pop(key, None)
+                settings.pop(key, None)
     if len(bounds) == 2:
-        drop(found, gone, "algorithm.clip_ratio", "clip_ratio_low and clip_ratio_high are the bounds")
-    mode = found.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode"))
+        drop(settings, gone, "algorithm.clip_ratio", "clip_ratio_low and clip_ratio_high are the bounds")
+    mode = settings.get("algorithm.loss_mode", default_of(config, "algorithm.loss_mode"))
     if mode in ("gspo", "geo_mean"):
-        if found.get("algorithm.loss_agg_mode", "seq-mean-token-mean") != "seq-mean-token-mean":
+        if settings.get("algorithm.loss_agg_mode", "seq-mean-token-mean") != "seq-mean-token-mean":
             left[ACTOR + "loss_agg_mode"] = f"{mode} is a loss of whole responses: seq-mean-token-mean"
-        found["algorithm.loss_agg_mode"] = "seq-mean-token-mean"
-    if mode == "cispo" and (found.get("algorithm.clip_ratio_low") or 0) > 1:
-        found["algorithm.clip_ratio_low"] = 1  # no lower bound: a ratio is above 0
-    drop_unread(found, gone, mode)
-    if not verl.get(VALIDATION + "do_sample", True) or "val_sampling.temperature" not in found:
-        found["val_sampling.temperature"] = 0
+        settings["algorithm.loss_agg_mode"] = "seq-mean-token-mean"
+    if mode == "cispo" and (settings.get("algorithm.clip_ratio_low") or 0) > 1:
+        settings["algorithm.clip_ratio_low"] = 1  # no lower bound: a ratio is above 0
+    drop_unread(settings, gone, mode)
+    if not verl.get(VALIDATION + "do_sample", True) or "val_sampling.temperature" not in settings:
+        settings["val_sampling.temperature"] = 0
     for key in ("run.test_freq", "run.save_freq"):
-        if found.get(key, 0) < 0:
-            found[key] = 0
-    if found["algorithm.name"] == "dapo" and found.get("algorithm.use_kl_loss"):
-        drop(found, gone, "algorithm.use_kl_loss", "dapo, which filters groups and shapes long responses, has no reference")
+        if settings.get(key, 0) < 0:
+            settings[key] = 0
+    if settings["algorithm.name"] == "dapo" and settings.get("algorithm.use_kl_loss"):
+        drop(settings, gone, "algorithm.use_kl_loss", "dapo, which filters groups and shapes long responses, has no reference")
     keep = "trainer.max_actor_ckpt_to_keep"
-    found["run.keep_checkpoints"] = checkpoint_limit(keep, verl[keep], left)
-    if found.get("algorithm.rollout_correction.bypass_mode"):
-        for key in [key for key in found if key.startswith("algorithm.rollout_correction.rollout_is")]:
-            drop(found, gone, key, "bypass_mode finds no difference to correct")
+    settings["run.keep_checkpoints"] = checkpoint_limit(keep, verl[keep], left)
+    if settings.get("algorithm.rollout_correction.bypass_mode"):
+        for key in [key for key in settings if key.startswith("algorithm.rollout_correction.rollout_is")]:
+            drop(settings, gone, key, "bypass_mode finds no difference to correct")
     for key in ("data.path", "data.val_path"):
-        if isinstance(found.get(key), list) and len(found[key]) == 1:
-            found[key] = found[key][0]
-    if found["algorithm.name"] == "dapo":
-        drop(found, gone, "data.gen_batch_size", "further prompts come in batches of data.train_batch_size")
+        if isinstance(settings.get(key), list) and len(settings[key]) == 1:
+            settings[key] = settings[key][0]
+    if settings["algorithm.name"] == "dapo":
+        drop(settings, gone, "data.gen_batch_size", "further prompts come in batches of data.train_batch_size")
     if FILTER + "metric" in verl.given and default_of(config, "algorithm.filter_groups.metric") is MISSING:
-        left[FILTER + "metric"] = f"{found['algorithm.name']} has no such setting"
+        left[FILTER + "metric"] = f"{settings['algorithm.name']} has no such setting"
     elif FILTER + "metric" in verl.given:
-        found["algorithm.filter_groups.metric"] = {"seq_final_reward": "seq_reward"}.get(verl[FILTER + "metric"], "score")
+        settings["algorithm.filter_groups.metric"] = {"seq_final_reward": "seq_reward"}.get(verl[FILTER + "metric"], "score")
         if verl[FILTER + "metric"] == "acc":
             left[FILTER + "metric"] = "acc is no field here: groups are kept by their score"
 
 
-def drop_sizes(found: dict[str, Any], gone: dict[str, str], verl: ForeignSettings) -> None:
+def drop_sizes(settings: dict[str, Any], gone: dict[str, str], verl: ForeignSettings) -> None:
     """Leave out, in place, the numbers by which verl means none or all, and what does nothing beside others."""
     if verl.get(ACTOR + "use_dynamic_bsz"):
-        drop(found, gone, "algorithm.ppo_micro_batch_size_per_gpu", "verl does not read it either, with use_dynamic_bsz")
-    elif "algorithm.ppo_micro_batch_size_per_gpu" in found:
-        found["algorithm.use_dynamic_bsz"] = False
-    elif not found.get("algorithm.use_dynamic_bsz", True):
-        drop(found, gone, "algorithm.use_dynamic_bsz", "without ppo_micro_batch_size_per_gpu micro-batches are cut by tokens")
+        drop(settings, gone, "algorithm.ppo_micro_batch_size_per_gpu", "verl does not read it either, with use_dynamic_bsz")
+    elif "algorithm.ppo_micro_batch_size_per_gpu" in settings:
+        settings["algorithm.use_dynamic_bsz"] = False
+    elif not settings.get("algorithm.use_dynamic_bsz", True):
+        drop(
+            settings, gone, "algorithm.use_dynamic_bsz", "without ppo_micro_batch_size_per_gpu micro-batches are cut by tokens"
+        )
     for key in ("sampling.top_k", "val_sampling.top_k", "data.train_max_samples", "data.val_max_samples"):
-        if found.get(key, 0) < 0:
-            drop(found, gone, key, f"{found[key]} is no limit, as here without it")
-    if found.get("data.truncation", "error") not in get_args(Truncation):
-        drop(found, gone, "data.truncation", f"there is no {found['data.truncation']}; a longer prompt is an error")
+        if settings.get(key, 0) < 0:
+            drop(settings, gone, key, f"{settings[key]} is no limit, as here without it")
+    if settings.get("data.truncation", "error") not in get_args(Truncation):
+        drop(settings, gone, "data.truncation", f"there is no {settings['data.truncation']}; a longer prompt is an error")
     ranks = verl.get("trainer.nnodes", 1) * verl.get("trainer.n_gpus_per_node", 8)
-    for key in [key for key in found if key.endswith(".zero_size") and not 0 < found[key] < ranks]:
-        drop(found, gone, key, f"{found[key]} is all ranks, as here without it")
-    if not found.get("models.actor.lora.rank"):
-        for key in [key for key in found if key.startswith("models.actor.lora.")]:
-            drop(found, gone, key, "there are no adapters")
+    for key in [key for key in settings if key.endswith(".zero_size") and not 0 < settings[key] < ranks]:
+        drop(settings, gone, key, f"{settings[key]} is all ranks, as here without it")
+    if not settings.get("models.actor.lora.rank"):
+        for key in [key for key in settings if key.startswith("models.actor.lora.")]:
+            drop(settings, gone, key, "there are no adapters")
 
 
 MISSING = object()
@@ -492,7 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = read(Path(arguments[0]), arguments[1:])
         check_project(Path(arguments[0]), given)
-        found, left = convert(given)
+        settings, left = convert(given)
     except (ConfigError, Refused, yaml.YAMLError, UnicodeDecodeError) as error:
         remedy = "; set the variable in the environment of this command" if "${oc.env:" in str(error) else ""
         print(f"config error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
@@ -501,7 +503,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = given.get("num_processes", 1) if is_trl(given) else gpus
     several = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m rlhf_spmd.train"
     print(f"# {several if nodes > 1 else f'rlhf-spmd train --nproc-per-node {gpus}'} --config THIS_FILE")
-    print(OmegaConf.to_yaml(tree_of(found)), end="")
+    print(OmegaConf.to_yaml(tree_of(settings)), end="")
     for key, why in left.items():
         print(f"{key}: {'left out' if key in given or not why.startswith('so ') else 'not given'}, {why}", file=sys.stderr)
     return 0

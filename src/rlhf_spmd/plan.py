@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,16 @@ class PlanRequest:
     graph: Graph
     described: dict[str, RolePlan]
 
+    @cached_property
+    def usual(self) -> PlanResult | str | None:
+        """The plan of the configuration's own placement and layouts, or why there is none; None if it leaves them to the planner."""
+        if self.config.placement.strategy == AUTO:
+            return None
+        try:
+            return evaluate(self, "config")
+        except ValueError as error:
+            return str(error)
+
 
 def read_run(path: str | None, overrides: Sequence[str]) -> PlanRequest:
     """Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one line each."""
@@ -141,8 +152,8 @@ def plan(request: PlanRequest) -> PlanResult:
         return evaluate(request, settings.fixed)
     machine, times = machine_of(config.cluster)  # type: ignore[attr-defined]
     search = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
-    own = configured(request)
-    accepted = own if isinstance(own, PlanResult) and own.refusal is None and own.warning is None else None
+    usual = request.usual
+    accepted = usual if isinstance(usual, PlanResult) and usual.refusal is None and usual.warning is None else None
     try:
         planned = checked_plan(config, request.calls, request.described, step_of(request, machine), machine, times, **search)
     except ValueError:
@@ -152,18 +163,8 @@ def plan(request: PlanRequest) -> PlanResult:
     if accepted is None or accepted.seconds >= planned.seconds:
         return planned
     bound = min(planned.search.lower_bound, accepted.seconds)
-    found = replace(planned.search, plan=accepted.search.plan, seconds=accepted.seconds, lower_bound=bound)
-    return replace(accepted, search=found)
-
-
-def configured(request: PlanRequest) -> PlanResult | str | None:
-    """The plan of the configuration's own placement and layouts, or why there is none; None if it leaves them to the planner."""
-    if request.config.placement.strategy == AUTO:
-        return None
-    try:
-        return evaluate(request, "config")
-    except ValueError as error:
-        return str(error)
+    search_result = replace(planned.search, plan=accepted.search.plan, seconds=accepted.seconds, lower_bound=bound)
+    return replace(accepted, search=search_result)
 
 
 def step_of(request: PlanRequest, machine: Machine) -> StepFacts:
@@ -246,11 +247,11 @@ def summary_of(request: PlanRequest, planned: PlanResult) -> PlanSummary:
     """What the plan comes to, beside the configuration's own placement and layouts."""
     config = request.config
     machine, _ = machine_of(config.cluster)  # type: ignore[attr-defined]
-    own = configured(request) if config.plan.fixed is None else None
+    usual = request.usual if config.plan.fixed is None else None
     rows, steps = max(call.work.rows for call in request.calls), config.run.steps
     tokens = rows * (request.work.prompt + sum(request.work.responses) / len(request.work.responses))
     cluster = config.cluster.text(machine)  # type: ignore[attr-defined]
-    return PlanSummary(planned, machine, cluster, tokens, None if steps == UNKNOWN_STEPS else steps, own)
+    return PlanSummary(planned, machine, cluster, tokens, None if steps == UNKNOWN_STEPS else steps, usual)
 
 
 def table(planned: PlanResult) -> str:

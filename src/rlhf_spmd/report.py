@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"out={outs[-1]}: --serve writes nothing; leave one of the two out")
         if len(runs) > 1 and not outs and not given.serve:
             raise ValueError(f"{len(runs)} directories and no out=FILE; give out=FILE for a page of several")
-        found = [run for folder in runs for run in runs_in(folder)]
+        directories = [run for folder in runs for run in runs_in(folder)]
         if given.serve:
-            return serve(found, given.port)
-        page = render([read_run(run) for run in found])
+            return serve(directories, given.port)
+        page = render([read_run(run) for run in directories])
         path = Path(outs[-1] if outs else Path(runs[0]) / REPORT_FILE)
         try:
             atomic_write_text(path, page)
@@ -68,12 +68,12 @@ def runs_in(directory: str | Path) -> list[str]:
     marks = CONFIG_FILE, METRICS_FILE, EXIT_STATUS_FILE
     if not (folder := Path(directory)).is_dir():
         raise ValueError(f"run directory {folder} does not exist; give the run.dir of a run")
-    found = list[str]()
+    runs = list[str]()
     for depth in ("", "*/", "*/*/"):
         there = {file.parent for mark in marks for file in folder.glob(depth + mark) if file.is_file()}
-        found += sorted(str(run) for run in there if not any(run.is_relative_to(outer) for outer in found))
-    if found:
-        return found
+        runs += sorted(str(run) for run in there if not any(run.is_relative_to(outer) for outer in runs))
+    if runs:
+        return runs
     raise ValueError(
         f"{folder} is no run's directory: it has none of {', '.join(marks)}, nor have folders in it; give a run.dir"
     )

@@ -433,7 +433,7 @@ def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
         ("presence_penalty=.inf", r"sampling\.presence_penalty=inf"),
         ("logit_bias={5: 0, 3: 1e10}", r"sampling\.logit_bias=\{3: 10000000000.0\}: must be between -1000000000"),
         ("logit_bias={300: 1}", r"sampling\.logit_bias: token id 300 must lie in 0 \.\. 199"),
-        ("stop_token_ids=[-1]", r"sampling\.stop_token_ids: token id -1"),
+        ("stop_token_ids=[-1]", r"sampling\.stop_token_ids\[0\]=-1: must be at least 0"),
         ("stop=['x</s>']", r"sampling\.stop: 'x</s>' contains the special token '</s>'.*its id 2 in sampling\.stop_token_ids"),
         ("stop=['']", "a stop string must not be empty"),
         ("logprobs=-1", r"sampling\.logprobs=-1"),

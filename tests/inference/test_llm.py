@@ -206,8 +206,8 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
             {"allowed_token_ids": []},
             "sampling_params.allowed_token_ids=[]: it must leave a token to draw; leave it out for all",
         ),
-        ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids: token id -1 must be at least 0"),
-        ({"logit_bias": {-1: 2.0}}, "sampling_params.logit_bias: token id -1 must be at least 0"),
+        ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids[0]=-1: must be at least 0"),
+        ({"logit_bias": {-1: 2.0}}, "sampling_params.logit_bias.-1=-1: must be at least 0"),
     ],
 )
 def test_parameters_are_checked_where_they_are_made(params: dict[str, Any], message: str) -> None:

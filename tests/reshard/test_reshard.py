@@ -34,7 +34,7 @@ from rlhf_spmd.reshard import METHODS, choose_method, missing_elements
 from rlhf_spmd.reshard.bucketing import Message, TransferContext, TransferStep, plan_bucket
 from rlhf_spmd.reshard.plan import ParamSlice
 from rlhf_spmd.reshard.reshard_methods import single_slice
-from rlhf_spmd.reshard.transfer import IN_FLIGHT, Transfer
+from rlhf_spmd.reshard.transfer import IN_FLIGHT, BackgroundTask, Transfer
 from tiers import pairwise, tiers
 
 
@@ -224,3 +224,17 @@ def test_messages_under_way_are_bounded() -> None:
     assert sum(flat.numel() for flat in sent) == IN_FLIGHT
     transfer.wait()
     assert sum(flat.numel() for flat in sent) == weight.numel()
+
+
+def test_a_task_ends_whose_handler_raises_and_its_thread_takes_another() -> None:
+    """As where memory has run out."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    task = BackgroundTask(fail, "first", fail)
+    assert task._ended.wait(10)
+    with pytest.raises(MemoryError):
+        task.wait()
+    following = BackgroundTask(lambda: None, "second")
+    assert following._ended.wait(10)

@@ -176,7 +176,7 @@ def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ())
     run_lock.check_still_held(run_dir)
     root = checkpoints_of(run_dir)
     root.mkdir(parents=True, exist_ok=True)
-    good = {found.path for found in committed(run_dir) if found not in damaged}
+    good = {checkpoint.path for checkpoint in committed(run_dir) if checkpoint not in damaged}
     for path in list(root.iterdir()):
         superseded = path.name.endswith(".old") and path.with_suffix("") in good
         if path.name.endswith(".tmp") or (_NAME.fullmatch(path.name) and superseded):
@@ -218,7 +218,7 @@ def commit(run_dir: Path, manifest: Manifest, keep: int | None, damaged: Collect
     if old.exists():
         _remove(old)
     best = manifest.state.get("best") or {}
-    good = [found for found in committed(run_dir) if found not in damaged]
+    good = [checkpoint for checkpoint in committed(run_dir) if checkpoint not in damaged]
     for expired in [] if keep is None else good[max(keep, 1) :]:
         if expired.step != best.get("step"):
             _remove(expired.path)

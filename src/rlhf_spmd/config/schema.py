@@ -162,6 +162,8 @@ def _violations(annotation: Any, value: Any, key: str) -> Iterator[str]:
         yield f"{key}={value!r} is not known{nearest(str(value), list(map(str, inner))) or ';'} allowed: {_listed(inner)}{null}"
     elif origin in (list, dict):
         for at, each in value.items() if origin is dict else enumerate(value):
+            if origin is dict:
+                yield from _violations(inner[0], at, f"{key}.{at}")
             yield from _violations(inner[-1], each, f"{key}.{at}" if origin is dict else f"{key}[{at}]")
 
 
@@ -319,8 +321,8 @@ def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[st
     renamed = [_dotted(where, newer)] if newer in allowed else []
     meant = next(filter(None, [renamed, below, longer[:1], here, same_name, elsewhere[:1]]), [])
     hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
-    given = [*(name for name, _ in leaves(value, _dotted(where, key))), *([] if where or same_name else [key])]
-    foreign = None if renamed else foreign_hint(given, by_end=not (same_name or below) and not isinstance(value, Mapping))
+    names = [*(name for name, _ in leaves(value, _dotted(where, key))), *([] if where or same_name else [key])]
+    foreign = None if renamed else foreign_hint(names, by_end=not (same_name or below) and not isinstance(value, Mapping))
     if foreign:
         return f"unknown key {foreign}"
     return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"

@@ -56,15 +56,15 @@ def trainer_of(trl: ForeignSettings) -> tuple[str, str]:
     asked, names = trl.get("trainer"), ", ".join(TRAINERS)
     if asked is not None and asked not in TRAINERS:
         raise ConfigError(f"trainer={asked}: of TRL's trainers {names} can be converted")
-    found = [(name, mark) for name, marks in MARKS.items() for mark in marks if mark in trl.given]
-    if not found and asked is None:
+    settings = [(name, mark) for name, marks in MARKS.items() for mark in marks if mark in trl.given]
+    if not settings and asked is None:
         raise ConfigError(f"no key tells which of TRL's trainers this is for: say trainer=dpo, or another of {names}")
-    return (asked, "") if asked is not None else found[0]
+    return (asked, "") if asked is not None else settings[0]
 
 
 def trl_settings(trl: ForeignSettings, trainer: str) -> Parts:
     """Return our settings for those of TRL that are not copied. Raises ConfigError, one line, for a loss or sizes that are not here."""
-    found: dict[str, Any] = {"algorithm.name": TRAINERS[trainer]}
+    settings: dict[str, Any] = {"algorithm.name": TRAINERS[trainer]}
     left: dict[str, str] = {}
     samples = trainer in ("grpo", "rloo")
     parts = [_sizes(trl, samples, 8 if trainer == "grpo" else 2), _data(trl, trainer), _model(trl, trainer)]
@@ -73,8 +73,8 @@ def trl_settings(trl: ForeignSettings, trainer: str) -> Parts:
     )
     parts += [_rewards(trl)] if samples else []
     for more, without in parts:
-        found, left = {**found, **more}, {**left, **without}
-    return found, left
+        settings, left = {**settings, **more}, {**left, **without}
+    return settings, left
 
 
 def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
@@ -84,7 +84,7 @@ def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
         left["num_processes"] = "so 1 is taken: TRL's batch sizes are of one process; add num_processes=8 for 8"
     rows = trl["per_device_train_batch_size"] * trl.get("num_processes", 1)
     batch = step = rows * trl["gradient_accumulation_steps"]
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     updates = 1
     if samples:
         n = trl.get("num_generations", usual_n)
@@ -97,118 +97,118 @@ def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
                 f"must be a multiple of num_generations={n}, whose responses stay together here, and divide the {batch} of a batch"
             )
         updates = batch // step * trl.get("num_iterations", 1)
-        found |= {
+        settings |= {
             "sampling.n": n,
             "algorithm.ppo_mini_batch_size": step // n,
             "algorithm.ppo_epochs": trl.get("num_iterations", 1),
         }
         batch //= n
-    found["data.train_batch_size"] = batch
+    settings["data.train_batch_size"] = batch
     if (most := trl["max_steps"]) > 0:
-        found["run.steps"] = math.ceil(most / updates)
+        settings["run.steps"] = math.ceil(most / updates)
     else:
-        found |= {"data.epochs": trl["num_train_epochs"], "run.steps": None}
+        settings |= {"data.epochs": trl["num_train_epochs"], "run.steps": None}
     for kind, ours, usual in (("save", "run.save_freq", 500), ("eval", "run.test_freq", trl.given.get("logging_steps", 10))):
         strategy = (
             trl.get("evaluation_strategy") if kind == "eval" and "evaluation_strategy" in trl else trl[f"{kind}_strategy"]
         )
-        found[ours] = 0
+        settings[ours] = 0
         if strategy == "steps":
             every = trl.get(f"{kind}_steps") or usual
             if every < 1:
                 left[f"{kind}_steps"] = f"{every} is a share of the run; here {ours} is a number of steps"
             else:
-                found[ours] = math.ceil(every / updates)
+                settings[ours] = math.ceil(every / updates)
         elif strategy not in ("no", False):
             left[f"{kind}_strategy"] = f"{strategy}; here {ours} is a number of steps"
-    found["run.keep_checkpoints"] = checkpoint_limit("save_total_limit", trl["save_total_limit"], left)
-    return found, left
+    settings["run.keep_checkpoints"] = checkpoint_limit("save_total_limit", trl["save_total_limit"], left)
+    return settings, left
 
 
 def _data(trl: ForeignSettings, trainer: str) -> Parts:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     left: dict[str, str] = {}
     if mixed := trl.get("datasets"):
         trl.get("dataset_name")  # which TRL does not read either
-        if not isinstance(mixed, list) or not all(isinstance(one, dict) and "path" in one for one in mixed):
+        if not isinstance(mixed, list) or not all(isinstance(dataset, dict) and "path" in dataset for dataset in mixed):
             raise ConfigError(f"datasets={mixed} must be a list of mappings, each with a path")
-        paths = [one["path"] for one in mixed]
-        found["data.path"] = paths if len(paths) > 1 else paths[0]
+        paths = [dataset["path"] for dataset in mixed]
+        settings["data.path"] = paths if len(paths) > 1 else paths[0]
         for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
-            values = list({str(one[theirs]) for one in mixed if one.get(theirs) is not None})
-            if len(values) == 1 and all(theirs in one for one in mixed):
-                found[ours] = values[0]
+            values = list({str(dataset[theirs]) for dataset in mixed if dataset.get(theirs) is not None})
+            if len(values) == 1 and all(theirs in dataset for dataset in mixed):
+                settings[ours] = values[0]
             elif values:
                 left[f"datasets.{theirs}"] = (
                     f"{', '.join(sorted(values))}: all paths of {ours.partition('.')[0]}.path share {ours}"
                 )
-        for key in sorted({key for one in mixed for key in one} - {"path", "name", "split"}):
+        for key in sorted({key for dataset in mixed for key in dataset} - {"path", "name", "split"}):
             left[f"datasets.{key}"] = "write such rows into a file; data.path takes weights, as a mapping"
     if trl.get("evaluation_strategy", trl["eval_strategy"]) not in ("no", False):
-        found["data.val_path"] = found.get("data.path", trl.given.get("dataset_name"))
-        found["data.val_split"] = trl.get("dataset_test_split", "test")
+        settings["data.val_path"] = settings.get("data.path", trl.given.get("dataset_name"))
+        settings["data.val_split"] = trl.get("dataset_test_split", "test")
     if trainer in ("grpo", "rloo"):
         longest = trl.get("vllm_max_model_length")
         if longest is not None:
-            found["data.max_prompt_length"] = longest - trl.given.get("max_completion_length", 512)
+            settings["data.max_prompt_length"] = longest - trl.given.get("max_completion_length", 512)
         elif "max_prompt_length" not in trl:
             left["max_prompt_length"] = "so longer prompts than data.max_prompt_length=512 are dropped, and counted"
-        return found, left
+        return settings, left
     limit = trl.get("max_length")
-    found["data.max_length"] = NO_LIMIT if limit is None else limit
+    settings["data.max_length"] = NO_LIMIT if limit is None else limit
     if trainer == "sft":
         sides, mode = {"keep_start": "right", "keep_end": "left"}, trl.get("truncation_mode", "keep_start")
         if mode not in sides:
             raise ConfigError(f"truncation_mode={mode} must be {' or '.join(sides)}")
         side = sides[mode]
-        found |= {"data.filter_overlong": False, "data.truncation": side}
+        settings |= {"data.filter_overlong": False, "data.truncation": side}
     elif trainer != "reward":
         left["truncation_mode"] = "longer rows than data.max_length are dropped, and counted"
-    return found, left
+    return settings, left
 
 
 def _model(trl: ForeignSettings, trainer: str) -> Parts:
     """Return dtype, memory, optimizer and adapters of the trained role."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     left: dict[str, str] = {}
     actor = "models.actor."
     wanted = trl.get("dtype", trl.get("torch_dtype", "auto"))
     if trl.get("bf16") or trl.get("fp16") or wanted == "bfloat16":
-        found[f"{actor}dtype"] = "bfloat16"
+        settings[f"{actor}dtype"] = "bfloat16"
     elif "bf16" in trl.given or wanted == "float32":
-        found[f"{actor}dtype"] = "float32"
+        settings[f"{actor}dtype"] = "float32"
     if trl.get("fp16") or wanted == "float16":
         left["fp16"] = "bfloat16 is taken; there is no loss scaling"
     if "gradient_checkpointing" in trl.given:
-        found[f"{actor}activation_checkpointing"] = "full" if trl["gradient_checkpointing"] else "none"
-    found[f"{actor}optim.lr"] = trl.get("learning_rate", RATES.get(trainer, 1e-6))
+        settings[f"{actor}activation_checkpointing"] = "full" if trl["gradient_checkpointing"] else "none"
+    settings[f"{actor}optim.lr"] = trl.get("learning_rate", RATES.get(trainer, 1e-6))
     optimizer, schedule = str(trl.get("optim", ADAMW[0])), str(trl["lr_scheduler_type"])
     if optimizer in OPTIMIZERS:
-        found[f"{actor}optim.name"] = OPTIMIZERS[optimizer]
+        settings[f"{actor}optim.name"] = OPTIMIZERS[optimizer]
     elif optimizer not in ADAMW:
         left["optim"] = f"there is no {optimizer}; adamw takes its place"
-    found[f"{actor}optim.lr_scheduler_type"] = SCHEDULES.get(schedule, "cosine" if "cosine" in schedule else "linear")
+    settings[f"{actor}optim.lr_scheduler_type"] = SCHEDULES.get(schedule, "cosine" if "cosine" in schedule else "linear")
     rest = trl.get("lr_scheduler_kwargs.min_lr_rate")
     if rest is not None:
-        found[f"{actor}optim.min_lr_ratio"] = rest
+        settings[f"{actor}optim.min_lr_ratio"] = rest
     if schedule not in SCHEDULES and not (schedule == "cosine_with_min_lr" and rest is not None):
-        taken = found[f"{actor}optim.lr_scheduler_type"]
-        left["lr_scheduler_type"] = f"there is no {schedule}; {taken} takes its place"
+        schedule_here = settings[f"{actor}optim.lr_scheduler_type"]
+        left["lr_scheduler_type"] = f"there is no {schedule}; {schedule_here} takes its place"
     if (warmup := trl.get("warmup_steps", 0)) > 0:
-        found[f"{actor}optim.lr_warmup_steps{'_ratio' if warmup < 1 else ''}"] = warmup
+        settings[f"{actor}optim.lr_warmup_steps{'_ratio' if warmup < 1 else ''}"] = warmup
     if {"adam_beta1", "adam_beta2"} & trl.given.keys():
-        found[f"{actor}optim.betas"] = [trl.get("adam_beta1", 0.9), trl.get("adam_beta2", 0.999)]
+        settings[f"{actor}optim.betas"] = [trl.get("adam_beta1", 0.9), trl.get("adam_beta2", 0.999)]
     if trl.get("use_peft"):
-        found |= {
+        settings |= {
             f"{actor}lora.{ours}": trl[f"lora_{name}"] for name, ours in (("r", "rank"), ("alpha",) * 2, ("dropout",) * 2)
         }
         if (targets := trl.get("lora_target_modules")) is None:
             left["lora_target_modules"] = "so all-linear is taken; PEFT's choice depends on the model"
         else:
-            found[f"{actor}lora.target_modules"] = targets[0] if targets == ["all-linear"] else targets
+            settings[f"{actor}lora.target_modules"] = targets[0] if targets == ["all-linear"] else targets
         if bits := 4 if trl.get("load_in_4bit") else 8 if trl.get("load_in_8bit") else None:
-            found[f"{actor}lora.bits"] = bits
-    return found, left
+            settings[f"{actor}lora.bits"] = bits
+    return settings, left
 
 
 def _grpo(trl: ForeignSettings) -> Parts:
@@ -220,7 +220,7 @@ def _grpo(trl: ForeignSettings) -> Parts:
         if kind != "grpo":
             left["loss_type"] = f"{kind}; with ratios of whole responses the loss is their mean"
         agg, mode = "seq-mean-token-mean", "gspo"
-    found: dict[str, Any] = {"algorithm.loss_agg_mode": agg, "algorithm.loss_mode": mode}
+    settings: dict[str, Any] = {"algorithm.loss_agg_mode": agg, "algorithm.loss_mode": mode}
     low = trl.get("epsilon", 0.2)
     high = trl.get("epsilon_high", low) if trl.get("epsilon_high") is not None else low
     if mode == "cispo":
@@ -228,27 +228,27 @@ def _grpo(trl: ForeignSettings) -> Parts:
             raise ConfigError(f"epsilon_high={high}: with loss_type=cispo it is the largest ratio, so it must be above 1")
         low, high = 1.0, high - 1
     if mode != "sapo":
-        found |= {"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": high}
+        settings |= {"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": high}
     if mode == "vanilla":
-        found["algorithm.clip_ratio_c"] = trl.get("delta") or NO_BOUND
+        settings["algorithm.clip_ratio_c"] = trl.get("delta") or NO_BOUND
     beta = trl.get("beta", 0.0)
-    found |= {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": beta} if beta else {"algorithm.use_kl_loss": False}
+    settings |= {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": beta} if beta else {"algorithm.use_kl_loss": False}
     scale = trl.get("scale_rewards", "group")
     if scale not in (True, False, "group", "batch", "none"):
         raise ConfigError(f"scale_rewards={scale} must be group, batch or none")
     if scale == "batch":
         left["scale_rewards"] = "batch; advantages are divided by the standard deviation of their group"
-    found["algorithm.norm_adv_by_std_in_grpo"] = scale not in (False, "none")
-    return found, left
+    settings["algorithm.norm_adv_by_std_in_grpo"] = scale not in (False, "none")
+    return settings, left
 
 
 def _rloo(trl: ForeignSettings) -> Parts:
     low, beta = trl.get("epsilon", 0.2), trl.get("beta", 0.05)
-    found: dict[str, Any] = {"algorithm.loss_agg_mode": "seq-mean-token-sum", "algorithm.clip_ratio_low": low}
-    found |= {"algorithm.clip_ratio_high": trl.get("epsilon_high") or low, "algorithm.clip_ratio_c": NO_BOUND}
-    found |= {"algorithm.use_kl_in_reward": bool(beta)} | ({"algorithm.kl_ctrl.kl_coef": beta} if beta else {})
+    settings: dict[str, Any] = {"algorithm.loss_agg_mode": "seq-mean-token-sum", "algorithm.clip_ratio_low": low}
+    settings |= {"algorithm.clip_ratio_high": trl.get("epsilon_high") or low, "algorithm.clip_ratio_c": NO_BOUND}
+    settings |= {"algorithm.use_kl_in_reward": bool(beta)} | ({"algorithm.kl_ctrl.kl_coef": beta} if beta else {})
     late = trl.given.get("num_iterations", 1) > 1 or "steps_per_generation" in trl.given or "generation_batch_size" in trl.given
-    return found, {"epsilon": "bounds the ratio of each token here, of the whole response there"} if late else {}
+    return settings, {"epsilon": "bounds the ratio of each token here, of the whole response there"} if late else {}
 
 
 def _dpo(trl: ForeignSettings) -> Parts:
@@ -259,13 +259,13 @@ def _dpo(trl: ForeignSettings) -> Parts:
     if (divergence := trl.get("f_divergence_type", "reverse_kl")) != "reverse_kl":
         raise ConfigError(f"f_divergence_type={divergence}: here it is reverse_kl")
     ours, per_token = DPO_LOSSES[kind]
-    found: dict[str, Any] = {"algorithm.loss_type": ours, "algorithm.beta": trl.get("beta", 0.1)}
-    found["algorithm.length_normalized"] = per_token
+    settings: dict[str, Any] = {"algorithm.loss_type": ours, "algorithm.beta": trl.get("beta", 0.1)}
+    settings["algorithm.length_normalized"] = per_token
     if kind == "robust":
-        found["algorithm.label_smoothing"] = trl.get("label_smoothing", 0.0)
-        return found, {}
+        settings["algorithm.label_smoothing"] = trl.get("label_smoothing", 0.0)
+        return settings, {}
     unread = trl.get("label_smoothing")
-    return found, {
+    return settings, {
         "label_smoothing": f"TRL does not read it with loss_type={kind}; here it is conservative DPO's"
     } if unread else {}
 
@@ -297,10 +297,10 @@ def _rewards(trl: ForeignSettings) -> Parts:
         return {}, {"reward_funcs": "so there is no reward: give rewards.<name>.function for each that the script passes"}
     if weights and len(weights) != count:
         raise ConfigError(f"reward_weights={weights}: there are {count} rewards, the reward model first")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if model is not None:
-        found["reward.model"] = model
-        found |= {"reward.model_weight": weights.pop(0)} if weights else {}
+        settings["reward.model"] = model
+        settings |= {"reward.model_weight": weights.pop(0)} if weights else {}
     for number, name in enumerate(names):
         module, _, function = name.rpartition(".")
         known: Mapping[str, Any] = REWARDS.get(name, {"function": f"{module}:{function}"})
@@ -310,9 +310,9 @@ def _rewards(trl: ForeignSettings) -> Parts:
                 f"reward_funcs: {name!r} is none of {', '.join(REWARDS)}, and no dotted name of a function; a model goes under "
                 "reward_model_name_or_path"
             )
-        own = function if f"rewards.{function}.function" not in found else f"{function}_{number}"
-        found |= {f"rewards.{own}.{key}": value for key, value in known.items()}
-        found |= {f"rewards.{own}.weight": weights[number]} if weights else {}
+        label = function if f"rewards.{function}.function" not in settings else f"{function}_{number}"
+        settings |= {f"rewards.{label}.{key}": value for key, value in known.items()}
+        settings |= {f"rewards.{label}.weight": weights[number]} if weights else {}
         if known["function"] == "math":
-            found["data.answer_key"] = "solution"
-    return found, {}
+            settings["data.answer_key"] = "solution"
+    return settings, {}

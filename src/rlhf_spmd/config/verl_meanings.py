@@ -37,9 +37,9 @@ def teacher_of(verl: Mapping[str, Any]) -> str | None:
     """
     if not verl.get("distillation.enabled"):
         return None
-    given = {key: verl[key] for key in verl if re.fullmatch(r"distillation\.teacher_models\.\w+\.model_path", key)}
-    if len(given) != 1:
-        raise ConfigError(f"distillation.teacher_models: there are {len(given)}; here is one teacher, models.teacher.path")
+    teachers = {key: verl[key] for key in verl if re.fullmatch(r"distillation\.teacher_models\.\w+\.model_path", key)}
+    if len(teachers) != 1:
+        raise ConfigError(f"distillation.teacher_models: there are {len(teachers)}; here is one teacher, models.teacher.path")
     mode, by_gradient = verl.get(LOSS + "loss_mode", "k3"), bool(verl.get(LOSS + "use_policy_gradient"))
     if mode != "k1" or not by_gradient:
         raise ConfigError(
@@ -48,7 +48,7 @@ def teacher_of(verl: Mapping[str, Any]) -> str | None:
         )
     if verl.get(LOSS + "use_task_rewards", True):
         raise ConfigError(f"{LOSS}use_task_rewards=true: here a student learns from its teacher alone")
-    return str(*given.values())
+    return str(*teachers.values())
 
 
 def replay_of(verl: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

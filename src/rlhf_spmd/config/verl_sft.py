@@ -17,8 +17,8 @@ from rlhf_spmd.config.verl_meanings import optimizer_of, our_name, ranks_of_expe
 @cache
 def sft_names() -> dict[str, Any]:
     """Return the tables of ``verl_sft.yaml``, as the file explains them."""
-    found: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return found
+    settings: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return settings
 
 
 def is_sft(given: Mapping[str, Any]) -> bool:
@@ -47,38 +47,42 @@ def why_left(key: str, ours: str | None) -> str:
 
 def sft_settings(verl: ForeignSettings) -> tuple[dict[str, Any], dict[str, str]]:
     """Return this project's settings by dotted key, and the reason for some of verl's keys that are not carried over."""
-    found: dict[str, Any] = {"algorithm.name": "sft", "data.filter_overlong": False, "data.truncation": verl["data.truncation"]}
+    settings: dict[str, Any] = {
+        "algorithm.name": "sft",
+        "data.filter_overlong": False,
+        "data.truncation": verl["data.truncation"],
+    }
     lora, names = bool(verl.get("model.lora_rank", 0)), sft_names()["lora"]
     for key, value in verl.items():
         ours = sft_name(key)
         if ours is not None and _is_set(key, value) and (lora or key not in names):
-            found[ours] = value
+            settings[ours] = value
     optimizer, left = optimizer_of(verl, "optim", "actor")
-    found |= optimizer | ranks_of_experts(verl, found)
+    settings |= optimizer | ranks_of_experts(verl, settings)
     if verl.get("optim.min_lr"):
-        found["models.actor.optim.min_lr_ratio"] = verl["optim.min_lr"] / verl["optim.lr"]
+        settings["models.actor.optim.min_lr_ratio"] = verl["optim.min_lr"] / verl["optim.lr"]
     for key in ("run.save_freq", "run.test_freq"):
-        if isinstance(found[key], str):
-            left[f"trainer.{key[4:]}"] = f"{found[key]!r}; here it is a number of steps"
-        found[key] = 0 if isinstance(found[key], str) else max(0, found[key])
-    found["run.keep_checkpoints"] = checkpoint_limit("trainer.max_ckpt_to_keep", verl["trainer.max_ckpt_to_keep"], left)
+        if isinstance(settings[key], str):
+            left[f"trainer.{key[4:]}"] = f"{settings[key]!r}; here it is a number of steps"
+        settings[key] = 0 if isinstance(settings[key], str) else max(0, settings[key])
+    settings["run.keep_checkpoints"] = checkpoint_limit("trainer.max_ckpt_to_keep", verl["trainer.max_ckpt_to_keep"], left)
     if verl.get("model.enable_gradient_checkpointing", True):
-        found["models.actor.activation_checkpointing"] = "full"
+        settings["models.actor.activation_checkpointing"] = "full"
     if not any(key.startswith("engine.") and "parallel" in key and "sequence" not in key for key in verl):
-        found["models.actor.layout.zero"] = 3
+        settings["models.actor.layout.zero"] = 3
     messages = verl.get("data.multiturn.messages_key", verl.get("data.messages_key"))
     if verl.get("data.multiturn.enable") or messages:
-        found["data.prompt_key"] = messages or "messages"
-        return found, left
-    found["data.apply_chat_template"] = True  # verl makes a user's message of the prompt
+        settings["data.prompt_key"] = messages or "messages"
+        return settings, left
+    settings["data.apply_chat_template"] = True  # verl makes a user's message of the prompt
     for side in ("prompt", "response"):
         inner = verl.get(f"data.{side}_dict_keys") or []
         if not isinstance(inner, list) or not all(isinstance(key, str) for key in inner):
             raise ConfigError(f"data.{side}_dict_keys={inner} must be a list of names")
         if len(inner) > 1:
             left[f"data.{side}_dict_keys"] = f"one column is taken, {inner[0]}, and not {', '.join(inner[1:])}"
-        found[f"data.{side}_key"] = ".".join([verl[f"data.{side}_key"], *inner[:1]])
-    return found, left
+        settings[f"data.{side}_key"] = ".".join([verl[f"data.{side}_key"], *inner[:1]])
+    return settings, left
 
 
 def _is_set(key: str, value: Any) -> bool:

@@ -183,10 +183,10 @@ class SamplingConfig:
     repetition_penalty: Annotated[float, Range(least=1 / MAX_FACTOR, most=MAX_FACTOR)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: list[int] | None = None
-    forbidden_token_ids: list[int] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
+    logit_bias: dict[NonNegativeInt, float] = field(default_factory=dict)
+    allowed_token_ids: list[NonNegativeInt] | None = None
+    forbidden_token_ids: list[NonNegativeInt] = field(default_factory=list)
+    stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     logprobs: Annotated[int, Range(least=0, most=MAX_LOGPROBS)] = 0
@@ -229,9 +229,6 @@ class SamplingConfig:
                 f"{where}.min_response_length={self.min_response_length}: must be at least 0 and at most "
                 f"{where}.max_response_length={self.max_response_length}"
             )
-        for key in ("logit_bias", "allowed_token_ids", "forbidden_token_ids", "stop_token_ids"):
-            if negative := [token for token in getattr(self, key) or () if token < 0]:
-                raise ValueError(f"{where}.{key}: token id {negative[0]} must be at least 0")
         if self.allowed_token_ids == []:
             raise ValueError(f"{where}.allowed_token_ids=[]: it must leave a token to draw; leave it out for all")
         for token, shift in self.logit_bias.items():

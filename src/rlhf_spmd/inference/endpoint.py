@@ -198,9 +198,9 @@ class Endpoint:
 
     async def _answer(self, chat: bool, request: Request) -> Response:
         """Answer a completion or chat request. Raises ValueError, or ClientDisconnect if the client goes away."""
-        loop, service, most = asyncio.get_running_loop(), self.service, self.access.max_queued_requests
-        if len(service.replies) - len(service.running) >= most:
-            raise Refusal(429, f"max_queued_requests={most} requests wait already; ask again later")
+        loop, service, limit = asyncio.get_running_loop(), self.service, self.access.max_queued_requests
+        if len(service.replies) - len(service.running) >= limit:
+            raise Refusal(429, f"max_queued_requests={limit} requests wait already; ask again later")
         parts: asyncio.Queue[Part] = asyncio.Queue()
         number = next(self.numbers)
         service.replies[number] = lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)

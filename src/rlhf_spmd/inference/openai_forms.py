@@ -89,9 +89,9 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
     ``longest``: tokens of a prompt and its response.
     """
     for key, value in body.items():
-        most = {"prompt": sys.maxsize, "messages": longest, "stop": MOST_STOPS}.get(key, vocab_size)
-        if isinstance(value, list | dict) and len(value) > most:
-            raise ValueError(f"{key} has {len(value)} entries, and may have {most}")
+        limit = {"prompt": sys.maxsize, "messages": longest, "stop": MOST_STOPS}.get(key, vocab_size)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"{key} has {len(value)} entries, and may have {limit}")
     stop = body.get("stop")
     if (
         length := sum(len(each) for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str))

@@ -324,9 +324,9 @@ class Board:
 
     def _look(self, watch: Watch) -> Finding | None:
         beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
-        own = [(entry.seq, entry.chain) for entry in self._recent(HISTORY)]
+        calls = [(entry.seq, entry.chain) for entry in self._recent(HISTORY)]
         suspect = self._suspect or self._own.store.check(["board/suspect"])
-        return watch.judge(time.monotonic(), beats, own, suspect, self._call_text)
+        return watch.judge(time.monotonic(), beats, calls, suspect, self._call_text)
 
     def _beats_of(self, ranks: Iterable[int]) -> list[Heartbeat]:
         """Returns the heartbeats of the ranks that have started."""

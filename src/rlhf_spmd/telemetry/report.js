@@ -231,9 +231,9 @@ function curves() {
   const same = (one, other) => RUNS.every(({metrics}) => String(metrics[one]) === String(metrics[other]));
   const once = (names) => names.filter((name) => name !== "actor/pg_loss" || !same(name, "actor/loss"));  // nothing is added to it
   const first = MAIN.flatMap(([title, ...patterns]) => {
-    const found = once(matching(patterns));
-    if (title === VALIDATION) return found.map((name) => [`${title} ${name.slice(4)}`, [name]]);
-    return found.length ? [[title, found]] : [];
+    const names = once(matching(patterns));
+    if (title === VALIDATION) return names.map((name) => [`${title} ${name.slice(4)}`, [name]]);
+    return names.length ? [[title, names]] : [];
   });
   const taken = new Set(first.flatMap(([, names]) => names)), groups = {};  // groups: by source, then by title
   for (const name of once(NAMES).filter((name) => !taken.has(name))) {

@@ -134,8 +134,8 @@ def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, li
         for n in group:
             entries[n]["group"] = number
     lines = [_mean_curves([runs[n] for n in group], [entries[n]["name"] for n in group]) for group in groups]
-    whole = json_value({"runs": entries, "groups": lines, "colors": colors, "live": is_live})
-    text = json.dumps(whole, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = json_value({"runs": entries, "groups": lines, "colors": colors, "live": is_live})
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
 
 
@@ -266,9 +266,9 @@ def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, A
         for rows_of_kind in columns.values():
             rows_of_kind.append({"step": step})
         for key in keys:
-            found = [value for row in rows if (value := finite_number(row.get(key))) is not None]
-            for kind, pick in (("mean", mean), ("low", min), ("high", max)) if found else ():
-                columns[kind][-1][key] = pick(found)
+            values = [value for row in rows if (value := finite_number(row.get(key))) is not None]
+            for kind, pick in (("mean", mean), ("low", min), ("high", max)) if values else ():
+                columns[kind][-1][key] = pick(values)
     drawn = {kind: _curves(RunRecord(Path(), rows, {}, None)) for kind, rows in columns.items()}
     ends = {kind: drawn[kind]["metrics"] for kind in ("low", "high")}
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
@@ -281,10 +281,12 @@ def _best(run: RunRecord) -> dict[str, Any] | None:
     metric."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
-    found = [(value, row["step"]) for row in run.metrics if row["step"] and (value := finite_number(row.get(name))) is not None]
-    if not found:
+    values = [
+        (value, row["step"]) for row in run.metrics if row["step"] and (value := finite_number(row.get(name))) is not None
+    ]
+    if not values:
         return None
-    value, step = (min if LOWEST.fullmatch(name) else max)(found, key=lambda one: one[0])
+    value, step = (min if LOWEST.fullmatch(name) else max)(values, key=lambda pair: pair[0])
     return {"name": name, "step": step, "value": _rounded(value)}
 
 

@@ -111,9 +111,9 @@ class Signals:
             stem = rule.keys[0].removeprefix("{role}")
             roles = [name.removesuffix(stem) for name in metrics if name.endswith(stem)] if stem != rule.keys[0] else [""]
             for role in roles:
-                found = [finite_number(metrics.get(key.format(role=role))) for key in rule.keys]
-                now = tuple(value for value in found if value is not None)
-                if len(now) == len(found) and self._completes(rule, role, now):
+                values = [finite_number(metrics.get(key.format(role=role))) for key in rule.keys]
+                now = tuple(value for value in values if value is not None)
+                if len(now) == len(values) and self._completes(rule, role, now):
                     texts.append(rule.text.format(*now, role=role, steps=rule.steps))
         return texts
 

@@ -28,16 +28,8 @@ from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.rollout_engine import build_generating
 
-COUNTED = (
-    "calls",
-    "failures",
-    "timeouts",
-    "clipped",
-    "unclosed",
-    "answered",
-    "no_answer",
-    "declined",
-)  # in what each run notes
+# in what each run notes
+COUNTED = ("calls", "failures", "timeouts", "clipped", "unclosed", "answered", "no_answer", "declined")
 
 
 class RewardWorker(ModelWorker):
@@ -256,22 +248,8 @@ class RewardWorker(ModelWorker):
                 + ", and failed in the others" * (declined < calls)
             )
         self.called = self.called or calls > 0
-        (
-            _,
-            failed,
-            late,
-            unclosed,
-            read,
-            unread,
-            _,
-            local_rows,
-            local_scored,
-            *clipped,
-            tokens,
-            prompt_tokens,
-            score,
-            squares,
-        ) = local
+        _, failed, late, unclosed, read, unread, _, local_rows, local_scored, *sizes = local
+        *clipped, tokens, prompt_tokens, score, squares = sizes
         found: dict[str, Any] = {"failures": [failed], "timeouts": [late], "unscored": [local_rows - local_scored]}
         found |= {"unclosed_reasoning": [unclosed]} if self.reward.strip_reasoning else {}
         found |= {"answered": [read], "no_answer": [unread]} if answered or no_answer else {}

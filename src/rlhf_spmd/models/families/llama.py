@@ -141,8 +141,8 @@ def exaone4(config: Mapping[str, Any], source: str) -> ModelSpec:
     """
     usual = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
     full = {**usual, **config}
-    given = full["sliding_window"] is None or full.get("layer_types")
-    windows = read_windows(full, source, 1 if given else read_size(full, source, "sliding_window_pattern"))
+    is_listed = full["sliding_window"] is None or full.get("layer_types")
+    windows = read_windows(full, source, 1 if is_listed else read_size(full, source, "sliding_window_pattern"))
     unrotated = () if full["sliding_window"] is None else tuple(i for i, window in enumerate(windows) if window is None)
     flags = {"qk_norm": True, "windows": windows, "unrotated": unrotated, "names": _NORMS_BEHIND}
     return standard_spec(full, source, **flags, hf_config=dict(config))
