@@ -52,7 +52,7 @@ from measure import (
     save,
     table,
 )
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, read_spec
 from rlhf_spmd.parallel.device_setup import choose_cpu_matmul

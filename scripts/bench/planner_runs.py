@@ -23,9 +23,9 @@ import torch
 from measure import environment, machine_facts, run_parts, run_program, save, table, texts_of
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.plan_summary import measured_seconds
+from rlhf_spmd.preflight.memory_estimate import measure, step_facts
+from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.training.job import trace
-from rlhf_spmd.training.memory_estimate import measure, step_facts
-from rlhf_spmd.training.prepare import prepare
 from train import WORK, Work, settings_of, write_inputs
 
 # Memory

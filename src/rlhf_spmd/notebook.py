@@ -21,12 +21,12 @@ from rlhf_spmd.config.written import MOST_DEPTH
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.device_setup import choose_matmul
 from rlhf_spmd.parallel.launch import Launch, read_launch
+from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.process.program import run_program
 from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir, json_value
 from rlhf_spmd.train import settings_of
 from rlhf_spmd.train import train as run_training
 from rlhf_spmd.training.notebook_source import importable_name, source_of
-from rlhf_spmd.training.prepare import prepare
 from rlhf_spmd.training.run_config import RunConfig
 
 GIVEN_DIR = "given"  # in the run's directory: files of what the configuration has as objects

@@ -34,19 +34,19 @@ from rlhf_spmd.planner.problem import Choice, simulate
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
+from rlhf_spmd.preflight import checks, plan_stand_ins
+from rlhf_spmd.preflight.checks import UNKNOWN_STEPS
+from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
+from rlhf_spmd.preflight.memory_estimate import StepFacts, copied_roles
+from rlhf_spmd.preflight.placing import place
+from rlhf_spmd.preflight.plan_profile import profile
+from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
+from rlhf_spmd.preflight.prepare import describe_run
+from rlhf_spmd.preflight.roles import RolePlan, generating
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
 from rlhf_spmd.train import keys as train_keys
-from rlhf_spmd.training import checks, plan_stand_ins
-from rlhf_spmd.training.checks import UNKNOWN_STEPS
 from rlhf_spmd.training.job import TrainJob, trace
-from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
-from rlhf_spmd.training.memory_estimate import StepFacts, copied_roles
-from rlhf_spmd.training.placing import place
-from rlhf_spmd.training.plan_profile import profile
-from rlhf_spmd.training.plan_roles import checked_plan, model_calls, placed_calls
-from rlhf_spmd.training.prepare import describe_run
-from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import ModelWorker
 

@@ -18,13 +18,13 @@ import torch
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.registry import find, located
 from rlhf_spmd.kernels import processor_kind
+from rlhf_spmd.preflight.prepare import prepare
+from rlhf_spmd.preflight.roles import build_models
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.input_digests import run_digests
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
 from rlhf_spmd.training.banner import describe, describe_roles
 from rlhf_spmd.training.job import TrainJob, build_context, build_data, run_script
-from rlhf_spmd.training.prepare import prepare
-from rlhf_spmd.training.roles import build_models
 from rlhf_spmd.training.run_config import run_dir_hint
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.training.trainer import Trainer, start_controller

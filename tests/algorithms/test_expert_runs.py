@@ -14,7 +14,7 @@ from expert_tasks import ARCHITECTURES, COMMON, GRPO, MODEL, config, train_grpo,
 from generate_runs import arguments, read_output, run_program_on_rank, write_rows
 from overrides import FP64, ONE_SCORER, layouts, micro_batches
 from ranks import run_ranks
-from rlhf_spmd.training.prepare import prepare
+from rlhf_spmd.preflight.prepare import prepare
 from tiers import tiers
 
 STEPS = 2

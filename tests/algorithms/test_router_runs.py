@@ -13,7 +13,7 @@ from algorithm_cases import CASES, assert_same_run
 from expert_tasks import ARCHITECTURES, GRPO, MODEL, train_grpo, write_model
 from overrides import PARTIAL, layouts, micro_batches
 from ranks import run_ranks
-from rlhf_spmd.training.prepare import prepare
+from rlhf_spmd.preflight.prepare import prepare
 from tiers import tiers
 
 STEPS = 2

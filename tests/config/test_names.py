@@ -18,9 +18,9 @@ from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.plan import SearchConfig
 from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.preflight.roles import describe_roles
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import read_config
-from rlhf_spmd.training.roles import describe_roles
 from rlhf_spmd.workers import ActorWorker, ReferenceWorker, RewardWorker, RoleConfig
 
 MINE = '''

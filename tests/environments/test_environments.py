@@ -478,8 +478,8 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.algorithms.values import clipped_value, gae_advantages
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
+    from rlhf_spmd.preflight.roles import build_models
     from rlhf_spmd.training.recorder import merge_values
-    from rlhf_spmd.training.roles import build_models
     from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 1, *overrides), 1)

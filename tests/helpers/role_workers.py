@@ -11,9 +11,9 @@ import tasks
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight.roles import build_models
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import prepare
-from rlhf_spmd.training.roles import build_models
 from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
 

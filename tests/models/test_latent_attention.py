@@ -19,8 +19,8 @@ from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.planner.costs import kv_bytes_per_token
 from rlhf_spmd.planner.shapes import call_settings, shape_of
-from rlhf_spmd.training.checks import exact_rollouts
-from rlhf_spmd.training.prepare import prepare
+from rlhf_spmd.preflight.checks import exact_rollouts
+from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.workers.flops import forward_flops
 from small_models import CONFIGS, make_model
 

@@ -28,10 +28,10 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.shapes import shape_of
+from rlhf_spmd.preflight.checks import exact_rollouts
+from rlhf_spmd.preflight.plan_roles import _may_capture
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.banner import _linear_attention
-from rlhf_spmd.training.checks import exact_rollouts
-from rlhf_spmd.training.plan_roles import _may_capture
 from small_models import CONFIGS, make_batch, make_model
 
 SHAPE = DeltaShape(2, 6, 5, 4, 4)

@@ -22,8 +22,8 @@ from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import build, choose_ops
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight.checks import exact_rollouts
 from rlhf_spmd.train import prepare
-from rlhf_spmd.training.checks import exact_rollouts
 from small_models import CONFIGS, make_model
 from tiers import tiers
 
@@ -126,7 +126,7 @@ def computes_log_probs(run_dir: Path) -> bool:
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("rlhf_spmd.training.checks.exact_rollouts", False), ("rlhf_spmd.train.processor_kind", 12345)],
+    [("rlhf_spmd.preflight.checks.exact_rollouts", False), ("rlhf_spmd.train.processor_kind", 12345)],
     ids=["inexact products", "other vectors"],
 )
 def test_unlike_hosts_take_no_log_probs_from_each_other(tmp_path: Path, name: str, value: object) -> None:

@@ -21,7 +21,7 @@ from rlhf_spmd.planner.planning import ProblemBuilder, layouts
 from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, sizes_of
 from rlhf_spmd.planner.search import exact
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
-from rlhf_spmd.training.plan_roles import placed_roles
+from rlhf_spmd.preflight.plan_roles import placed_roles
 
 PRESET = str(ROOT / "configs" / "presets" / "grpo_qwen3_30b_a3b_16gpu.yaml")
 SIZES = dict(zip(KEYS, (151936, 2048, 6144, 48, 32, 4), strict=True))

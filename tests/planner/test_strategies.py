@@ -16,8 +16,8 @@ from algorithm_cases import CASES, CONFIGS
 from outside.renamed import NAMES
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.preflight import placing
 from rlhf_spmd.train import TrainJob, prepare
-from rlhf_spmd.training import placing
 from rlhf_spmd.training.job import trace
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 24, 63, 1000)

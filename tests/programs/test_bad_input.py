@@ -54,7 +54,7 @@ CONFIG = [
     (["run.steps.more=3"], 1, ["run.steps={'more': 3}", "an integer"]),
     (["run.dir=${run.nmae}"], 1, ["run.dir", "run.nmae"]),
     (["sampling.temperature=0"], 1, ["sampling.temperature=0", "above 0"]),
-    (["sampling.temperature=0", "sampling.n=2"], 1, ["temperature=0 is greedy: the sampling.n=2 responses to a prompt"]),
+    (["sampling.temperature=0", "sampling.n=2"], 1, ["sampling.temperature=0.0, sampling.n=2: greedy responses"]),
     (["sampling.top_k=1"], 1, ["sampling.top_k=1: training needs samples; use more, or 0 for no limit"]),
     (["models.actor.optim.momentum=0.9"], 1, ["optim.momentum=0.9 does nothing without models.actor.optim.name=muon; leave"]),
     (["algorithm.gamma=1.5"], 1, ["algorithm.gamma=1.5", "at least 0 and at most 1"]),

@@ -25,10 +25,10 @@ from rlhf_spmd.planner.plan_file import PlanFile
 from rlhf_spmd.planner.plan_summary import compare, measured_seconds, read_trace
 from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_profile, sizes_of, write_profile
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
+from rlhf_spmd.preflight import checks
+from rlhf_spmd.preflight.memory_check import check_memory
+from rlhf_spmd.preflight.plan_roles import placed_roles
 from rlhf_spmd.train import prepare
-from rlhf_spmd.training import checks
-from rlhf_spmd.training.memory_check import check_memory
-from rlhf_spmd.training.plan_roles import placed_roles
 from tiers import tiers
 
 STEPS = 2
@@ -280,7 +280,7 @@ def check_against_one_rank(directory: Path, run: tasks.Run) -> None:
 
 def test_a_run_plans_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration has the plan's placement. Its data are tokenised once: for the plan's rows, and not again for the run."""
-    from rlhf_spmd.training import prepare as program
+    from rlhf_spmd.preflight import prepare as program
 
     auto = f"placement={{strategy: auto, profile: {host_profile(directory)}}}"
     check_against_one_rank(directory, train(directory, "auto", auto))
@@ -368,7 +368,7 @@ def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def measured_profile(world: Any, directory: str) -> float:
-    from rlhf_spmd.training.plan_profile import profile
+    from rlhf_spmd.preflight.plan_profile import profile
 
     spec = read_spec(tasks.task() / "actor")
     measured = profile(world, {(spec, "lm"): GenerationConfig()}, Workload(4, 12, (12.0,), group=2), 64, torch.float32)

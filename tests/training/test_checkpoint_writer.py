@@ -19,9 +19,9 @@ from rlhf_spmd.checkpoint.directory import committed
 from rlhf_spmd.checkpoint.load import verify_checkpoint
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight.memory_estimate import measure, step_facts
 from rlhf_spmd.train import prepare
 from rlhf_spmd.training.job import trace
-from rlhf_spmd.training.memory_estimate import measure, step_facts
 from tiers import tiers
 
 STEPS = 3

@@ -14,8 +14,8 @@ from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight.checks import exact_rollouts
 from rlhf_spmd.train import prepare
-from rlhf_spmd.training.checks import exact_rollouts
 from rlhf_spmd.workers import train_engine
 from small_models import CONFIGS
 from triton_device import DEVICE

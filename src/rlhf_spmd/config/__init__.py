@@ -10,6 +10,7 @@ How a configuration is loaded, in reading order:
 - ``interpolation``: ``${...}``. A value from the environment (:class:`~interpolation.FromEnvironment`) is never written out
 - ``schema``: mappings into dataclasses; ``schema.inline`` marks a field whose keys are keys of its section
 - ``constraints``: types with ranges for fields; choices are ``Literal``
+- ``rules``: settings that contradict each other (``rules.Rule``), as data beside the dataclass that owns them
 - ``keys``: all keys with type, default and text, for ``--help``, completion and documents
 
 Names and other inputs:

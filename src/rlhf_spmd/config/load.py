@@ -23,7 +23,8 @@ from yaml import MarkedYAMLError, YAMLError
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
-from rlhf_spmd.config.schema import ConfigError, check_section, first_line, is_inline, leaves, read_section, section_keys
+from rlhf_spmd.config.rules import check_section
+from rlhf_spmd.config.schema import ConfigError, first_line, is_inline, leaves, read_section, section_keys
 from rlhf_spmd.config.written import parse, parse_value, to_plain
 
 T = TypeVar("T")

@@ -133,13 +133,6 @@ def check_fields(section: Any, where: str) -> None:
             raise ValueError(wrong)
 
 
-def check_section(section: Any, where: str) -> None:
-    """Check each field of a dataclass, then call its ``check(where)`` if it has one. Raises ValueError."""
-    check_fields(section, where)
-    if hasattr(section, "check"):
-        section.check(where)
-
-
 def _violations(annotation: Any, value: Any, key: str) -> Iterator[str]:
     options = [option for option in options_of(annotation) if option is not type(None)]
     if value is None or Any in options:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 
 from rlhf_spmd.config.constraints import Fraction, NonNegativeInt, NumRows, PositiveFraction, PositiveInt, Range, Seed
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import ATTENTION, capabilities, model_device
 from rlhf_spmd.kernels.devices import EXTRAS, unavailable
@@ -190,10 +191,25 @@ class SamplingConfig:
     stop: list[str] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     logprobs: Annotated[int, Range(least=0, most=MAX_LOGPROBS)] = 0
-    min_response_length: int = 0
+    min_response_length: NonNegativeInt = 0
     max_response_length: PositiveInt | None = None
     ignore_eos: bool = False
     seed: Seed = 0
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("temperature", "n"),
+            lambda s: s.greedy and s.n > 1,
+            "greedy responses to a prompt are all the same",
+            "set n=1, or a temperature above 0",
+        ),
+        Rule(
+            ("min_response_length", "max_response_length"),
+            lambda s: s.min_response_length > (s.max_response_length or math.inf),
+            "no response could be as long",
+            "lower the first or raise the second",
+        ),
+    )
 
     @property
     def greedy(self) -> bool:
@@ -215,19 +231,9 @@ class SamplingConfig:
 
     def check(self, where: str) -> None:
         """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``sampling``."""
-        if self.greedy and self.n > 1:
-            raise ValueError(
-                f"{where}.temperature=0 is greedy: the {where}.n={self.n} responses to a prompt would be the same; set n to 1, or the "
-                "temperature above 0"
-            )
         if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FACTOR:
             raise ValueError(
                 f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}"
-            )
-        if not 0 <= self.min_response_length <= (self.max_response_length or math.inf):
-            raise ValueError(
-                f"{where}.min_response_length={self.min_response_length}: must be at least 0 and at most "
-                f"{where}.max_response_length={self.max_response_length}"
             )
         if self.allowed_token_ids == []:
             raise ValueError(f"{where}.allowed_token_ids=[]: it must leave a token to draw; leave it out for all")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan_moves, unpack

@@ -7,7 +7,8 @@ from dataclasses import InitVar, dataclass, fields
 from typing import Annotated, Any
 
 from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seed
-from rlhf_spmd.config.schema import check_fields, check_section, read_value, type_hints
+from rlhf_spmd.config.rules import check_section
+from rlhf_spmd.config.schema import check_fields, read_value, type_hints
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import SamplingOverrides

@@ -6,7 +6,7 @@ Legend: b bytes of a weight, a bytes of a sum of gradients (4 if b is 2).
 A rank's peak is what its roles hold between calls, plus the most that one of its calls needs besides, plus :data:`RESERVE`.
 :func:`held` has the first; :func:`train`, :func:`infer` and :func:`generate` have the second, with :func:`communicators` beside
 them. The planner takes the fullest rank of each call (:func:`fullest`); the check before a run takes each rank by itself
-(training/memory_estimate.py). Replicated parts of a tp slice (norms) count as sliced.
+(preflight/memory_estimate.py). Replicated parts of a tp slice (norms) count as sliced.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from rlhf_spmd.config.constraints import PositiveInt
-from rlhf_spmd.config.schema import ConfigError, check_section, read_section
+from rlhf_spmd.config.rules import check_section
+from rlhf_spmd.config.schema import ConfigError, read_section
 from rlhf_spmd.config.written import parse, resolve
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import check_zero_size

@@ -26,8 +26,8 @@ from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.shapes import shape_of
+from rlhf_spmd.preflight.roles import RolePlan
 from rlhf_spmd.rewards.config import reward_key
-from rlhf_spmd.training.roles import RolePlan
 from rlhf_spmd.workers.model_worker import ModelWorker
 
 UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}

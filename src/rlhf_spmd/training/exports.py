@@ -16,10 +16,10 @@ from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.preflight.roles import model_directory
 from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.progress import LOWEST
 from rlhf_spmd.training.model_card import model_card
-from rlhf_spmd.training.roles import model_directory
 
 
 class Exports:

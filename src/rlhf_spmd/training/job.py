@@ -20,8 +20,8 @@ from rlhf_spmd.environments.config import named_environments
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.launch import Launch, lone_store
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight import checks, roles
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.training import checks, roles
 from rlhf_spmd.training.streams import Data, InFlightStream, RowStream
 from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.training.validation import Validation, ValidationRows

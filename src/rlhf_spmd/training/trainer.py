@@ -24,6 +24,7 @@ from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
+from rlhf_spmd.preflight.checks import in_flight
 from rlhf_spmd.process.exit import Preempted
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.reshard import LABELS
@@ -35,7 +36,6 @@ from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
 from rlhf_spmd.training import resume
 from rlhf_spmd.training.banner import start_facts
 from rlhf_spmd.training.checkpoint_writer import CheckpointWriter
-from rlhf_spmd.training.checks import in_flight
 from rlhf_spmd.training.exports import Exports
 from rlhf_spmd.training.recorder import MadeStep, Recorder, merge_reports
 from rlhf_spmd.training.run_config import RESUME, RunConfig

@@ -19,10 +19,10 @@ from rlhf_spmd.parallel.device_setup import choose_device
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.training.disk import check_disk
-from rlhf_spmd.training.memory_estimate import CHECKPOINT_COPY, MemoryReport, StepFacts, measure, step_facts
-from rlhf_spmd.training.placing import lay_out
-from rlhf_spmd.training.roles import RolePlan
+from rlhf_spmd.preflight.disk import check_disk
+from rlhf_spmd.preflight.memory_estimate import CHECKPOINT_COPY, MemoryReport, StepFacts, measure, step_facts
+from rlhf_spmd.preflight.placing import lay_out
+from rlhf_spmd.preflight.roles import RolePlan
 
 Plans = Mapping[str, RolePlan]
 BACKGROUND_SAVE = "run.background_save"

@@ -27,10 +27,10 @@ from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, best_pl
 from rlhf_spmd.planner.problem import RankRange
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile
 from rlhf_spmd.planner.shapes import Workload, shape_of
-from rlhf_spmd.training import checks
-from rlhf_spmd.training.memory_estimate import StepFacts, measure, role_settings
-from rlhf_spmd.training.placing import place
-from rlhf_spmd.training.roles import RolePlan
+from rlhf_spmd.preflight import checks
+from rlhf_spmd.preflight.memory_estimate import StepFacts, measure, role_settings
+from rlhf_spmd.preflight.placing import place
+from rlhf_spmd.preflight.roles import RolePlan
 from rlhf_spmd.workers import ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
 

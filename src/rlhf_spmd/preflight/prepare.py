@@ -24,13 +24,13 @@ from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, check_ranks
+from rlhf_spmd.preflight import checks, data_checks, plan_stand_ins, roles
+from rlhf_spmd.preflight.memory_check import check_launch
+from rlhf_spmd.preflight.memory_estimate import step_facts
+from rlhf_spmd.preflight.placing import place
+from rlhf_spmd.preflight.plan_roles import plan_run
 from rlhf_spmd.rewards.config import RewardConfig, named_rewards, reward_key
-from rlhf_spmd.training import checks, data_checks, plan_stand_ins, roles
 from rlhf_spmd.training.job import TrainJob, trace
-from rlhf_spmd.training.memory_check import check_launch
-from rlhf_spmd.training.memory_estimate import step_facts
-from rlhf_spmd.training.placing import place
-from rlhf_spmd.training.plan_roles import plan_run
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import RoleConfig
 
@@ -115,7 +115,7 @@ def describe_run(
 ) -> tuple[dict[str, Any], dict[str, RewardConfig], dict[str, roles.RolePlan]]:
     """Return sections of data by stream, rewards by role, and the roles of ``models`` before they are placed.
 
-    ``weights``: see :func:`~rlhf_spmd.training.roles.describe_roles`. Raises ValueError.
+    ``weights``: see :func:`~rlhf_spmd.preflight.roles.describe_roles`. Raises ValueError.
     """
     algorithm: AlgorithmConfig = config.algorithm
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}

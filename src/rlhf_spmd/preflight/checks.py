@@ -18,7 +18,7 @@ from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.devices import unavailable
-from rlhf_spmd.training.roles import RolePlan, generating
+from rlhf_spmd.preflight.roles import RolePlan, generating
 from rlhf_spmd.workers.optim_config import learning_rate, warmup_steps
 from rlhf_spmd.workers.passes import ROUTED_EXPERTS
 

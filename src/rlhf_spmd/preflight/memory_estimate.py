@@ -25,7 +25,7 @@ from rlhf_spmd.parallel.layout import Grid, Layout
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
-from rlhf_spmd.training.roles import RolePlan
+from rlhf_spmd.preflight.roles import RolePlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
 

@@ -20,16 +20,16 @@ from ranks import Program, run_ranks
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import run, run_again, run_part_again
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight import memory_check
+from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
+from rlhf_spmd.preflight.memory_estimate import StepFacts, measure, step_facts
+from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.telemetry.run_dir import create_run_dir
 from rlhf_spmd.train import train
-from rlhf_spmd.training import memory_check
 from rlhf_spmd.training.banner import describe
 from rlhf_spmd.training.job import TrainJob, trace
-from rlhf_spmd.training.memory_check import check_memory, decide_checkpointing, with_checkpointing
-from rlhf_spmd.training.memory_estimate import StepFacts, measure, step_facts
-from rlhf_spmd.training.prepare import prepare
 from role_workers import build
 
 SMALL = str(tasks.task() / "ppo.json")

@@ -16,8 +16,8 @@ from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, generation_layout, resolve_layout
 from rlhf_spmd.planner.cluster import RoleFacts
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
+from rlhf_spmd.preflight.roles import CallPlan, RolePlan
 from rlhf_spmd.reshard import METHODS
-from rlhf_spmd.training.roles import CallPlan, RolePlan
 from rlhf_spmd.workers import ModelWorker, RoleClass
 from rlhf_spmd.workers.config import CallConfig
 from rlhf_spmd.workers.flops import forward_flops

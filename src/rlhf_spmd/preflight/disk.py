@@ -15,7 +15,7 @@ from rlhf_spmd.kernels import model_device
 from rlhf_spmd.models.lora import is_trained
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.training.roles import RolePlan
+from rlhf_spmd.preflight.roles import RolePlan
 from rlhf_spmd.workers import ModelWorker
 from rlhf_spmd.workers.optim_config import accumulation_dtype
 

@@ -20,8 +20,8 @@ from rlhf_spmd.environments.config import EnvironmentConfig, tools_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
+from rlhf_spmd.preflight.roles import RolePlan, generating
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
-from rlhf_spmd.training.roles import RolePlan, generating
 from rlhf_spmd.workers import RewardWorker
 
 

@@ -13,7 +13,7 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.spec import ModelSpec, spec_from_config
 from rlhf_spmd.planner.profile import sizes_of
 from rlhf_spmd.planner.shapes import Workload, shape_of
-from rlhf_spmd.training.plan_profile import _zero, kinds, most_layers, profile
+from rlhf_spmd.preflight.plan_profile import _zero, kinds, most_layers, profile
 from small_models import CONFIGS
 
 LARGE = {"vocab_size": 151936, "hidden_size": 4096, "head_dim": 128, "num_attention_heads": 96, "num_key_value_heads": 8}

@@ -1,0 +1,115 @@
+"""Rules: settings that contradict each other, as data beside the dataclass that owns the first of them.
+
+A range or a choice of one field is said in its type (``constraints``), a setting that does nothing without another in ``needs``
+(:func:`~rlhf_spmd.config.constraints.idle_settings`). What remains is a relation of several settings::
+
+    @dataclass(frozen=True)
+    class SamplingConfig:
+        rules: ClassVar[Rules] = (
+            Rule(
+                ("temperature", "n"),
+                lambda s: s.temperature == 0 and s.n > 1,
+                "greedy responses to a prompt are all the same",
+                "set n=1, or temperature above 0",
+            ),
+        )
+
+:func:`check_section` applies the rules of a section, ``load.check_tree`` those of every section that is loaded. Rules whose settings
+lie in several sections are a tuple of their own, with a subject that has what they read; their package calls :func:`check_rules`.
+``--help`` and the page of keys print the same words. ``tests/rules`` drives every rule to its line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_spmd.config.schema import ConfigError, check_fields, is_inline
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that cannot be together.
+
+    - keys: dotted settings of the subject. The line names each with its value, first the one to change
+    - when: returns True for a subject that breaks the rule
+    - why: the reason. ``{s.name}`` is an attribute of the subject, so that both sides of an equation can be written
+    - remedy: what to set instead; may have such attributes too
+    """
+
+    keys: tuple[str, ...]
+    when: Callable[[Any], bool]
+    why: str
+    remedy: str
+
+    def line(self, subject: Any, where: str = "") -> str:
+        """Return the refusal, as in ``sampling.temperature=0, sampling.n=4: why; remedy``. ``where``: the subject's dotted path."""
+        settings = ", ".join(
+            f"{dotted(where, key.format(s=subject))}={shown(value_at(subject, key.format(s=subject)))}" for key in self.keys
+        )
+        return f"{settings}: {self.why.format(s=subject)}; {self.remedy.format(s=subject)}"
+
+    def general(self) -> str:
+        """Return why and remedy for any subject, as ``--help`` and the page of keys print them."""
+        return re.sub(r"\{s\.(\w+)[^}]*\}", r"<\1>", f"{self.why}; {self.remedy}")
+
+
+Rules = tuple[Rule, ...]
+
+
+class RuleBroken(ConfigError):
+    """A refusal by ``rule``."""
+
+    def __init__(self, rule: Rule, line: str) -> None:
+        super().__init__(line)
+        self.rule = rule
+
+
+def check_rules(rules: Iterable[Rule], subject: Any, where: str = "") -> None:
+    """Raise RuleBroken for the first rule that ``subject`` breaks."""
+    for rule in rules:
+        if rule.when(subject):
+            raise RuleBroken(rule, rule.line(subject, where))
+
+
+def check_section(section: Any, where: str) -> None:
+    """Check ranges and choices of a dataclass, its rules, then its ``check(where)`` if it has one. Raises ValueError."""
+    check_fields(section, where)
+    check_rules(rules_of(section), section, where)
+    if hasattr(section, "check"):
+        section.check(where)
+
+
+def rules_of(section: Any) -> Rules:
+    """Return the rules of a dataclass or its instance: those of its bases first."""
+    kind = section if isinstance(section, type) else type(section)
+    return tuple(rule for base in reversed(kind.__mro__) for rule in vars(base).get("rules", ()))
+
+
+def value_at(subject: Any, key: str) -> Any:
+    """Return the value of a dotted key. Keys of inline pieces are keys of their section, entries of mappings are keys as well."""
+    for name in key.split("."):
+        subject = subject[name] if isinstance(subject, dict) else _attribute(subject, name)
+    return subject
+
+
+def _attribute(section: Any, name: str) -> Any:
+    if not hasattr(section, name) and dataclasses.is_dataclass(section):
+        for field in dataclasses.fields(section):
+            if is_inline(field) and hasattr(getattr(section, field.name), name):
+                return getattr(getattr(section, field.name), name)
+    return getattr(section, name)
+
+
+def dotted(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def shown(value: Any) -> str:
+    """Return a value as a user would write it on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
