@@ -18,8 +18,9 @@ FLOORS = {
     **dict.fromkeys(("workers", "planner"), 5),
     "algorithms": 6,
     **dict.fromkeys(("training", "inference"), 7),
+    "preflight": 8,
 }
-TOP = 8  # modules of the root package: the programs
+TOP = 9  # modules of the root package: the programs
 # ``process/`` uses torch's store and knows whether there is a process group; it communicates nothing else.
 COLLECTIVES = ("parallel/", "process/", "controller/transport.py", "reshard/hybrid.py")
 

@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import rlhf_spmd
+from places import ROOT
 from rlhf_spmd.config.rules import Rule, RuleBroken
 
 TABLES = sorted(path.stem for path in Path(__file__).parent.glob("*_rules.py") if path.stem != "test_rules")
+SOURCE = ROOT / "src" / "rlhf_spmd"
 CASES: list[tuple[Callable[[], Any], str]] = [case for table in TABLES for case in importlib.import_module(table).CASES]
 
 
 def all_rules() -> dict[int, str]:
     """Return where each rule of the code base stands, by the rule's identity."""
     places: dict[int, str] = {}
-    for module in pkgutil.walk_packages(rlhf_spmd.__path__, "rlhf_spmd."):
-        if module.name == "rlhf_spmd.__main__":
+    for path in sorted(SOURCE.rglob("*.py")):
+        if "Rule(" not in path.read_text():
             continue
-        for name, value in vars(importlib.import_module(module.name)).items():
-            owned = vars(value).get("rules", ()) if dataclasses.is_dataclass(value) and isinstance(value, type) else value
+        name = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        for noun, value in vars(importlib.import_module(name)).items():
+            owned = vars(value).get("rules", ()) if isinstance(value, type) and dataclasses.is_dataclass(value) else value
             if isinstance(owned, tuple):
-                places |= {id(rule): f"{module.name}.{name}: {rule.why}" for rule in owned if isinstance(rule, Rule)}
+                places |= {id(rule): f"{name}.{noun}: {rule.why}" for rule in owned if isinstance(rule, Rule)}
     return places
 
 
