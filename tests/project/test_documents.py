@@ -8,7 +8,6 @@ import re
 import runpy
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +28,7 @@ from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 SOURCE = ROOT / "src" / "rlhf_spmd"
 GENERATED = "configuration.md"  # scripts/configuration_page.py makes it for whoever wants it
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != GENERATED)]
-APART = ("README.md", "tasks.md")  # the first's code is an excerpt; the second's belongs together: tests/project/test_tasks.py
+APART = ("README.md", "tasks.md")  # their code is trained below, and run by tests/project/test_tasks.py
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -62,9 +61,14 @@ def test_every_block_of_python_runs_and_every_block_of_yaml_can_be_read(
 
 
 def test_code_that_is_said_to_be_a_file_s_is() -> None:
-    (excerpt,) = blocks(ROOT / "README.md", "python")
-    assert textwrap.indent(excerpt, "    ") in (SOURCE / "algorithms" / "ppo.py").read_text()
     assert own_algorithm("python", '"""GRPO') == (SOURCE / "algorithms" / "grpo.py").read_text()
+
+
+def test_the_readme_s_file_is_ppo(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "README.md", "python")
+    (tmp_path / "my_ppo.py").write_text(text)
+    built_in = tasks.train(1, tmp_path / "ppo", 2)
+    tasks.assert_bit_equal(built_in, tasks.train(1, tmp_path / "mine", 2, f"algorithm.name={tmp_path / 'my_ppo.py'}"))
 
 
 def test_the_table_of_files_of_a_step_tells_their_length() -> None:
