@@ -168,7 +168,7 @@ class CallCases:
     def control_collectives(self) -> None:
         call, small = toy(self.controller, "all", range(self.world.size)).nothing(), torch.zeros(1)
         self.measure("controller.get of one call", 1, lambda: lambda: self.controller.get(call))
-        self.measure("controller.decide", 1, lambda: lambda: self.controller.decide(False))
+        self.measure("controller.any_rank", 1, lambda: lambda: self.controller.any_rank(False))
         self.measure("  bare gloo: all-reduce of 4 bytes", 1, lambda: lambda: self.world.all.all_reduce(small, "bench"))
         self.controller.settle()
 

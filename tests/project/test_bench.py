@@ -63,7 +63,7 @@ def counts_what_formulas_say(report: Report) -> bool:
 
 SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
     "controller.py --ranks 2 --repeats 2 --starts 1": (
-        "controller.decide",
+        "controller.any_rank",
         lambda report: all(case.get("received_by_rank_0", 0) == 0 < case["median_us"] for case in report["cases"]),
     ),
     "planner.py estimator": ("14 of 14 within 25 %", estimates_well),
