@@ -193,9 +193,11 @@ class RolloutConfig(AlgorithmConfig):
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
         if self.moving.sync_ref_model:
-            models = {role: plan.config for role, plan in plans.items()}
-            dtype = models["reference"].torch_dtype(model_device())
-            is_same = plans["reference"].spec == plans["actor"].spec
+            actor = plans["actor"]
+            reference = plans.get("reference", actor)  # an actor with adapters is its own reference, which is refused
+            models = {"actor": actor.config, "reference": reference.config}
+            dtype = reference.config.torch_dtype(model_device())
+            is_same = reference.spec == actor.spec
             check_rules(FOLLOWING, ReferenceThatFollows(self.moving, models, config.run, dtype, is_same))
 
     @property
