@@ -97,7 +97,7 @@ mixtures() {
   serve_rows --models "${mixture[@]}" --engines ours --out "$results/mixtures_decode.json"
 }
 tests() { pytest_here tests/workers/test_gpu.py; }
-agreement() { "$python" "$bench/device.py" agreement "${quick[@]}" --out "$results/agreement.json"; }
+agreement() { "$python" "$bench/device.py" "${quick[@]}" --out "$results/agreement.json"; }
 train_1.7b() {
   "$python" "$bench/update.py" --models "${middle[@]}" --dtypes bfloat16 --out "$results/train_1.7b.json" \
     --peers "${peers[@]}" --seconds 5 --timeout 100

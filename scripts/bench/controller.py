@@ -1,7 +1,6 @@
-"""What the controller costs: per call, and before the first one.
+"""What the controller costs per call, and what it takes to the first one.
 
-    python scripts/bench/controller.py calls --ranks 8 --verl-python PYTHON --out controller.json
-    python scripts/bench/controller.py startup --ranks 1024 --out startup.json
+    python scripts/bench/controller.py --ranks 8 --verl-python PYTHON --out controller.json
 
 Roles are toys whose bodies do nothing, so that what is measured is the controller itself.
 """
@@ -9,8 +8,7 @@ Roles are toys whose bodies do nothing, so that what is measured is the controll
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,10 @@ from peers import torch_alone, verl
 from rlhf_spmd.controller import DP, ONE_TO_ALL, THREE_D, Controller, GroupShape, ResourcePool, Worker, register
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.collectives import RECORDER, wait_all
-from rlhf_spmd.parallel.launch import Launch, connect_store, read_launch
-from rlhf_spmd.parallel.layout import Layout, generation_layout
-from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.launch import connect_store, read_launch
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World, init_world
 from rlhf_spmd.process.board import Board
-from rlhf_spmd.reshard import choose_method
 
 # Calls
 
@@ -172,7 +168,7 @@ class CallCases:
     def control_collectives(self) -> None:
         call, small = toy(self.controller, "all", range(self.world.size)).nothing(), torch.zeros(1)
         self.measure("controller.get of one call", 1, lambda: lambda: self.controller.get(call))
-        self.measure("controller.decide", 1, lambda: lambda: self.controller.decide(False))
+        self.measure("controller.any_rank", 1, lambda: lambda: self.controller.any_rank(False))
         self.measure("  bare gloo: all-reduce of 4 bytes", 1, lambda: lambda: self.world.all.all_reduce(small, "bench"))
         self.controller.settle()
 
@@ -250,7 +246,7 @@ def calls(ranks: int = 4, repeats: int = 200, starts: int = 3, verl_python: str 
     for name, serializer in {"verl": "", "verl_numpy": "numpy"}.items():
         case = {"ranks": ranks, "repeats": min(repeats, 60), "sizes": SIZES, "begun": time.time()}
         how = {"VERL_DATAPROTO_SERIALIZATION_METHOD": serializer}
-        missing = {"error": "not measured, since no --verl-python was given; see controller.py calls --help"}
+        missing = {"error": "not measured, since no --verl-python was given; see controller.py --help"}
         report["peer"][name] = run_case(verl, case, 1, verl_python, 900, False, **how) if verl_python else missing
     print(table(report["cases"], "case calls median_us p90_us own_cpu_us all_cpu_us"), end="\n\n")
     print(table(beside(report), "case bare ours verl verl_numpy"))
@@ -258,71 +254,5 @@ def calls(ranks: int = 4, repeats: int = 200, starts: int = 3, verl_python: str 
     save(report, out)
 
 
-# Start-up
-
-FORWARD = ("tp", "pp", "pp_back", "dp")
-CONNECTED = {  # by the first step, of each role's mesh
-    "actor": (*FORWARD, "pool", "ends"),
-    "critic": (*FORWARD, "pool"),
-    "reference": FORWARD,
-    "reward": (*FORWARD, "pool"),
-}
-
-
-@dataclass
-class CountedWorld(World):
-    """Writes down the communicators that it is asked for, and makes none."""
-
-    asked: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
-
-    def _communicator(self, ranks: tuple[int, ...], channel: str) -> Any:
-        self.asked.add((channel, ranks))
-
-
-def plan_groups(rank: int, size: int, pools: Sequence[range]) -> tuple[list[int], float]:
-    """The sizes of one rank's communicators, and the seconds in which they are planned. ``pools``: of actor and reference, and of
-    the rest."""
-    begun = time.perf_counter()
-    world = CountedWorld(Launch(rank, size), torch.device("cpu"), torch.distributed.HashStore(), 60.0)
-    world.all.connect()
-    for role, names in CONNECTED.items():
-        pool = pools[role in ("critic", "reward")]
-        layout = Layout(pp=4, tp=8, dp=len(pool) // 32)
-        mesh = build_mesh(world, pool, layout)
-        groups: list[Any] = [getattr(mesh, name) for name in names]
-        if role == "actor":
-            target = generation_layout(layout, 1, 2)
-            generating = build_mesh(world, pool, target)
-            groups += [getattr(generating, name) for name in ("tp", "pp", "pp_back", "replica")]
-            if mesh.index >= 0:
-                ranks = choose_method("zero_redundancy", target).gather_ranks(target, mesh.index)
-                groups.append(world.group([pool[i] for i in ranks], "gather", channel="gather"))
-        for group in groups:
-            group.connect()
-    return [len(ranks) for _, ranks in world.asked], time.perf_counter() - begun
-
-
-def count(size: int, placement: str, pools: Sequence[range]) -> dict[str, Any]:
-    """The largest figures of any rank, among some of every pool, and the median of their seconds."""
-    planned = [plan_groups(rank, size, pools) for rank in range(0, size, size // 16)]
-    sizes = [own for own, _ in planned]
-    row: dict[str, Any] = {"placement": placement, "groups": max(map(len, sizes))}
-    row |= {"connections": max(sum(n - 1 for n in own) for own in sizes)}
-    row |= {"store_messages": max(sum(2 * n + 1 for n in own) for own in sizes)}
-    row |= {"largest_groups": sorted(max(sizes, key=sum), reverse=True)[:4]}
-    return {**row, "planning_s": round(median([seconds for _, seconds in planned]), 3)}
-
-
-def startup(ranks: int = 1024, out: Path | None = None) -> None:
-    """What a PPO run connects before its first step, counted for ``--ranks``, a multiple of 64, without any process group: the
-    communicators that a rank of actor, critic, reference and reward model makes, its gloo connections and messages to the store (gloo:
-    2n + 1 of each rank in a group of n), and the seconds in which it plans them."""
-    halves = [range(ranks // 2), range(ranks // 2, ranks)]
-    placements = {"all roles on all ranks": [range(ranks)] * 2, "two pools of half the ranks": halves}
-    found = [count(ranks, name, pools) for name, pools in placements.items()]
-    print(table(found, " ".join(found[0])))
-    save({"bench": "startup", "machine": machine_facts(), "counted": found}, out)
-
-
 if __name__ == "__main__":
-    run_parts(calls, startup)
+    run_parts(calls)

@@ -1,18 +1,14 @@
-"""Our kernels on one device: attention over pages alone, and how far log-probs are from float32's, beside transformers'.
+"""How far log-probs on a device are from float32's, beside transformers': random models of several families.
 
-    python scripts/bench/device.py attention --out attention.json    # under a minute on a GPU
-    python scripts/bench/device.py agreement --out agreement.json
-
-Models have random weights; without a GPU Triton's interpreter runs the kernels, which only shows that they start.
+python scripts/bench/device.py --out agreement.json
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from itertools import chain, groupby
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +16,16 @@ import torch
 from torch import Tensor
 
 from measure import (
-    ROOT,
     Device,
     chosen,
     found_device,
     line,
     machine_facts,
-    machine_rates,
-    median,
     run_parts,
     save,
     table,
-    timed,
 )
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.backends import build_backend
-from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.sequence import SequenceState, SequenceWork
-from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
@@ -47,113 +35,6 @@ from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-
-# Attention
-
-HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 64
-RULE = AttentionRule(HEAD_DIM**-0.5, None, None)
-
-
-def build_cache(pages: int, layers: int, device: str) -> KVCache:
-    backend = build_backend("triton", torch.bfloat16, torch.device(device))
-    cache = KVCache(layers, KV_HEADS, HEAD_DIM, pages, PAGE, torch.bfloat16, torch.device(device), backend)
-    for layer in cache.pages:
-        layer.normal_()
-    return cache
-
-
-def measured(step: Callable[[int], Any], layers: int, device: str, seconds: float) -> float:
-    """Seconds of a layer, the median of several turns over all of them."""
-
-    def turn() -> None:
-        for layer in range(layers):
-            step(layer)
-
-    turn()
-    return median(timed(turn, seconds, 3, device)[0]) / layers
-
-
-def decoding(rows: int, context: int, longest: int, device: str, seconds: float) -> dict[str, Any]:
-    """On a GPU by a graph of as many layers as read 4 GB, as the generator runs it."""
-    held = -(-context // PAGE)
-    layer_bytes = 2 * KV_HEADS * HEAD_DIM * 2 * rows * context
-    layers = max(min((4 << 30) // layer_bytes, 64), 2) if device == "cuda" else 1
-    cache = build_cache(rows * held, layers, device)
-    pages = torch.zeros(rows, -(-longest // PAGE), dtype=torch.int32, device=device)
-    pages[:, :held] = torch.randperm(rows * held, device=device).view(rows, held)
-    positions = torch.full((rows,), context - 1, device=device)
-    attention = cache.backend.decoding(positions, pages, cache, HEADS)
-    qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
-    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
-
-    def all_layers() -> None:
-        for layer in range(layers):
-            attention.attend(layer, q, k, v, RULE)
-
-    all_layers()
-    if device == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            all_layers()
-        took = measured(lambda _: graph.replay(), 1, device, seconds) / layers
-    else:
-        took = measured(lambda layer: attention.attend(layer, q, k, v, RULE), layers, device, seconds)
-    return {"case": "decode", "rows": rows, "tokens": context, "seconds": took, "GB/s": layer_bytes / took / 1e9}
-
-
-def prefill(tokens: int, device: str, seconds: float) -> dict[str, Any]:
-    layers = 4 if device == "cuda" else 1
-    cache = build_cache(-(-tokens // PAGE), layers, device)
-    row = SequenceState(Request(0, 0, [0] * tokens, 1), pages=list(range(cache.num_pages)))
-    attention = cache.backend.for_step([SequenceWork(row, 0, tokens, True)], cache, HEADS)
-    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
-    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
-    took = measured(lambda layer: attention.attend(layer, q, k, v, RULE), layers, device, seconds)
-    flops = 2 * HEADS * HEAD_DIM * tokens * (tokens + 1)
-    return {"case": "prefill", "rows": 1, "tokens": tokens, "seconds": took, "TFLOP/s": flops / took / 1e12}
-
-
-COLUMNS = "case rows tokens us GB/s of_a_copy TFLOP/s"
-
-
-def attention(
-    device: Device | None = None,
-    rows: Sequence[int] = (64, 256),
-    contexts: Sequence[int] = (350, 900, 2048, 8192),
-    prompts: Sequence[int] = (2048, 16384),
-    longest: int = 16384,
-    seconds: float = 0.5,
-    quick: bool = False,
-    out: Path | None = None,
-) -> None:
-    """The Triton attention over pages alone, with the heads of qwen3_0.6b: decoding in GB/s beside a copy, prefill in TFLOP/s.
-
-    Decoding: one token of each row, all rows of one context; bytes are those of keys and values. As in a graph, the table has room for
-    ``--longest`` tokens a row, so most of its splits are empty. Prefill: one prompt, the products of a causal mask. A case reads layer
-    after layer, so that what it reads does not lie in the L2 cache. Seconds are those of ``attend``, which writes the new tokens' keys.
-    ``--quick --device cpu``: a few rows and tokens in Triton's interpreter, to try the script.
-    """
-    device = device or found_device()
-    if quick:
-        rows, contexts, prompts, longest, seconds = [1], [70], [20], 600, 0.0
-    if device == "cpu":  # before anything imports triton, whose interpreter wants the tests' repairs
-        os.environ["TRITON_INTERPRET"] = "1"
-        sys.path.append(str(ROOT / "tests" / "helpers"))
-        import triton_device  # noqa: F401
-    rates = {} if quick else machine_rates(1, ["bfloat16"], device)
-    report: dict[str, Any] = {"machine": machine_facts(device), "rates": rates, "cases": []}
-    print(table([], COLUMNS), flush=True)
-    decodes = (decoding(number, context, max(longest, context), device, seconds) for number in rows for context in contexts)
-    for case in chain(decodes, (prefill(tokens, device, seconds) for tokens in prompts)):
-        case["us"] = 1e6 * case["seconds"]
-        if rates and "GB/s" in case:
-            case["of_a_copy"] = 1e9 * case["GB/s"] / rates["copy_bytes"]
-        report["cases"].append(case)
-        print(line(case, COLUMNS), flush=True)
-    save(report, out)
-
-
-# Agreement
 
 WORSE = 1.5
 SIZES: dict[str, Any] = {
@@ -296,4 +177,4 @@ def agreement(
 
 
 if __name__ == "__main__":
-    run_parts(attention, agreement)
+    run_parts(agreement)

@@ -1,7 +1,7 @@
-"""The planner's cost model and searches against what ReaL, HybridFlow and APP published. Pure arithmetic on one core.
+"""The planner's cost model and searches against what ReaL and HybridFlow published. Pure arithmetic on one core.
 
     python scripts/bench/planner.py estimator --out estimator.json      half a minute
-    python scripts/bench/planner.py search --out search.json            also: crossover, gain, separation
+    python scripts/bench/planner.py crossover --out crossover.json
 
 Llama-3 shapes, seconds of a step; what counts is the order of plans.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -20,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from measure import ROOT, line, machine_facts, run_parts, save, table
-from planner_search import run_searches
+from measure import ROOT, machine_facts, run_parts, save, table
 from rlhf_spmd import plan
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.costs import Calibration, FormulaTimes
@@ -182,76 +180,27 @@ def estimator(out: Path | None = None) -> None:
     save({"calls": calls, "steps": steps, "terms": terms, "calibration": asdict(default)}, out)
 
 
-# Searches on real models
+# Placements on real models
 
-SHAPES = {  # ReaL's table 1; HybridFlow's models are Llama's of the same sizes
-    "7B": (4096, 14336, 32, 32, 8),
+SHAPES = {  # HybridFlow's models are Llama's of these sizes
     "13B": (5120, 13824, 40, 40, 40),
     "34B": (8192, 22016, 48, 64, 8),
     "70B": (8192, 28672, 80, 64, 8),
 }
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-ROLES = {
-    "ppo": ("actor", "critic", "reward"),
-    "grpo": ("actor", "reward"),
-    "remax": ("actor", "reward"),
-    "safe_rlhf": ("actor", "critic", "reward", "cost", "cost_critic"),
-}
 
 
-def planning(
-    algorithm: str,
-    models: Mapping[str, str],
-    gpus: int,
-    rows: int,
-    gpu: str = "h100",
-    network: float = 50.0,
-    ahead: int = 0,
-    vocab: int = 128256,
-) -> ProblemBuilder:
-    """``models``: role -> size; others as the actor. ``network``: GB/s of a GPU to other hosts."""
-    sizes = [
-        f"models.{role}.spec.{key}={value}"
-        for role, size in models.items()
-        for key, value in zip(KEYS, SHAPES[size], strict=True)
-    ]
-    sizes += [f"models.{role}.spec.vocab_size={vocab}" for role in models]
-    samples = 8 if algorithm == "grpo" else 1
-    lengths = ["data.max_prompt_length=1024", "data.max_response_length=1024", "algorithm.ppo_max_token_len_per_gpu=16384"]
-    batch = [
-        f"data.train_batch_size={rows // samples}",
-        f"sampling.n={samples}",
-        f"algorithm.ppo_mini_batch_size={rows // samples // 8}",
-    ]
-    run = plan.read_run(
-        str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*sizes, *lengths, *batch, "reward.function=null"]
-    )
-    cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu=gpu, network_gb_s=network)  # type: ignore[attr-defined]
+def ppo_problem(models: Mapping[str, str], gpus: int) -> Problem:
+    """Return PPO on A100 with 25 Gb/s a GPU between hosts, 1,024 rows of 1,024 + 1,024 tokens. ``models``: role -> size."""
+    settings = ["data.max_prompt_length=1024", "data.max_response_length=1024", "algorithm.ppo_max_token_len_per_gpu=16384"]
+    settings += ["data.train_batch_size=1024", "algorithm.ppo_mini_batch_size=128", "reward.function=null"]
+    for role, size in models.items():
+        settings.append(f"models.{role}.spec.vocab_size=32000")
+        settings += [f"models.{role}.spec.{key}={value}" for key, value in zip(KEYS, SHAPES[size], strict=True)]
+    run = plan.read_run(str(ROOT / "configs" / "quickstart_ppo.yaml"), settings)
+    cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu="a100", network_gb_s=3.125)  # type: ignore[attr-defined]
     machine, _ = plan.machine_of(cluster)
-    return ProblemBuilder(run.calls, machine, FormulaTimes(machine, Calibration()), 16384, ahead)
-
-
-def search(
-    gpus: Sequence[int] = (16, 128, 1024),
-    searches: Sequence[str] = ("exact", "mcmc", "enumerate", "grid"),
-    limit: float = 10.0,
-    out: Path | None = None,
-) -> None:
-    """Certified optima for PPO, GRPO, ReMax and Safe-RLHF with 8B to 70B Llama-3 shapes on H100, and the other searches on the
-    same tables: seconds of the step, how far above the optimum, and seconds of the search, ``--limit`` at most. 512 rows of 1,024
-    + 1,024 tokens for each 16 GPUs."""
-    columns, rows = "algorithm actor gpus options tables_s search step_s bound_s above evaluated search_s", []
-    print(table([], columns))
-    for algorithm, size, ranks in product(ROLES, ("7B", "70B"), gpus):
-        models = {role: size if role == "actor" else "7B" for role in ROLES[algorithm]}
-        made, started = planning(algorithm, models, ranks, 512 * max(ranks // 16, 1)), time.perf_counter()
-        problem = made.problem()
-        head: dict[str, Any] = {"algorithm": algorithm, "actor": size, "gpus": ranks, "tables_s": time.perf_counter() - started}
-        head["options"] = sum(len(call.options) for call in problem.calls)
-        for row in run_searches(problem, searches, limit):
-            rows.append({**head, **row})
-            print(line(rows[-1], columns), flush=True)
-    save({"bench": "planner_search", "machine": machine_facts(), "search": rows}, out)
+    return ProblemBuilder(run.calls, machine, FormulaTimes(machine, Calibration()), 16384, 0).problem()
 
 
 def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
@@ -296,7 +245,7 @@ def crossover(out: Path | None = None) -> None:
     for (actor, critic), best in HYBRIDFLOW.items():
         for gpus, said in best.items():
             models = {"actor": actor, "critic": critic, "reward": critic}
-            problem = planning("ppo", models, gpus, 1024, "a100", 3.125, vocab=32000).problem()
+            problem = ppo_problem(models, gpus)
             seconds = {name: best_with(problem, groups) for name, groups in PLACEMENTS.items()}
             ours = min(seconds, key=lambda name: seconds[name])
             found.append({"actor": actor, "critic": critic, "gpus": gpus, "paper": said, "ours": ours, "seconds": seconds})
@@ -306,69 +255,5 @@ def crossover(out: Path | None = None) -> None:
     save({"bench": "planner_crossover", "machine": machine_facts(), "crossover": found}, out)
 
 
-def pretraining_layout(problem: Problem) -> float:
-    """One layout for all calls on all ranks: tp of a host, the fewest stages that fit; inf where none does."""
-    whole = RankRange(0, problem.size)
-    for pp in sorted({option.pp for call in problem.calls for option in call.options}):
-        calls = []
-        for call in problem.calls:
-            kept = tuple(o for o in call.options if (o.size, o.tp, o.pp) == (problem.size, min(problem.local_size, 8), pp))
-            calls.append(replace(call, options=kept))
-        if not all(call.options for call in calls):
-            continue
-        smaller = replace(problem, calls=tuple(calls))
-        found = fill(CandidateTables(smaller), dict.fromkeys(problem.homes, whole), dict.fromkeys(problem.movable, whole))
-        if found:
-            schedule = simulate(smaller, whole_plan(found))
-            if schedule.fits:
-                return schedule.seconds
-    return float("inf")
-
-
-# ReaL's settings: actor, critic, GPUs, rows at a context of 2,048
-SETTINGS = [("7B", "7B", 16, 512), ("13B", "7B", 32, 1024), ("34B", "7B", 64, 2048), ("70B", "7B", 128, 4096)]
-
-
-def gain(limit: float = 10.0, out: Path | None = None) -> None:
-    """ReaL, sections 8.1 and 8.2: the best plan against one layout of pre-training for all calls (tp inside the host, as few
-    stages as fit)."""
-    found = []
-    for actor, critic, gpus, rows in SETTINGS:
-        problem = planning("ppo", {"actor": actor, "critic": critic, "reward": critic}, gpus, rows).problem()
-        best, heuristic = next(iter(run_searches(problem, ["exact"], limit)))["step_s"], pretraining_layout(problem)
-        row = {"actor": actor, "critic": critic, "gpus": gpus, "heuristic": heuristic, "searched": best}
-        found.append({**row, "times_as_fast": heuristic / best})
-    print(table(found, " ".join(found[0])))
-    save({"bench": "planner_gain", "machine": machine_facts(), "gain": found}, out)
-
-
-def separation(out: Path | None = None) -> None:
-    """APP: generation on ranks of its own one step ahead of training, against all roles on all ranks."""
-    found = []
-    for size, gpus in product(("7B", "13B", "34B", "70B"), (32, 64)):
-        models = dict.fromkeys(("actor", "critic", "reward"), size)
-        flat = best_with(planning("ppo", models, gpus, 512, "a100", 3.125, vocab=32000).problem(), PLACEMENTS["colocate"])
-        ahead = best_separated(planning("ppo", models, gpus, 512, "a100", 3.125, ahead=1, vocab=32000).problem())
-        found.append({"models": size, "gpus": gpus, "flattening": flat, "separation": ahead, "times_as_fast": flat / ahead})
-    print(table(found, " ".join(found[0])))
-    save({"bench": "planner_separation", "machine": machine_facts(), "separation": found}, out)
-
-
-def best_separated(problem: Problem) -> float:
-    """Generation on the first ranks, everything else on the others, over all shares."""
-    ranges, ways, best = RankRanges(problem), CandidateTables(problem), float("inf")
-    for size in ranges.by_size:
-        apart = next((ranks for ranks in ranges.by_size[size] if ranks.first == 0), None)
-        rest = next((ranks for ranks in ranges.by_size.get(problem.size - size, ()) if ranks.first == size), None)
-        if apart is None or rest is None:
-            continue
-        movable = {node: apart if node in problem.generating else rest for node in problem.movable}
-        found = fill(ways, dict.fromkeys(problem.homes, rest), movable)
-        if found:
-            schedule = simulate(problem, whole_plan(found))
-            best = min(best, schedule.seconds if schedule.fits else best)
-    return best
-
-
 if __name__ == "__main__":
-    run_parts(estimator, search, crossover, gain, separation)
+    run_parts(estimator, crossover)

@@ -52,7 +52,6 @@ from rlhf_spmd.config.written import Plain, resolve
 from rlhf_spmd.data.dataset import Truncation
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.process.arguments import ignore_closed_pipes
-from rlhf_spmd.telemetry.logger import PACKAGES
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 OF_VERL = ("actor_rollout_ref.", "critic.", "trainer.", "reward_model.", "custom_reward_function.")
@@ -246,11 +245,11 @@ def run_of(verl: ForeignSettings, left: dict[str, str]) -> dict[str, Any]:
 def trackers_of(key: str, names: Any, left: dict[str, str]) -> dict[str, Any]:
     """Return the trackers that ``key`` names. Adds to ``left`` what is no tracker here."""
     asked = re.findall(r"\w+", str(names).replace("None", "none"))
-    if absent := [name for name in asked if name not in ("console", "file", "none", "wandb", *PACKAGES)]:
-        left[f"{key}={','.join(absent)}"] = f"there is wandb, {', '.join(PACKAGES)}"
+    if absent := [name for name in asked if name not in ("console", "file", "none", "wandb", "tensorboard")]:
+        left[f"{key}={','.join(absent)}"] = "there is wandb, tensorboard"
     return {
         "logger.wandb": "online" if "wandb" in asked else "disabled",
-        "logger.trackers": [p for p in PACKAGES if p in asked],
+        "logger.trackers": ["tensorboard"] if "tensorboard" in asked else [],
     }
 
 

@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--port", type=int, default=8421, help="of --serve (default: %(default)s; 0: a free one)")
     try:
-        given = parser.parse_intermixed_args(argv)
+        arguments = parser.parse_intermixed_args(argv)
     except ValueError as error:
         refuse(error)
-    outs = [value.removeprefix("out=") for value in given.run if value.startswith("out=")]
-    runs = [value for value in given.run if not value.startswith("out=")]
+    outs = [value.removeprefix("out=") for value in arguments.run if value.startswith("out=")]
+    runs = [value for value in arguments.run if not value.startswith("out=")]
     keys = [value for value in runs if "=" in value and not Path(value).exists()]
     try:
         if keys:
@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if not runs:
             raise ValueError("no run directory; give the run.dir of a run, as in rlhf-spmd report runs/quickstart/ppo")
-        if given.serve and outs:
+        if arguments.serve and outs:
             raise ValueError(f"out={outs[-1]}: --serve writes nothing; leave one of the two out")
-        if len(runs) > 1 and not outs and not given.serve:
+        if len(runs) > 1 and not outs and not arguments.serve:
             raise ValueError(f"{len(runs)} directories and no out=FILE; give out=FILE for a page of several")
         directories = [run for folder in runs for run in runs_in(folder)]
-        if given.serve:
-            return serve(directories, given.port)
+        if arguments.serve:
+            return serve(directories, arguments.port)
         page = render([read_run(run) for run in directories])
         path = Path(outs[-1] if outs else Path(runs[0]) / REPORT_FILE)
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flat_config import flat_config
 from ranks import run_ranks
-from rlhf_spmd.algorithms import grpo, reinforce_plus_plus
+from rlhf_spmd.algorithms import grpo
 from rlhf_spmd.algorithms.base import add_scores
 from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, in_group
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
@@ -246,12 +246,6 @@ def test_without_groups_a_single_row_is_enough() -> None:
         ),
         (grpo.Config, {"adv_estimator": "rloo", "gamma": 0.9}, "gamma=0.9 does nothing"),
         (grpo.Config, {"adv_estimator": "opo", "norm_adv_by_std_in_grpo": False}, "norm_adv_by_std_in_grpo=false does nothing"),
-        (
-            grpo.Config,
-            {"adv_estimator": "reinforce_plus_plus", "loss_mode": "geo_mean", "loss_agg_mode": "seq-mean-token-mean"},
-            "geo_mean needs one advantage per response",
-        ),
-        (reinforce_plus_plus.Config, {"adv_estimator": "rloo"}, "reinforce_plus_plus is reinforce_plus_plus; use algorithm"),
         (PPOConfig, {"norm_reward": "yes"}, r"algorithm\.norm_reward='yes' is not known; allowed: none, mean_std"),
     ],
 )

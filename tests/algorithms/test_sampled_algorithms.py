@@ -19,7 +19,7 @@ from algorithm_cases import CASES, ROLLOUTS, Case
 from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
-from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, shaped, tell_of_few
+from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, log_few, shaped
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
 from rlhf_spmd.algorithms.distill import towards_teacher
 from rlhf_spmd.algorithms.policy import PolicyLossConfig, clipped_policy
@@ -94,7 +94,7 @@ def test_rows_without_a_score_teach_nothing() -> None:
     assert made["spread"].tolist() == [1.0] * 3 + [-1.0] * 3 + [0.0] * 3
     for is_scored, error in ((False, RewardError), (True, ValueError)):
         with pytest.raises(error, match="step 4: of 16 prompts in 2 batches 0 have responses whose scores differ"):
-            tell_of_few(None, 4, 0, 8, 2, is_scored)
+            log_few(None, 4, 0, 8, 2, is_scored)
     advantages, _ = per_token(in_group({}), {"seq_rewards": made["seq_rewards"]}, rows)
     assert advantages[::2].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5, 0, 0, 0, 0, 0, 0], abs=1e-6)
 
@@ -273,7 +273,6 @@ def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Pat
     ("name", "override", "message"),
     [
         ("distill", "models.teacher.path=null", "models.teacher.path must be given"),
-        ("distill", "algorithm.use_kl_loss=true", "distill's KL is that to the teacher"),
         ("distill", "algorithm.gamma=1.5", "algorithm.gamma=1.5: must be at least 0 and at most 1"),
         ("dapo", "algorithm.overlong_buffer.len=13", "overlong_buffer.len=13 must be at most data.max_response_length=12"),
         ("dapo", "algorithm.filter_groups.metric=acc", "filter_groups.metric='acc' is not known; allowed: score, seq_reward"),
@@ -283,11 +282,6 @@ def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Pat
             "remax",
             "reward={function: 'reward_functions:best_of_group', by_group: true}",
             "reward.by_group=true: remax scores the greedy response to a prompt by itself",
-        ),
-        (
-            "remax",
-            "algorithm={loss_mode: geo_mean, loss_agg_mode: seq-mean-token-mean, use_kl_in_reward: true}",
-            "algorithm.loss_mode=geo_mean needs one advantage per response, and use_kl_in_reward gives each token its own",
         ),
     ],
 )

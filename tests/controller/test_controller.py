@@ -83,7 +83,7 @@ def protocols(world: World) -> Any:
     ]
     result = controller.get(*calls)
     controller.settle()
-    return result, controller.decide(world.rank == 3), controller.decide(False)
+    return result, controller.any_rank(world.rank == 3), controller.any_rank(False)
 
 
 def test_all_protocols_and_one_of_the_users_own() -> None:
@@ -162,7 +162,7 @@ def equal_ids(world: World, consumer: list[int]) -> Any:
     whole, half = controller.source(prompts(8, 1)), controller.source(prompts(4, 1))
 
     def script() -> Any:
-        rows = whole.take(half).repeat(2) if controller.decide(True) else whole
+        rows = whole.take(half).repeat(2) if controller.any_rank(True) else whole
         return toys["b"].rows(rows.union(toys["a"].generate(rows)))
 
     return controller.get(controller.run(script))

@@ -140,7 +140,7 @@ def decided_rows(world: World, easy: int) -> Any:
     controller, toys = build(world, actor=([0], Layout()), critic=([1], Layout()))
 
     def script(first: Reference, second: Reference) -> Reference:
-        rows = second if controller.decide(True) else first  # a trace takes the first
+        rows = second if controller.any_rank(True) else first  # a trace takes the first
         return toys["critic"].rows(rows.union(toys["actor"].generate(rows)))
 
     batch = prompts(8, 1)

@@ -46,11 +46,11 @@ def data(reference: Reference, name: str) -> list[Any]:
     """What a call with one member would get, by row."""
     call_input = intake_of(reference, name)
     result: list[Any] = [None] * len(reference)
-    for piece, names in call_input.shares:
+    for piece, names in call_input.sources:
         batch = piece.producer.data.select([names[name]]).reorder(torch.from_numpy(piece.ids))
         field = batch[names[name]]
         values = field.tolist() if isinstance(field, torch.Tensor) else [row.tolist() for row in field.rows()]
-        for at, value in zip(piece.at.tolist(), values, strict=True):
+        for at, value in zip(piece.positions.tolist(), values, strict=True):
             result[at] = value
     return result
 
@@ -167,9 +167,9 @@ def test_pieces_for_the_same_rows_travel_together() -> None:
     """However rows were moved, the fields that one call made go in one message."""
     base = rows()
     moved = base.concat(base.copy()).take(np.arange(4, 12)[:4]).repeat(2)
-    shares = intake_of(moved, "tokens", "label").shares
+    shares = intake_of(moved, "tokens", "label").sources
     assert [sorted(names) for _, names in shares] == [["label", "tokens"]]
-    twice = intake_of(base.concat(base.copy()), "tokens", "label").shares
+    twice = intake_of(base.concat(base.copy()), "tokens", "label").sources
     assert [sorted(names) for _, names in twice] == [["label", "tokens"]] * 2
 
 

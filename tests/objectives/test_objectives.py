@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from flat_config import flat_config, with_knobs
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.objectives import advantages as adv
 from rlhf_spmd.objectives import kl as kl_module
@@ -146,7 +146,7 @@ def test_groups_of_equal_scores_teach_exactly_nothing(score, size, by_std, dtype
     assert adv.group_advantages(scores[:0], torch.empty(0, dtype=torch.int64), by_std).tolist() == []
 
 
-@pytest.mark.parametrize("kind", kl_module.KL_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in get_args(kl_module.KLKind) if not kind.endswith("+")])
 def test_kl_estimators_are_schulmans(kind):
     p, q = sample(9, 40, 2.0), sample(10, 40, 2.0)
     formula = {
@@ -167,8 +167,6 @@ def test_k3_is_bounded_and_keeps_small_digits():
     assert kl_module.kl_penalty(far, torch.zeros(2), "k3").tolist() == [10.0, 10.0]
     near = kl_module.kl_penalty(torch.tensor([1e-3]), torch.zeros(1), "k3")
     assert float(near) == pytest.approx(5e-7, rel=0.01)
-    with pytest.raises(ValueError, match=r"unknown kl_loss_type 'k4'; available: kl, k1"):
-        kl_module.kl_penalty(far, far, "k4")
 
 
 @pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+", "k2+"])
@@ -197,7 +195,6 @@ def test_kl_controllers():
         ({"kl_coef": float("nan")}, r"kl_ctrl.kl_coef=nan: must be a finite number, at least 0"),
         ({"type": "adaptive", "target_kl": 0.0}, r"kl_ctrl.target_kl=0.0: must be above 0"),
         ({"type": "adaptive", "horizon": 0}, r"kl_ctrl.horizon=0: must be at least 1"),
-        ({"type": "adaptive", "kl_coef": 0.0}, r"stays 0"),
     ],
 )
 def test_impossible_kl_control(change, message):
@@ -211,15 +208,6 @@ def test_beyond_exp_20_a_ratio_is_bounded_and_takes_no_gradient():
     assert loss.tolist() == pytest.approx([math.exp(20), -math.exp(-20)], rel=1e-12)
     assert torch.autograd.grad(loss.sum(), log_prob)[0].tolist() == [0.0, 0.0]
     assert stats["ppo_kl"].tolist() == [-20.0, 20.0]
-
-
-@pytest.mark.parametrize(
-    ("clips", "message"),
-    [((1.2, 0.2, 3.0), "clip_ratio_low = 1.2"), ((0.2, -1, 3.0), "clip_ratio_high"), ((0.2, 0.2, 1.0), "_c = 1.0")],
-)
-def test_impossible_clip_ratios(clips, message):
-    with pytest.raises(ValueError, match=message):
-        losses.policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), *clips)
 
 
 def test_value_loss_and_its_gradient():
@@ -241,8 +229,6 @@ def test_unmoved_values_are_not_counted_as_clipped():
     old = sample(27, 1000).float() * 100
     _, clipped = losses.value_loss(old + 1e-3, old, old * 0, 0.5)
     assert not bool(clipped.any())
-    with pytest.raises(ValueError, match="cliprange_value = -1"):
-        losses.value_loss(old, old, old, -1)
 
 
 @pytest.mark.parametrize("mode", losses.LOSS_AGG_MODES)

@@ -12,14 +12,16 @@ from torch import Tensor
 from flat_config import flat_config, with_knobs
 from rlhf_spmd.algorithms.policy import LOSS_MODES, PolicyConfig, clipped_policy
 from rlhf_spmd.config.load import check_tree
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.objectives.losses import LOSS_AGG_MODES
 from rlhf_spmd.objectives.rollout_correction import RejectionKind, RolloutCorrectionConfig, correction_weights, mismatch_sums
 from rlhf_spmd.workers.objective import Rows, Totals
 
 LENGTHS = [4, 1, 7, 3, 6]
 LIMIT = 9  # tokens of a response, at most
 LOW, HIGH, DUAL = 0.15, 0.25, 1.2
+OF_RESPONSES = ("gspo", "geo_mean")  # losses that have one mode of aggregation
 
 
 def drawn(seed: int, spread: float = 1.0) -> Tensor:
@@ -152,7 +154,10 @@ def test_value_and_gradient_are_the_papers(mode: str) -> None:
         assert stats["actor/ppo_kl"] == pytest.approx(-sum(map(math.log, ratios)) / len(tokens))
 
 
-@pytest.mark.parametrize(("mode", "agg"), [(name, agg) for name, mode in LOSS_MODES.items() for agg in mode.agg_modes])
+@pytest.mark.parametrize(
+    ("mode", "agg"),
+    [(mode, agg) for mode in LOSS_MODES for agg in (["seq-mean-token-mean"] if mode in OF_RESPONSES else LOSS_AGG_MODES)],
+)
 def test_micro_batches_add_up_to_the_same_loss(mode: str, agg: str) -> None:
     """With everything that a loss can have: correction, entropy."""
     correction = RolloutCorrectionConfig("sequence", 1.1, "seq_mean_k1", 1.3)
@@ -269,30 +274,17 @@ def test_the_entropy_coefficient_moves_on_a_line() -> None:
     ("knobs", "message"),
     [
         ({"loss_mode": "gpso"}, "unknown algorithm.loss_mode 'gpso'; available: vanilla, gspo"),
-        ({"loss_mode": "gspo"}, "loss_agg_mode=token-mean: .*use seq-mean-token-mean"),
         ({"loss_mode": "sapo", "clip_ratio_high": 0.3}, "clip_ratio_high=0.3 does nothing with algorithm.loss_mode=sapo"),
         ({"tau_neg": 2.0}, "tau_neg=2.0 does nothing with algorithm.loss_mode=vanilla"),
         ({"loss_mode": "cispo", "clip_ratio_c": 5.0}, "clip_ratio_c=5.0 does nothing"),
-        ({"entropy_coeff_end": 0.0}, "need each other"),
-        ({"clip_ratio": 0.1, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, "clip_ratio=0.1 does nothing beside"),
-        (
-            {
-                "loss_mode": "geo_mean",
-                "loss_agg_mode": "seq-mean-token-mean",
-                "rollout_correction": RolloutCorrectionConfig("token"),
-            },
-            "rollout_correction by token",
-        ),
+        ({"clip_ratio_low": 1.2}, "clip_ratio_low=1.2: must be at least 0 and at most 1"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c=1.0: must be above 1"),
         ({"rollout_is": "tokens"}, "rollout_is='tokens' is not known; did you mean 'token'. allowed: token, sequence, or null"),
         ({"rollout_rs": "geometric"}, ".*rollout_rs='geometric' is not known; allowed"),
-        ({"rollout_rs": "token_k1"}, "needs .*rollout_rs_threshold"),
         ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0 does nothing without .*rollout_rs; leave it out"),
         ({"rollout_is_threshold": 5.0}, "rollout_is_threshold=5.0 does nothing without .*rollout_is; leave it out"),
-        ({"rollout_rs": "token_k3", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.1}, "is for .* with _k1"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must include 1"),
         ({"rollout_is_threshold": 0.0}, "must be above 0"),
         ({"rollout_token_veto_threshold": 1.5}, "rollout_token_veto_threshold=1.5: must be above 0 and at most 1"),
-        ({"rollout_token_veto_threshold": 1e-4, "bypass_mode": True}, "so .*rollout_token_veto_threshold finds no difference"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) -> None:

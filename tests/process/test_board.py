@@ -99,7 +99,7 @@ def test_a_script_that_returns_early_on_one_rank_is_told_at_its_end():
 
     def script(controller: Controller, calls: int) -> None:
         for _ in range(calls):
-            controller.decide(False)
+            controller.any_rank(False)
 
     for board, calls in zip(pair, (2, 1), strict=True):
         controller = Controller(solo(board.launch.rank), board)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.report import read_run, render
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE, atomic_write_text
 from rlhf_spmd.telemetry.signals import Signals
 from rlhf_spmd.telemetry.summary import summarize
+from rlhf_spmd.telemetry.trackers import LoggerConfig
 from rlhf_spmd.training.recorder import Recorder
 
 UPDATE = {"loss": 0.0, "lr": 1e-6, "grad_norm": 0.2}

@@ -29,7 +29,6 @@ from rlhf_spmd.process.arguments import ignore_closed_pipes
 from rlhf_spmd.process.board import Board, announce
 from rlhf_spmd.process.program import _fail, classify
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.logger import LoggerConfig
 from rlhf_spmd.telemetry.progress import Progress, say
 from rlhf_spmd.telemetry.run_dir import (
     EXIT_CODES,
@@ -47,6 +46,7 @@ from rlhf_spmd.telemetry.run_dir import (
 )
 from rlhf_spmd.telemetry.summary import summarize
 from rlhf_spmd.telemetry.trace import write_trace
+from rlhf_spmd.telemetry.trackers import LoggerConfig
 from rlhf_spmd.training.recorder import Recorder
 
 

@@ -19,9 +19,9 @@ import pytest
 
 from rlhf_spmd.config.load import check_tree, load, to_yaml
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.telemetry import follower
-from rlhf_spmd.telemetry.logger import LoggerConfig
+from rlhf_spmd.telemetry import trackers
 from rlhf_spmd.telemetry.run_dir import read_jsonl
+from rlhf_spmd.telemetry.trackers import LoggerConfig
 from rlhf_spmd.training.recorder import Recorder
 from rlhf_spmd.training.run_config import RunConfig
 
@@ -92,7 +92,7 @@ def test_without_a_tracker_no_process_is_started(tmp_path: Path, monkeypatch: py
     [
         (
             "trackers=[tensorbord]",
-            r"trackers=.*: unknown tracker 'tensorbord'; did you mean 'tensorboard'\? available: tensorboard",
+            r"trackers\[0\]='tensorbord' is not known; did you mean 'tensorboard'\? allowed: tensorboard",
         ),
         ("wandb=onlin", r"wandb='onlin' is not known; did you mean 'online'\? allowed: online, offline, disabled"),
         ("wandb_init.tag=[a]", r"wandb_init\.tag'.*tags"),
@@ -108,7 +108,7 @@ def test_a_package_that_is_missing_is_told_before_the_run(tmp_path: Path, monkey
     """Also where the working directory has one of its name, such as wandb's own."""
     (tmp_path / "tensorboard").mkdir()
     for found in (None, importlib.util.spec_from_loader("tensorboard", None, is_package=True)):
-        monkeypatch.setattr("rlhf_spmd.telemetry.logger.find_spec", lambda name, found=found: found)
+        monkeypatch.setattr("rlhf_spmd.telemetry.trackers.find_spec", lambda name, found=found: found)
         with pytest.raises(ConfigError, match=r"^logger\.trackers=.*: tensorboard is not installed; pip install tensorboard"):
             settings("logger.trackers=[tensorboard]")
 
@@ -195,7 +195,7 @@ def test_a_tracker_that_is_killed_ends_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
     recorder = Recorder(tmp_path / "run", config, 0, {})
-    [process] = recorder.followers._processes.values()
+    [process] = recorder.trackers._processes.values()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     recorder.log(1, {"a": 1.0}, [], [])
@@ -206,16 +206,16 @@ def test_a_tracker_that_is_killed_ends_alone(tmp_path: Path) -> None:
 def test_a_step_that_a_tracker_refuses_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     steps: list[tuple[int, list[str]]] = []
 
-    def log(step: int, unix_s: float, metrics: follower.Metrics, tables: Mapping[str, follower.Table]) -> None:
+    def log(step: int, unix_s: float, metrics: trackers.Metrics, tables: Mapping[str, trackers.Table]) -> None:
         if step < 3:
             raise OSError("no such\nserver")
         steps.append((step, [row[tables["rollouts"].columns.index("response")] for row in tables["rollouts"].data]))
 
     run_steps(tmp_path, settings())
-    offsets = dict.fromkeys((follower.METRICS, *follower.SAMPLES), 0)
-    order = follower.TrackerJob("mine", str(tmp_path), offsets, 3, None, "p", "n", {}, 1.0)
+    offsets = dict.fromkeys((trackers.METRICS, *trackers.SAMPLES), 0)
+    order = trackers.TrackerJob("mine", str(tmp_path), offsets, 3, None, "p", "n", {}, 1.0)
     ended = Future[int]()
     ended.set_result(0)
-    follower.follow(SimpleNamespace(log=log, finish=lambda exit_code: None), order, ended)
+    trackers.follow(SimpleNamespace(log=log, finish=lambda exit_code: None), order, ended)
     assert steps == [(3, ["wrote 3\n"])]
     assert capfd.readouterr().err.splitlines()[-1] == "mine: step 1 was not logged (no such server); metrics.jsonl has it"

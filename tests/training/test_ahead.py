@@ -252,7 +252,7 @@ def test_ranks_that_are_several_steps_ahead_may_wait_for_longer_than_a_call(dire
         (("placement.max_staleness=-1",), r"max_staleness=-1"),
         (
             (STALE, *TWO, f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}"),
-            r"bypass_mode=true .*rollout_is finds no differ",
+            r"bypass_mode=true, .*a correction finds no difference",
         ),
     ],
 )

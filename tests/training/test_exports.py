@@ -156,8 +156,8 @@ def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
         directory.mkdir()
 
     controller, asked = Controller(world.all), []
-    decide = controller.decide
-    controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
+    decide = controller.any_rank
+    controller.any_rank = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
     run = SimpleNamespace(dir=str(run_dir), export=True, export_freq=0, keep_best=None, max_shard_size="1GB")
     trained = SimpleNamespace(lora=SimpleNamespace(rank=0), random_init=False)
     plans = {"actor": SimpleNamespace(worker=SimpleNamespace(head="lm"), config=trained)}

@@ -130,7 +130,7 @@ def test_a_run_that_went_on_is_exported_as_it_ended(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("algorithm.critic_warmup=2", "run.steps=2 is too few: models.actor would never be trained"),
-        ("algorithm.ppo_micro_batch_size_per_gpu=4", "size_per_gpu=4 does nothing with algorithm.use_dynamic_bsz=true"),
+        ("algorithm.ppo_micro_batch_size_per_gpu=4", "size_per_gpu=4 does nothing without algorithm.use_dynamic_bsz=false"),
         (f"reward.model={tasks.task() / 'actor'} models.reward.path={tasks.task() / 'critic'}", "name different models"),
         ("run.max_shard_size=much", "run.max_shard_size='much' is no size; give one such as 5GB or 200MB"),
         ("run.keep_best=val/loss", "run.keep_best=val/loss is a metric of validation, and run.test_freq is 0; set it"),

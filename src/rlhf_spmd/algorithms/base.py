@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.batch import Field
@@ -59,9 +60,6 @@ class AlgorithmConfig:
         """True if the rollout's log-probs serve as the old ones, whatever weights drew the tokens."""
         return False
 
-    def check(self, where: str) -> None:
-        """Raises ValueError that names the key and the value."""
-
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
         """Raises ValueError where the algorithm's settings contradict other sections of the configuration, or the models."""
 
@@ -89,8 +87,8 @@ class AlgorithmConfig:
         """Return the optimizer steps of a role in ``steps`` steps of ``batch_size`` groups: the length of its schedule."""
         return steps
 
-    def check_streams(self, given: Collection[str], where: str) -> None:
-        """Raises ValueError where ``given``, the streams that the configuration describes, do not fit the other settings."""
+    def check_streams(self, described: Collection[str], where: str) -> None:
+        """Raises ValueError where ``described``, the streams that the configuration has, do not fit the other settings."""
 
     @property
     def goal(self) -> float | None:
@@ -115,31 +113,47 @@ class MovingReferenceConfig:
     ref_model_sync_steps: PositiveInt = 512
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps")}
 
-    def check_together(self, config: Any, plans: Mapping[str, Any]) -> None:
-        """Raises ValueError where the reference cannot follow the actor, or never would."""
-        if not self.sync_ref_model:
-            return
-        for role in ("actor", "reference"):
-            if rank := plans[role].config.lora.rank:
-                raise ValueError(
-                    f"algorithm.sync_ref_model=true: a reference cannot follow adapters, models.{role}.lora.rank={rank}; leave one out"
-                )
-        if plans["reference"].spec != plans["actor"].spec:
-            raise ValueError(
-                f"algorithm.sync_ref_model=true: models.reference.path={plans['reference'].config.path!r} is another architecture than "
-                f"models.actor.path={plans['actor'].config.path!r}; a reference that follows must be the same"
-            )
-        dtype = plans["reference"].config.torch_dtype(model_device())
-        if self.ref_model_mixup_alpha < 1 and dtype.itemsize < 4:
-            raise ValueError(
-                f"algorithm.ref_model_mixup_alpha={self.ref_model_mixup_alpha}: in {dtype} the reference would round its small steps "
-                "away and stay where it is; set models.reference.dtype=float32, or ref_model_mixup_alpha=1"
-            )
-        if self.ref_model_sync_steps > config.run.steps:
-            raise ValueError(
-                f"algorithm.ref_model_sync_steps={self.ref_model_sync_steps}: with run.steps={config.run.steps} the reference would "
-                "never follow; lower it, or leave sync_ref_model out"
-            )
+
+@dataclass(frozen=True)
+class ReferenceThatFollows:
+    """What :data:`FOLLOWING` reads of a run with ``sync_ref_model``. ``dtype``: that of the reference's weights."""
+
+    algorithm: MovingReferenceConfig
+    models: Mapping[str, Any]
+    run: Any
+    dtype: torch.dtype
+    is_same_architecture: bool
+
+
+FOLLOWING: Rules = (
+    *(
+        Rule(
+            (f"models.{role}.lora.rank", "algorithm.sync_ref_model"),
+            lambda s, role=role: s.models[role].lora.rank > 0,  # type: ignore[misc]  # mypy: the default is the loop's role
+            "a reference cannot follow adapters",
+            "leave one of the two out",
+        )
+        for role in ("actor", "reference")
+    ),
+    Rule(
+        ("models.reference.path", "models.actor.path", "algorithm.sync_ref_model"),
+        lambda s: not s.is_same_architecture,
+        "a reference that follows has the actor's architecture",
+        "leave models.reference.path out",
+    ),
+    Rule(
+        ("algorithm.ref_model_mixup_alpha", "models.reference.dtype"),
+        lambda s: s.algorithm.ref_model_mixup_alpha < 1 and s.dtype.itemsize < 4,
+        "in {s.dtype} the reference would round its small steps away and stay where it is",
+        "set models.reference.dtype=float32, or ref_model_mixup_alpha=1",
+    ),
+    Rule(
+        ("algorithm.ref_model_sync_steps", "run.steps"),
+        lambda s: s.algorithm.ref_model_sync_steps > s.run.steps,
+        "the reference would never follow",
+        "lower ref_model_sync_steps, or leave sync_ref_model out",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -161,19 +175,30 @@ class RolloutConfig(AlgorithmConfig):
     ppo_max_token_len_per_gpu: PositiveInt = 16384
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
 
-    def check(self, where: str) -> None:
-        if self.moving.sync_ref_model and "reference" not in self.roles:
-            raise ValueError(f"{where}.sync_ref_model=true: {self.name} has no reference with these settings; leave it out")
-        if not self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is None:
-            raise ValueError(f"{where}.use_dynamic_bsz=false needs {where}.ppo_micro_batch_size_per_gpu, at least 1")
-        if self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is not None:
-            raise ValueError(
-                f"{where}.ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu} does nothing with "
-                f"{where}.use_dynamic_bsz=true; leave it out, or set use_dynamic_bsz=false"
-            )
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"use_dynamic_bsz=false": ("ppo_micro_batch_size_per_gpu",)}
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("sync_ref_model", "name"),
+            lambda s: s.moving.sync_ref_model and "reference" not in s.roles,
+            "the algorithm has no reference with these settings",
+            "leave sync_ref_model out",
+        ),
+        Rule(
+            ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
+            lambda s: not s.use_dynamic_bsz and s.ppo_micro_batch_size_per_gpu is None,
+            "a micro-batch by rows needs their number",
+            "set ppo_micro_batch_size_per_gpu",
+        ),
+    )
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
-        self.moving.check_together(config, plans)
+        if self.moving.sync_ref_model:
+            actor = plans["actor"]
+            reference = plans.get("reference", actor)  # an actor with adapters is its own reference, which is refused
+            models = {"actor": actor.config, "reference": reference.config}
+            dtype = reference.config.torch_dtype(model_device())
+            is_same = reference.spec == actor.spec
+            check_rules(FOLLOWING, ReferenceThatFollows(self.moving, models, config.run, dtype, is_same))
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -242,24 +267,24 @@ def score(models: Any, rows: Reference, shown: frozenset[int] | None = None) -> 
     return total, [*calls, total]
 
 
-def add_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+def add_scores(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
     """Return the sum of the fields ``*_scores``, nan if no reward scores the row, or if any call for the row failed; and the first
     of ``*_answer_codes`` that is no nan.
 
     Raises RewardError if no reward has scored any row of the run so far.
     """
-    given, failed, codes = (
+    scores, failed, codes = (
         torch.stack([field.double() for name, field in fields.items() if name.endswith(end)])
         for end in ("_scores", "_failed", "_answer_codes")
     )
-    scored = ~given.isnan().all(0) & ~failed.any(0)
-    total = given.masked_fill(given.isnan(), 0.0).cumsum(0)[-1]  # in order, whatever the number of rows
-    sums = whole.sum(torch.stack([total[scored].sum(), scored.sum().double(), total.new_tensor(len(rows))])).tolist()
-    if not sums[1] and "scored" not in whole.state:
+    scored = ~scores.isnan().all(0) & ~failed.any(0)
+    total = scores.masked_fill(scores.isnan(), 0.0).cumsum(0)[-1]  # in order, whatever the number of rows
+    sums = reduce.sum(torch.stack([total[scored].sum(), scored.sum().double(), total.new_tensor(len(rows))])).tolist()
+    if not sums[1] and "scored" not in reduce.state:
         raise RewardError(
             f"no reward scores any of the first {sums[2]:.0f} rows; look at what the functions return, and at data_sources"
         )
-    whole.state["scored"] = True
+    reduce.state["scored"] = True
     first = (~codes.isnan()).int().argmax(0, keepdim=True)
     computed: dict[str, Field] = {"scores": total.where(scored, torch.nan), "answer_codes": codes.gather(0, first)[0]}
     return computed, {"reward/total_mean": sums[:2]} if sums[1] else {}
@@ -271,7 +296,7 @@ def validate(models: Any, data: Any, config: Any, global_step: int, stream: str 
 
     Collective over the world: every rank of it must call, in program order.
     """
-    return data.validation.evaluate_rewards(stream, lambda *given: _answer_and_score(models, global_step, *given))
+    return data.validation.evaluate_rewards(stream, lambda *validation: _answer_and_score(models, global_step, *validation))
 
 
 def _answer_and_score(

@@ -30,8 +30,8 @@ class Config(ScoreModelConfig):
         def loss(safer: dict[str, Tensor], riskier: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             low, high = safer["row_values"], riskier["row_values"]
             signs = [(side["row_values"] * side["safe"] < 0).double() for side in (safer, riskier)]
-            told = {"accuracy": high > low, "accuracy_sign": (signs[0] + signs[1]) / 2}
-            told |= {"costs/chosen": low, "costs/rejected": high}
-            return cost_preference(low, high, safer["safe"], riskier["safe"]), told
+            report = {"accuracy": high > low, "accuracy_sign": (signs[0] + signs[1]) / 2}
+            report |= {"costs/chosen": low, "costs/rejected": high}
+            return cost_preference(low, high, safer["safe"], riskier["safe"]), report
 
         return of_pairs(loss, ("safe",), "row_values")

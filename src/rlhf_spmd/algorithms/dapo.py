@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, PolicyLossConfig, clipped_policy
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import group_advantages
@@ -61,10 +62,9 @@ class Config(PolicyConfig):
     min_samples: ClassVar[int] = 2
     rows_in_flight: ClassVar[bool] = False
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.kl.use_kl_loss:
-            raise ValueError(f"{where}.use_kl_loss=true: dapo has no reference; use grpo, or leave it out")
+    rules: ClassVar[Rules] = (
+        Rule(("use_kl_loss",), lambda s: s.kl.use_kl_loss, "dapo has no reference", "use name=grpo, or leave use_kl_loss out"),
+    )
 
     def check_together(self, config: Any, plans: Any, tokenizer: Any) -> None:
         super().check_together(config, plans, tokenizer)
@@ -78,7 +78,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     generator's of the first.
     """
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
-    calls, batches, found, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
+    calls, batches, num_kept, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
         batch, rollout = sample(models, data, global_step)
@@ -88,12 +88,12 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
         if filtering.enable:
             spread = models.controller.get_field(judged, "spread")
             batch, is_scored = batch.take(spread > 0), is_scored or bool((spread >= 0).any())
-        batches, found = [*batches, batch], found + len(batch)
-        if found >= wanted:
+        batches, num_kept = [*batches, batch], num_kept + len(batch)
+        if num_kept >= wanted:
             break
-    kept_groups, size = found // data.sampling.n, wanted // data.sampling.n
-    if found < wanted:
-        tell_of_few(models.controller, global_step, kept_groups, size, len(batches), is_scored)
+    kept_groups, size = num_kept // data.sampling.n, wanted // data.sampling.n
+    if num_kept < wanted:
+        log_few(models.controller, global_step, kept_groups, size, len(batches), is_scored)
     # 2. the first of them, and the update
     kept = batches[0].concat(*batches[1:])
     kept = kept.take(np.arange(len(kept)) < wanted)
@@ -105,14 +105,14 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     return [*calls, old, advantages, update]
 
 
-def tell_of_few(controller: Any, global_step: int, found: int, wanted: int, tried: int, is_scored: bool) -> None:
+def log_few(controller: Any, global_step: int, kept: int, wanted: int, tried: int, is_scored: bool) -> None:
     """Print that a step has fewer groups than wanted. With none it raises ValueError, or RewardError if no response has a score."""
-    told = f"step {global_step}: of {tried * wanted} prompts in {tried} batches {found} have responses whose scores differ"
+    line = f"step {global_step}: of {tried * wanted} prompts in {tried} batches {kept} have responses whose scores differ"
     remedy = "give other prompts, more samples (sampling.n), or a larger algorithm.filter_groups.max_num_gen_batches"
-    if not found:
+    if not kept:
         failure = ValueError if is_scored else RewardError
-        raise failure(f"{told}, so there is nothing to train on; {remedy}, or set algorithm.filter_groups.enable=false")
-    controller.tell(f"{told}, where {wanted} were wanted; it trains on these; {remedy}")
+        raise failure(f"{line}, so there is nothing to train on; {remedy}, or set algorithm.filter_groups.enable=false")
+    controller.log(f"{line}, where {wanted} were wanted; it trains on these; {remedy}")
 
 
 def shaped(config: Config, limit: int) -> Function:
@@ -121,16 +121,16 @@ def shaped(config: Config, limit: int) -> Function:
     It also gives each row its group's ``spread`` of the metric: 0 only if all rows have the same, below 0 if no row has a score.
     """
 
-    def judge(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+    def judge(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         scores, overlong = fields["scores"].double(), config.overlong_buffer
         lengths = (rows.lengths if rows.mask is None else rows.mask.lengths).double()
         room = overlong.len or max(limit // 5, 1)
         penalty = ((limit - room - lengths) / room).clamp(max=0.0) * overlong.penalty_factor * overlong.enable
         metric = scores if config.filter_groups.metric == "score" else scores + penalty
         away = group_advantages(metric, rows.group_ids, by_std=False).abs().where(~scores.isnan(), -1.0)
-        at = rows.group_ids.unique(return_inverse=True)[1]
-        spread = away.new_full((len(rows),), -1.0).scatter_reduce_(0, at, away, "amax")[at]
-        sums = whole.sum(torch.stack([penalty.sum(), (spread == 0).sum().double(), penalty.new_tensor(len(rows))]))
+        index = rows.group_ids.unique(return_inverse=True)[1]
+        spread = away.new_full((len(rows),), -1.0).scatter_reduce_(0, index, away, "amax")[index]
+        sums = reduce.sum(torch.stack([penalty.sum(), (spread == 0).sum().double(), penalty.new_tensor(len(rows))]))
         total, equal, count = sums.tolist()
         report = {"dapo/overlong_penalty_mean": [total, count], "dapo/equal_group_fraction": [equal, count]}
         return {"seq_rewards": scores + penalty, "spread": spread}, report
@@ -143,7 +143,7 @@ def in_group(report: dict[str, float]) -> Function:
     ranks know.
     """
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         advantages = group_advantages(fields["seq_rewards"], rows.group_ids, by_std=True)
         return {"advantages": rows.per_token(rows.spread(advantages))}, report
 

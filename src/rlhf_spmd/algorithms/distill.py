@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.base import sample, score, validate
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.config.constraints import Fraction, PositiveFloat
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.objectives.advantages import gae
@@ -40,23 +41,22 @@ class Config(PolicyConfig):
     teacher_temperature: PositiveFloat | None = None
     needs_reward: ClassVar[bool] = False
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.kl.use_kl_loss:
-            raise ValueError(f"{where}.use_kl_loss=true: distill's KL is that to the teacher; leave it out")
+    rules: ClassVar[Rules] = (
+        Rule(("use_kl_loss",), lambda s: s.kl.use_kl_loss, "distill's KL is that to the teacher", "leave use_kl_loss out"),
+    )
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
         super().check_together(config, plans, tokenizer)
-        given = config.models.get("teacher")
-        if given is None or given.path is None:
+        settings = config.models.get("teacher")
+        if settings is None or settings.path is None:
             raise ValueError("models.teacher.path must be given: a Hugging Face model directory, with the student's tokenizer")
-        if given.random_init:
+        if settings.random_init:
             raise ValueError("models.teacher.random_init=true: there is nothing to learn from such a teacher; leave it out")
         teacher = load_tokenizer(plans["teacher"].config.path, required=False)
         if teacher is not None and teacher.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
-                f"models.teacher.path={given.path!r}: its tokenizer has another vocabulary than that of models.actor; a teacher must "
-                "read the student's tokens"
+                f"models.teacher.path={settings.path!r}: its tokenizer has another vocabulary than that of models.actor; a teacher "
+                "must read the student's tokens"
             )
         if config.run.test_freq and not any(issubclass(plan.worker, RewardWorker) for plan in plans.values()):
             raise ValueError(
@@ -88,11 +88,11 @@ def towards_teacher(config: Config) -> Function:
     ``gamma`` 1 of whole responses.
     """
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         kl = fields["old_log_probs"].double() - fields["teacher_log_probs"].double()
         divergence, pull = token_divergence(kl, config.beta)
         sums, _ = gae(-divergence, torch.zeros_like(kl), rows.lengths, config.gamma, 1.0)
-        parts = whole.sums(
+        parts = reduce.sums(
             kl=kl.sum(), divergence=divergence.sum(), tokens=kl.new_tensor(len(kl)), rows=kl.new_tensor(len(rows))
         )
         kl_sum, divergence_sum, tokens, num_rows = (float(part) for part in parts.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,10 @@ class GroupAdvantageConfig:
     adv_estimator: str = "grpo"
     norm_adv_by_std_in_grpo: bool = True
     gamma: Fraction = 1.0
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "adv_estimator=grpo": ("norm_adv_by_std_in_grpo",),
+        f"adv_estimator={BY_TOKEN}": ("gamma",),
+    }
 
     def check(self, where: str) -> None:
         known = (*ESTIMATORS, BY_TOKEN)
@@ -60,11 +64,6 @@ class GroupAdvantageConfig:
                 f"unknown {where}.adv_estimator {self.adv_estimator!r}; available: {', '.join(known)}, or a function of your own, "
                 "file.py:function; gae is algorithm.name=ppo"
             )
-        using = f"does nothing with {where}.adv_estimator={self.adv_estimator}; leave it out"
-        if self.gamma != 1 and not self.by_token:
-            raise ValueError(f"{where}.gamma={self.gamma} {using}: only {BY_TOKEN} has a discount per token")
-        if not self.norm_adv_by_std_in_grpo and self.adv_estimator != "grpo":
-            raise ValueError(f"{where}.norm_adv_by_std_in_grpo=false {using}")
 
     @property
     def by_token(self) -> bool:
@@ -105,10 +104,10 @@ def in_group(config: GroupConfig, num_samples: int | None = None) -> Function:
     name, by_token = advantage.adv_estimator, advantage.by_token
     estimate = own_estimator("algorithm.adv_estimator", name) if is_own(name) else ESTIMATORS.get(name)
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         if not by_token:
             check_groups(rows.group_ids, num_samples)
-        measured, scores = MeasuredKL(kl, fields, rows, whole.state), fields["scores"]
+        measured, scores = MeasuredKL(kl, fields, rows, reduce.state), fields["scores"]
         scored = ~scores.isnan()
         learnt = rows.spread(scored)
         if estimate is None:
@@ -123,7 +122,7 @@ def in_group(config: GroupConfig, num_samples: int | None = None) -> Function:
             advantages = estimate(advantage, rewards, rows.group_ids, rows.lengths)
             advantages = rows.spread(advantages) if len(advantages) == len(rows) else advantages
         zeros = row_means(advantages.abs(), rows.lengths) == 0
-        sums = whole.sums(
+        sums = reduce.sums(
             kl=measured.sums(),
             advantages=moments(advantages[learnt]),
             zeros=(zeros | ~scored).sum(),
@@ -145,6 +144,6 @@ def in_group(config: GroupConfig, num_samples: int | None = None) -> Function:
             metrics |= {"group/score_std_mean": spread / max(num_groups, 1.0)}
         if kl.use_kl_in_reward or "ref_log_prob" in fields:
             metrics |= measured.settle(sums["kl"])
-        return {"advantages": rows.per_token(advantages)}, metrics | whole.ranges(**{"critic/advantages": advantages})
+        return {"advantages": rows.per_token(advantages)}, metrics | reduce.ranges(**{"critic/advantages": advantages})
 
     return compute_advantage

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlhf_spmd.algorithms.base import sample, score, validate
-from rlhf_spmd.algorithms.estimators import BY_TOKEN, GroupAdvantageConfig, in_group
+from rlhf_spmd.algorithms.estimators import GroupAdvantageConfig, in_group
 from rlhf_spmd.algorithms.kl import KLConfig
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers import ReferenceWorker, RoleClass
@@ -25,15 +26,20 @@ class Config(PolicyConfig):
     advantage: GroupAdvantageConfig = inline(GroupAdvantageConfig)
     min_samples: ClassVar[int] = 2
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.min_samples < 2 and not self.advantage.by_token:
-            estimator = self.advantage.adv_estimator
-            raise ValueError(f"{where}.adv_estimator={estimator}: {self.name} is {BY_TOKEN}; use {where}.name=grpo")
-        if self.policy.loss_mode == "geo_mean" and self.advantage.by_token:
-            raise ValueError(
-                f"{where}.loss_mode=geo_mean needs one advantage per response, and {BY_TOKEN} gives each token its own"
-            )
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("adv_estimator", "name"),
+            lambda s: s.min_samples < 2 and not s.advantage.by_token,
+            "the algorithm compares no responses to a prompt",
+            "use name=grpo",
+        ),
+        Rule(
+            ("loss_mode", "adv_estimator"),
+            lambda s: s.policy.loss_mode == "geo_mean" and s.advantage.by_token,
+            "the loss needs one advantage per response, and the estimator gives each token its own",
+            "change one of the two",
+        ),
+    )
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.config.constraints import NonNegativeFloat
 from rlhf_spmd.objectives.advantages import row_means
-from rlhf_spmd.objectives.kl import KLControlConfig, check_kl_kind, kl_penalty
+from rlhf_spmd.objectives.kl import KLControlConfig, KLKind, kl_penalty
 from rlhf_spmd.workers.objective import Rows
 
 
@@ -26,11 +26,8 @@ class KLLossConfig:
 
     use_kl_loss: bool = False
     kl_loss_coef: NonNegativeFloat = 0.001
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: KLKind = "low_var_kl"
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"use_kl_loss": ("kl_loss_coef", "kl_loss_type")}
-
-    def check(self, where: str) -> None:
-        check_kl_kind(self.kl_loss_type, f"{where}.kl_loss_type")
 
 
 @dataclass(frozen=True)
@@ -42,16 +39,12 @@ class KLConfig(KLLossConfig):
     """
 
     use_kl_in_reward: bool = True
-    kl_penalty: str = "kl"
+    kl_penalty: KLKind = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "use_kl_in_reward": ("kl_ctrl.kl_coef", "kl_ctrl.type"),
         "use_kl_in_reward or use_kl_loss": ("kl_penalty",),
     }
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_kl_kind(self.kl_penalty, f"{where}.kl_penalty")
 
     @property
     def uses_reference(self) -> bool:

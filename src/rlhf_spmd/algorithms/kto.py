@@ -59,10 +59,10 @@ def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
     return call, max(values[0]["kto/kl"], 0.0), values[0]["kto/desirable_fraction"]
 
 
-def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
     ratios = row_sums(fields["old_log_probs"].double(), rows.lengths) - fields["ref_logps"]
     mine = [float(ratios.sum()), float(fields["desirable"].sum()), len(rows)]
-    total, desirable, count = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+    total, desirable, count = reduce.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
     return {}, {"kto/kl": total / count, "kto/desirable_fraction": desirable / count}
 
 
@@ -75,10 +75,10 @@ def objective(config: Config, baseline: float, desirable: float) -> Objective:
         is_good = fields["desirable"] > 0
         ratios = row_sums(fields["log_probs"].double(), rows.lengths) - fields["ref_logps"]
         losses = kto(ratios, is_good, baseline, config.beta, (config.desirable_weight, config.undesirable_weight))
-        told = {"accuracy": ((ratios > baseline) == is_good).double().sum() / totals.rows}
+        report = {"accuracy": ((ratios > baseline) == is_good).double().sum() / totals.rows}
         for name, side, share in (("chosen", is_good, desirable), ("rejected", ~is_good, 1 - desirable)):
-            told[f"rewards/{name}"] = (config.beta * ratios.detach() * side).sum() / (totals.rows * share or 1.0)
-        return losses.sum() / totals.rows, told
+            report[f"rewards/{name}"] = (config.beta * ratios.detach() * side).sum() / (totals.rows * share or 1.0)
+        return losses.sum() / totals.rows, report
 
     return Objective(loss, ("desirable", "ref_logps"))
 

@@ -38,14 +38,14 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     pairs = batch.union(decided).take(models.controller.get_field(decided, "chosen") >= 0)
     calls = [rollout, *scored, decided]
     if len(pairs) == 0:
-        models.controller.tell(f"step {global_step}: the responses to each prompt score alike, so nothing was learnt")
+        models.controller.log(f"step {global_step}: the responses to each prompt score alike, so nothing was learnt")
         return calls
     pairs, objective = reference_log_probs(models, pairs), config.loss.objective(data.sampling.log_prob_temperature)
     return [*calls, models.actor.update(pairs, objective, **config.schedule)]
 
 
-def decide(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+def decide(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
     chosen = best_and_worst(fields["scores"], rows.group_ids)
     groups = len(torch.unique(rows.group_ids))
-    pairs, num_groups = whole.sum(torch.tensor([int((chosen == 1).sum()), groups])).tolist()
+    pairs, num_groups = reduce.sum(torch.tensor([int((chosen == 1).sum()), groups])).tolist()
     return {"chosen": chosen}, {"online_dpo/pairs": float(pairs), "online_dpo/ties": float(num_groups - pairs)}

@@ -28,7 +28,7 @@ class Config(PairLearningConfig):
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
             ratio = odds_ratio(*means)
-            told = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
-            return -means[0] + self.beta * ratio, told | {"nll_loss": -means[0], "odds_ratio_loss": ratio}
+            report = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
+            return -means[0] + self.beta * ratio, report | {"nll_loss": -means[0], "odds_ratio_loss": ratio}
 
         return of_pairs(loss, (), "log_probs")

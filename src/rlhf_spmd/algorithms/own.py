@@ -40,19 +40,19 @@ def own_estimator(where: str, name: str) -> Estimator:
     def estimate(config: Any, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
         if not len(rewards):
             return torch.zeros_like(rewards)
-        given = called({"rewards": rewards.clone(), "group_ids": group_ids, "lengths": lengths, "config": config})
+        returned = called({"rewards": rewards.clone(), "group_ids": group_ids, "lengths": lengths, "config": config})
         tokens = int(lengths.sum())
         wanted = f"a tensor of an advantage for each row [{len(rewards)}] or for each response token [{tokens}]"
-        found = _tensor(f"{where} {name!r}", given, (len(rewards), tokens), wanted).detach().to(rewards)
-        of_row = torch.arange(len(rewards)) if len(found) == len(rewards) else torch.repeat_interleave(lengths)
-        bad = (~found.isfinite() & ~rewards.isnan()[of_row]).nonzero()
+        advantages = _tensor(f"{where} {name!r}", returned, (len(rewards), tokens), wanted).detach().to(rewards)
+        of_row = torch.arange(len(rewards)) if len(advantages) == len(rewards) else torch.repeat_interleave(lengths)
+        bad = (~advantages.isfinite() & ~rewards.isnan()[of_row]).nonzero()
         if len(bad):
             row = int(of_row[bad[0]])
             raise FloatingPointError(
-                f"{where} {name!r} returned {float(found[bad[0]])} for a row of group {int(group_ids[row])}, whose reward is "
+                f"{where} {name!r} returned {float(advantages[bad[0]])} for a row of group {int(group_ids[row])}, whose reward is "
                 f"{float(rewards[row]):g}; advantages must be finite"
             )
-        return found
+        return advantages
 
     return estimate
 
@@ -68,8 +68,8 @@ def own_loss(where: str, name: str) -> PolicyLoss:
     label = f"{where} {name!r}"
 
     def loss(config: Any, new: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        given = {"log_prob": new, "old_log_prob": old, "advantages": advantages, "lengths": lengths, "config": config}
-        returned = called(given)
+        arguments = {"log_prob": new, "old_log_prob": old, "advantages": advantages, "lengths": lengths, "config": config}
+        returned = called(arguments)
         per_token, stats = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         per_token = _tensor(label, per_token, (len(new),), f"the loss of each response token, a tensor [{len(new)}]")
         if len(new) and new.requires_grad and not per_token.requires_grad:
@@ -102,11 +102,13 @@ def _resolved(where: str, name: str, exports: str, allowed: tuple[str, ...]) -> 
         raise ValueError(f"{where} {name!r} is a {type(function).__name__}, not a function")
     parameters = inspect.signature(function).parameters.values()
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    for one in named.values():
-        if one.kind is one.POSITIONAL_ONLY:
-            raise ValueError(f"{takes} {one.name} by position alone; its arguments are given by name")
-        if one.default is one.empty and one.name not in allowed:
-            raise ValueError(f"{takes} {one.name!r}, for which there is no value; its arguments may be {', '.join(allowed)}")
+    for parameter in named.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ValueError(f"{takes} {parameter.name} by position alone; its arguments are given by name")
+        if parameter.default is parameter.empty and parameter.name not in allowed:
+            raise ValueError(
+                f"{takes} {parameter.name!r}, for which there is no value; its arguments may be {', '.join(allowed)}"
+            )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     home = sys.modules[function.__module__]
 
@@ -117,9 +119,9 @@ def _resolved(where: str, name: str, exports: str, allowed: tuple[str, ...]) -> 
     return call
 
 
-def _tensor(label: str, given: Any, lengths: tuple[int, ...], wanted: str) -> Tensor:
-    """Return ``given`` if it is a tensor of one dimension and one of these lengths. Raises ValueError."""
-    if isinstance(given, Tensor) and given.dim() == 1 and len(given) in lengths:
-        return given
-    what = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+def _tensor(label: str, value: Any, lengths: tuple[int, ...], wanted: str) -> Tensor:
+    """Return ``value`` if it is a tensor of one dimension and one of these lengths. Raises ValueError."""
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) in lengths:
+        return value
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(f"{label} returned {what}; it must return {wanted}")

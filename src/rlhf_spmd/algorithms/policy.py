@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig
 from rlhf_spmd.algorithms.kl import KLLossConfig
 from rlhf_spmd.algorithms.own import is_own, own_loss
-from rlhf_spmd.config.constraints import FiniteFloat, PositiveFloat, PositiveInt
+from rlhf_spmd.config.constraints import FiniteFloat, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import inline
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.kl import kl_penalty
-from rlhf_spmd.objectives.losses import LOSS_AGG_MODES, LossAggMode, aggregate, check_clip_ratios, policy_loss
+from rlhf_spmd.objectives.losses import LossAggMode, aggregate, policy_loss
 from rlhf_spmd.objectives.ratio_losses import cispo_loss, geo_mean_loss, gspo_loss, sapo_loss
 from rlhf_spmd.objectives.rollout_correction import RolloutCorrectionConfig, correction_weights
 from rlhf_spmd.workers.objective import Objective, Rows, Totals
@@ -42,10 +43,10 @@ class PolicyLossConfig:
     """
 
     loss_mode: str = "vanilla"
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    clip_ratio_c: float = 3.0
+    clip_ratio: Fraction = 0.2
+    clip_ratio_low: Fraction | None = None
+    clip_ratio_high: NonNegativeFloat | None = None
+    clip_ratio_c: Annotated[float, Range(above=1)] = 3.0
     tau_pos: PositiveFloat = 1.0
     tau_neg: PositiveFloat = 1.05
     entropy_coeff: FiniteFloat = 0.0
@@ -55,34 +56,39 @@ class PolicyLossConfig:
     loss_agg_mode: LossAggMode = "token-mean"
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
-    def check(self, where: str) -> None:
-        if (self.entropy_coeff_end is None) != (self.entropy_coeff_steps is None):
-            raise ValueError(
-                f"{where}.entropy_coeff_end and {where}.entropy_coeff_steps (such as ${{run.steps}}) need each other"
-            )
-        self._check_loss_mode(where)
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("entropy_coeff_end", "entropy_coeff_steps"),
+            lambda s: (s.entropy_coeff_end is None) != (s.entropy_coeff_steps is None),
+            "a schedule has an end and a number of steps",
+            "give both, or leave both out",
+        ),
+        Rule(
+            ("loss_agg_mode", "loss_mode"),
+            lambda s: s.loss_mode in ("gspo", "geo_mean") and s.loss_agg_mode != "seq-mean-token-mean",
+            "the loss is one of whole responses",
+            "set loss_agg_mode=seq-mean-token-mean",
+        ),
+        Rule(
+            ("clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+            lambda s: s.clip_ratio != 0.2 and None not in (s.clip_ratio_low, s.clip_ratio_high),
+            "beside both bounds clip_ratio does nothing",
+            "leave clip_ratio out",
+        ),
+        Rule(
+            ("rollout_correction.rollout_is", "rollout_correction.rollout_rs", "loss_mode"),
+            lambda s: s.loss_mode == "geo_mean" and s.rollout_correction.by_token,
+            "the loss has one ratio per response",
+            "correct by sequence, or reject by seq_*",
+        ),
+    )
 
-    def _check_loss_mode(self, where: str) -> None:
+    def check(self, where: str) -> None:
         mode = loss_mode(self.loss_mode, f"{where}.loss_mode")
-        if self.loss_agg_mode not in mode.agg_modes:
-            raise ValueError(
-                f"{where}.loss_agg_mode={self.loss_agg_mode}: {where}.loss_mode={self.loss_mode} is a loss of whole responses; use "
-                f"{' or '.join(mode.agg_modes)}"
-            )
         for key in sorted({*KEYS} - {*mode.keys}):
-            if getattr(self, key) != self.__dataclass_fields__[key].default:
-                raise ValueError(
-                    f"{where}.{key}={getattr(self, key)} does nothing with {where}.loss_mode={self.loss_mode}; leave it out"
-                )
-        if self.clip_ratio != 0.2 and None not in (self.clip_ratio_low, self.clip_ratio_high):
-            raise ValueError(f"{where}.clip_ratio={self.clip_ratio} does nothing beside clip_ratio_low and _high; leave it out")
-        if "clip_ratio" in mode.keys:
-            check_clip_ratios(*self.clip_range, self.clip_ratio_c, f"{where}.")
-        levels = (self.rollout_correction.rollout_is or "", self.rollout_correction.rollout_rs or "")
-        if self.loss_mode == "geo_mean" and any(level.startswith("token") for level in levels):
-            raise ValueError(
-                f"{where}.rollout_correction by token: {where}.loss_mode=geo_mean has one ratio per response; use sequence, seq_*"
-            )
+            value = getattr(self, key)
+            if value != self.__dataclass_fields__[key].default:
+                raise ValueError(f"{where}.{key}={value} does nothing with {where}.loss_mode={self.loss_mode}; leave it out")
 
     @property
     def learns_only(self) -> str | None:
@@ -125,7 +131,6 @@ class LossMode(NamedTuple):
 
     loss: Callable[[PolicyLossConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
     keys: tuple[str, ...]
-    agg_modes: tuple[str, ...] = LOSS_AGG_MODES
 
 
 CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -133,16 +138,12 @@ LOSS_MODES = {
     "vanilla": LossMode(
         lambda c, new, old, a, n: policy_loss(new, old, a, *c.clip_range, c.clip_ratio_c), (*CLIP, "clip_ratio_c")
     ),
-    "gspo": LossMode(lambda c, new, old, a, n: gspo_loss(new, old, a, n, *c.clip_range), CLIP, ("seq-mean-token-mean",)),
-    "geo_mean": LossMode(
-        lambda c, new, old, a, n: geo_mean_loss(new, old, a, n, *c.clip_range), CLIP, ("seq-mean-token-mean",)
-    ),
+    "gspo": LossMode(lambda c, new, old, a, n: gspo_loss(new, old, a, n, *c.clip_range), CLIP),
+    "geo_mean": LossMode(lambda c, new, old, a, n: geo_mean_loss(new, old, a, n, *c.clip_range), CLIP),
     "cispo": LossMode(lambda c, new, old, a, n: cispo_loss(new, old, a, *c.clip_range), CLIP),
     "sapo": LossMode(lambda c, new, old, a, n: sapo_loss(new, old, a, c.tau_pos, c.tau_neg), ("tau_pos", "tau_neg")),
 }
-KEYS = tuple(
-    dict.fromkeys(key for mode in LOSS_MODES.values() for key in mode.keys)
-)  # a loss of the user's own may read them all
+KEYS = (*CLIP, "clip_ratio_c", "tau_pos", "tau_neg")  # a loss of the user's own may read them all
 METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual", "ppo_kl": "actor/ppo_kl"}
 
 
@@ -178,9 +179,9 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, global_step: 
         per_token, stats = bounded_loss(policy, log_probs, old, fields["advantages"], rows.lengths)
         report = {METRICS.get(name, name): mean(value) for name, value in stats.items()}
         if correction.active:
-            weights, told = correction_weights(correction, old, fields["rollout_log_probs"], rows.lengths)
+            weights, statistics = correction_weights(correction, old, fields["rollout_log_probs"], rows.lengths)
             per_token = per_token * weights
-            report |= {f"rollout_corr/{name}": mean(value) for name, value in told.items()}
+            report |= {f"rollout_corr/{name}": mean(value) for name, value in statistics.items()}
         pg_loss = result = total(per_token)
         report |= {"actor/pg_loss": pg_loss.detach().double(), "actor/entropy": mean(fields["entropy"])}
         if entropy_coeff:

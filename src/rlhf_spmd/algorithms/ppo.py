@@ -11,6 +11,7 @@ from rlhf_spmd.algorithms.kl import KLConfig
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.algorithms.values import ValueConfig, clipped_value, gae_advantages
 from rlhf_spmd.config.constraints import NonNegativeFloat, NonNegativeInt
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers import ActorCriticWorker, ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, RoleClass, joint
@@ -35,21 +36,26 @@ class Config(PolicyConfig):
     share_actor_critic: bool = False
     vf_coef: NonNegativeFloat = 0.1
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"share_actor_critic": ("vf_coef",)}
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.adv_estimator != "gae":
-            raise ValueError(
-                f"{where}.adv_estimator={self.adv_estimator!r}: ppo has gae; others are for algorithms without a critic, such as "
-                f"{where}.name=grpo"
-            )
-        if self.policy.loss_mode == "geo_mean":
-            raise ValueError(f"{where}.loss_mode=geo_mean: needs one advantage per response, and gae gives each token its own")
-        if self.share_actor_critic and self.critic_warmup:
-            raise ValueError(
-                f"{where}.critic_warmup={self.critic_warmup} trains a critic by itself, and with {where}.share_actor_critic=true there "
-                "is none: leave it out"
-            )
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("adv_estimator",),
+            lambda s: s.adv_estimator != "gae",
+            "ppo has gae, and others are for algorithms without a critic",
+            "use name=grpo",
+        ),
+        Rule(
+            ("loss_mode",),
+            lambda s: s.policy.loss_mode == "geo_mean",
+            "the loss needs one advantage per response, and gae gives each token its own",
+            "use another loss_mode",
+        ),
+        Rule(
+            ("critic_warmup", "share_actor_critic"),
+            lambda s: s.share_actor_critic and s.critic_warmup > 0,
+            "there is no critic to train by itself",
+            "leave critic_warmup out",
+        ),
+    )
 
     def training_steps(self, role: str, steps: int) -> int:
         return steps - self.critic_warmup if role == "actor" else steps

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import PreferencesConfig
 from rlhf_spmd.objectives.advantages import row_sums
@@ -76,16 +77,15 @@ class DirectLossConfig:
     label_smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
     length_normalized: bool = False
 
-    def check(self, where: str) -> None:
-        loss_type, smoothing = self.loss_type, self.label_smoothing
-        if smoothing and loss_type not in ("sigmoid", "robust"):
-            raise ValueError(
-                f"{where}.label_smoothing={smoothing} does nothing with {where}.loss_type={loss_type}; leave it out"
-            )
-        if not smoothing and loss_type == "robust":
-            raise ValueError(
-                f"{where}.loss_type=robust corrects for {where}.label_smoothing, the share of wrong pairs; give it"
-            )
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss_type=sigmoid or loss_type=robust": ("label_smoothing",)}
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("loss_type", "label_smoothing"),
+            lambda s: s.loss_type == "robust" and s.label_smoothing == 0,
+            "the loss corrects for the share of wrong pairs",
+            "set label_smoothing to that share",
+        ),
+    )
 
     def objective(self, temperature: float = 1.0) -> Objective:
         """Return the loss ``loss_type`` of sums of log-probs at ``temperature``, or with ``length_normalized`` of means per token."""
@@ -108,19 +108,19 @@ def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: fl
     number as ``tokens``, else ``row_values``.
     """
 
-    def whole(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def mean_loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         numbers = {name: x for name, x in fields.items() if name != "chosen"}
         if "log_probs" in numbers:
             numbers["logps"] = row_sums(numbers.pop("log_probs").double(), rows.lengths)
             numbers["tokens"] = rows.lengths.to(numbers["logps"], non_blocking=True)
         device = next(iter(numbers.values())).device
-        at = torch.stack(pair_indices(rows.group_ids, fields["chosen"])).to(device, non_blocking=True)
-        chosen, rejected = ({name: x[side] for name, x in numbers.items()} for side in at)
-        losses, told = loss(chosen, rejected)
+        sides = torch.stack(pair_indices(rows.group_ids, fields["chosen"])).to(device, non_blocking=True)
+        chosen, rejected = ({name: x[side] for name, x in numbers.items()} for side in sides)
+        losses, report = loss(chosen, rejected)
         num_pairs = totals.rows / 2
-        return losses.sum() / num_pairs, {name: x.detach().double().sum() / num_pairs for name, x in told.items()}
+        return losses.sum() / num_pairs, {name: x.detach().double().sum() / num_pairs for name, x in report.items()}
 
-    return Objective(whole, ("chosen", *reads), (model,), temperature, keep_groups=True, on_cpu=("chosen",))
+    return Objective(mean_loss, ("chosen", *reads), (model,), temperature, keep_groups=True, on_cpu=("chosen",))
 
 
 def implied_rewards(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def reference_log_probs(models: Any, rows: Reference) -> Reference:
     return rows.union(models.compute.apply(rows.union(tokens), sum_log_probs, ("ref_log_prob",), outputs=("ref_logps",)))
 
 
-def sum_log_probs(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+def sum_log_probs(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
     return {"ref_logps": row_sums(fields["ref_log_prob"].double(), rows.lengths)}, {}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.base import score, validate
 from rlhf_spmd.algorithms.kl import KLConfig, MeasuredKL
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import inline
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.advantages import gae, row_sums, token_level_rewards
@@ -28,13 +29,14 @@ class Config(PolicyConfig):
     kl: KLConfig = inline(KLConfig, use_kl_in_reward=False)
     rows_in_flight: ClassVar[bool] = False
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.policy.loss_mode == "geo_mean" and self.kl.use_kl_in_reward:
-            raise ValueError(
-                f"{where}.loss_mode=geo_mean needs one advantage per response, and use_kl_in_reward gives each token its own; take "
-                "use_kl_loss"
-            )
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("loss_mode", "use_kl_in_reward"),
+            lambda s: s.policy.loss_mode == "geo_mean" and s.kl.use_kl_in_reward,
+            "the loss needs one advantage per response, and the KL in the reward gives each token its own",
+            "leave use_kl_in_reward out and use use_kl_loss",
+        ),
+    )
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
         super().check_together(config, plans, tokenizer)
@@ -73,15 +75,15 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     return [rollout, *scored, old, baselines, advantages, update]
 
 
-def greedy_scores(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+def greedy_scores(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
     """Give each row the score of its group's greedy row, the one with the highest id; nan where that has none."""
     scores = fields["scores"].double()
-    groups, at = rows.group_ids.unique(return_inverse=True)
-    greedy = torch.zeros_like(groups).scatter_reduce_(0, at, rows.row_ids, "amax", include_self=False)[at] == rows.row_ids
-    baseline = scores.new_zeros(len(groups)).index_copy_(0, at[greedy], scores[greedy])
+    groups, index = rows.group_ids.unique(return_inverse=True)
+    greedy = torch.zeros_like(groups).scatter_reduce_(0, index, rows.row_ids, "amax", include_self=False)[index] == rows.row_ids
+    baseline = scores.new_zeros(len(groups)).index_copy_(0, index[greedy], scores[greedy])
     known = baseline[~baseline.isnan()]
-    total, count = whole.sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
-    return {"baselines": baseline[at]}, {"actor/baseline_mean": total / max(count, 1.0)}
+    total, count = reduce.sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
+    return {"baselines": baseline[index]}, {"actor/baseline_mean": total / max(count, 1.0)}
 
 
 def minus_greedy(config: Config) -> Function:
@@ -92,16 +94,16 @@ def minus_greedy(config: Config) -> Function:
     """
     kl = config.kl
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         scores, baselines = fields["scores"].double(), fields["baselines"]
-        measured, learnt = MeasuredKL(kl, fields, rows, whole.state), ~(scores - baselines).isnan()
+        measured, learnt = MeasuredKL(kl, fields, rows, reduce.state), ~(scores - baselines).isnan()
         rewards = token_level_rewards(
             scores, measured.values.double() if kl.use_kl_in_reward else None, measured.coefficient, rows.lengths
         )
         returns, _ = gae(rewards, torch.zeros_like(rewards), rows.lengths, 1.0, 1.0)
         advantages = (returns - rows.spread(baselines)).masked_fill(~rows.spread(learnt), 0.0)
         totals = (row_sums(rewards, rows.lengths) - baselines)[learnt]
-        sums = whole.sums(kl=measured.sums(), advantages=totals.sum(), rows=learnt.sum())
+        sums = reduce.sums(kl=measured.sums(), advantages=totals.sum(), rows=learnt.sum())
         metrics = {"actor/advantage_mean": float(sums["advantages"]) / max(float(sums["rows"]), 1.0)}
         if kl.uses_reference:
             metrics |= measured.settle(sums["kl"])

@@ -31,10 +31,10 @@ class Config(ScoreModelConfig):
 
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             better, worse = chosen["row_values"], rejected["row_values"]
-            told = {"rewards/chosen": better, "rewards/rejected": worse, "rewards/margins": better - worse}
-            told["accuracy"] = better > worse
+            report = {"rewards/chosen": better, "rewards/rejected": worse, "rewards/margins": better - worse}
+            report["accuracy"] = better > worse
             penalty = self.center_rewards_coefficient * (better + worse).square()
-            return bradley_terry(better, worse, chosen["margin"]) + penalty, told
+            return bradley_terry(better, worse, chosen["margin"]) + penalty, report
 
         return of_pairs(loss, ("margin",), "row_values")
 

@@ -16,6 +16,7 @@ from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.sft import likelihood
 from rlhf_spmd.algorithms.values import clipped_value
 from rlhf_spmd.config.constraints import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.sft import SftConfig
@@ -59,18 +60,29 @@ class Config(PPOConfig):
         "texts": Section("ptx", SftConfig, optional=True),
     }
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.lambda_init > self.lambda_max:
-            raise ValueError(f"{where}.lambda_init={self.lambda_init} must be at most {where}.lambda_max={self.lambda_max}")
-        for section, key in ((self, "share_actor_critic"), (self.values, "norm_reward"), (self.values, "norm_value")):
-            if (value := getattr(section, key)) not in (False, "none"):
-                raise ValueError(f"{where}.{key}={value}: safe_rlhf has two critics, not this; leave it out")
-        if not self.kl.use_kl_in_reward or self.kl.kl_ctrl.type != "fixed":
-            raise ValueError(f"{where}: safe_rlhf has the KL in the rewards, with kl_ctrl.type=fixed; use_kl_loss may be added")
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("lambda_init", "lambda_max"),
+            lambda s: s.lambda_init > s.lambda_max,
+            "the multiplier starts within its bound",
+            "lower lambda_init",
+        ),
+        Rule(
+            ("share_actor_critic", "norm_reward", "norm_value"),
+            lambda s: s.share_actor_critic or s.values.norm_reward != "none" or s.values.norm_value,
+            "safe_rlhf has two critics, whose values and scores are as they come",
+            "leave these out",
+        ),
+        Rule(
+            ("use_kl_in_reward", "kl_ctrl.type"),
+            lambda s: not s.kl.use_kl_in_reward or s.kl.kl_ctrl.type != "fixed",
+            "safe_rlhf has the KL in the rewards, with a fixed coefficient",
+            "leave these out; use_kl_loss may be added",
+        ),
+    )
 
-    def check_streams(self, given: Collection[str], where: str) -> None:
-        if ("texts" in given) != (self.ptx_coeff > 0):
+    def check_streams(self, described: Collection[str], where: str) -> None:
+        if ("texts" in described) != (self.ptx_coeff > 0):
             raise ValueError(f"{where}.ptx_coeff={self.ptx_coeff}: it and the section ptx go together; give both or none")
 
     @property
@@ -120,26 +132,26 @@ def lagrangian(config: Config, global_step: int) -> Function:
     without a score are treated alike on the other side. In a step without any cost the multiplier stays.
     """
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl.kl_penalty)
-        costs, multiplier = fields["costs"][~fields["costs"].isnan()], whole.state.get("lambda", config.lambda_init)
+        costs, multiplier = fields["costs"][~fields["costs"].isnan()], reduce.state.get("lambda", config.lambda_init)
         mine = [float(len(costs)), float(costs.double().sum()), float(len(kl)), float(kl.double().sum())]
-        count, cost, tokens, kl_sum = whole.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        count, cost, tokens, kl_sum = reduce.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
         excess = cost / count - config.threshold if count else 0.0
         if global_step > config.lambda_update_delay_steps:
             logarithm = math.log(multiplier) + config.lambda_lr * multiplier * excess
             multiplier = math.exp(max(min(logarithm, math.log(config.lambda_max)), LEAST_LOGARITHM))
-        whole.state["lambda"] = multiplier
+        reduce.state["lambda"] = multiplier
         sides, returns = [], []
         for name, coef, values in (("scores", 0.5, "old_values"), ("costs", -0.5, "old_cost_values")):
             rewards = token_level_rewards(fields[name], kl, coef * config.kl.kl_ctrl.kl_coef, rows.lengths)
-            found = gae(rewards, fields[values], rows.lengths, config.values.gamma, config.values.lam)
+            advantage, value = gae(rewards, fields[values], rows.lengths, config.values.gamma, config.values.lam)
             learnt = rows.spread(~fields[name].isnan())
-            sides.append(whiten(found[0], whole.sum(moments(found[0][learnt]))).masked_fill(~learnt, 0.0))
-            returns.append(rows.per_token(found[1].where(learnt, fields[values])))
+            sides.append(whiten(advantage, reduce.sum(moments(advantage[learnt]))).masked_fill(~learnt, 0.0))
+            returns.append(rows.per_token(value.where(learnt, fields[values])))
         advantages = rows.per_token((sides[0] - multiplier * sides[1]) / (1 + multiplier))
-        told = {"safe_rlhf/lambda": multiplier, "actor/kl": kl_sum / tokens}
-        told |= {"safe_rlhf/cost_excess": excess} if count else {}
-        return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, told
+        report = {"safe_rlhf/lambda": multiplier, "actor/kl": kl_sum / tokens}
+        report |= {"safe_rlhf/cost_excess": excess} if count else {}
+        return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, report
 
     return compute_advantage

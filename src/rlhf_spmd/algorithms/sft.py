@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -28,19 +28,13 @@ class Config(AlgorithmConfig):
     """
 
     name: str = "sft"
-    loss_agg_mode: LossAggMode = "token-mean"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     max_token_len_per_gpu: PositiveInt = 16384
     stop_at_reward: float | None = None
     streams: ClassVar[Mapping[str, Section]] = {
         "responses": Section("data", SftConfig),
         "val_prompts": Section("val_prompts", ValidationPromptsConfig, optional=True),
     }
-
-    def check(self, where: str) -> None:
-        if self.loss_agg_mode == "seq-mean-token-sum-norm":
-            raise ValueError(
-                f"{where}.loss_agg_mode={self.loss_agg_mode!r} needs a response limit, which SFT has not; use another"
-            )
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
@@ -71,12 +65,12 @@ def likelihood(loss_agg_mode: LossAggMode) -> Objective:
 
 def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[str, float]:
     """Return the loss of the validation responses, and the reward of answers to the validation prompts, whichever exist."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if "responses" in data.validation.rows:
         total, tokens = 0.0, 0
         for part in data.validation.evaluate_rows("responses", lambda rows: models.actor.compute_loss(rows)):
             total, tokens = total + part["sum"], tokens + part["tokens"]
-        found["val/loss"] = total / tokens
+        metrics["val/loss"] = total / tokens
     if "val_prompts" in data.validation.rows:
-        found |= validate_rewards(models, data, config, global_step, "val_prompts")
-    return found
+        metrics |= validate_rewards(models, data, config, global_step, "val_prompts")
+    return metrics

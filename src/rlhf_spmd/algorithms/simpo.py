@@ -28,7 +28,7 @@ class Config(PairLearningConfig):
     def objective(self) -> Objective:
         def loss(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             means = [side["logps"] / side["tokens"] for side in (chosen, rejected)]
-            told = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
-            return simpo(means[0], means[1], self.beta, self.simpo_gamma), told
+            report = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
+            return simpo(means[0], means[1], self.beta, self.simpo_gamma), report
 
         return of_pairs(loss, (), "log_probs")

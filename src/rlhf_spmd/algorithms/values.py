@@ -55,9 +55,9 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
 
     critic, kl = config.values, config.kl
 
-    def compute_advantage(fields: dict[str, Tensor], rows: Rows, whole: GlobalReduce) -> Computed:
-        measured, known = MeasuredKL(kl, fields, rows, whole.state), RunningMoments("value_norm", whole.state)
-        scores = normalised_scores(critic, fields["scores"], whole)
+    def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
+        measured, known = MeasuredKL(kl, fields, rows, reduce.state), RunningMoments("value_norm", reduce.state)
+        scores = normalised_scores(critic, fields["scores"], reduce)
         scored = ~scores.isnan()
         learnt = rows.spread(scored)
         values = known.restore(fields["values"]) if critic.norm_value else fields["values"]
@@ -65,7 +65,7 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
             scores, measured.values if kl.use_kl_in_reward else None, measured.coefficient, rows.lengths
         )
         advantages, returns = gae(rewards, values, rows.lengths, critic.gamma, critic.lam)
-        sums = whole.sums(
+        sums = reduce.sums(
             kl=measured.sums(),
             scored=scored.sum(),
             rewards=rewards[learnt].double().sum(),
@@ -83,7 +83,7 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
             "critic/advantage_mean": advantages_mean,
             "critic/returns/mean": returns_mean,
             "critic/explained_variance": explained_variance(sums["variance"]),
-            **whole.ranges(**{"critic/advantages": advantages, "critic/returns": returns}),
+            **reduce.ranges(**{"critic/advantages": advantages, "critic/returns": returns}),
         }
         if critic.norm_value:
             known.add(sums["returns"])
@@ -94,13 +94,13 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
     return compute_advantage
 
 
-def normalised_scores(config: ValueConfig, scores: Tensor, whole: GlobalReduce) -> Tensor:
+def normalised_scores(config: ValueConfig, scores: Tensor, reduce: GlobalReduce) -> Tensor:
     """Return ``scores`` [rows] normalised as ``config.norm_reward`` says, this step's scores included; nan stays. Every rank must
     call."""
     if config.norm_reward == "none":
         return scores
-    known = RunningMoments("reward_norm", whole.state)
-    known.add(whole.sum(moments(scores[~scores.isnan()])))
+    known = RunningMoments("reward_norm", reduce.state)
+    known.add(reduce.sum(moments(scores[~scores.isnan()])))
     return known.normalise(scores, center=config.norm_reward == "mean_std")
 
 

@@ -62,15 +62,15 @@ class SavedAdapters:
         return merge(choose_ops(self.dtype, values.device), values, a, b, parts, self.lora.scale)
 
     @torch.no_grad()
-    def add_to(self, spec: ModelSpec, held: RoleState, source: Path) -> None:
+    def add_to(self, spec: ModelSpec, state: RoleState, source: Path) -> None:
         """Add the adapters to the weights of the model in ``source``, in any layout. Sums are rounded once."""
         with ExitStack() as stack:
             stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
-            for name, parameter in held.tensors.items():
-                for box in held.shards[name].boxes:
+            for name, parameter in state.tensors.items():
+                for box in state.shards[name].boxes:
                     if adapter_tensor(box.name, "A") in self.pieces or box.name in few_bits:
-                        found = find_tensor(stored, spec, box.name, box.shape, False)
-                        parameter[box.local_slices].copy_(self.add(box, found, parameter.device, few_bits))
+                        values = find_tensor(stored, spec, box.name, box.shape, False)
+                        parameter[box.local_slices].copy_(self.add(box, values, parameter.device, few_bits))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
         """The tensors of the model in ``source`` with the adapters added, and how to read each."""
@@ -125,6 +125,6 @@ def find_adapters(directory: Path, role: str) -> SavedAdapters | None:
     settings = manifest.state.get(STATE, {}).get(role)
     if settings is None:
         return None
-    found = SavedAdapters(directory, manifest.pieces_of(role, PARAM), settings)
-    found.lora.need_package(f"{directory}: the {role}'s lora")
-    return found
+    adapters = SavedAdapters(directory, manifest.pieces_of(role, PARAM), settings)
+    adapters.lora.need_package(f"{directory}: the {role}'s lora")
+    return adapters

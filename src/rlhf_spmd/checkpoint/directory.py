@@ -81,23 +81,23 @@ def draft_directory(run_dir: Path, step: int) -> Path:
 
 def committed(run_dir: Path) -> list[Committed]:
     """Checkpoints that may be complete, newest first. Reads only the COMMIT files."""
-    found = []
+    checkpoints = []
     for path in _step_directories(run_dir):
         with suppress(CheckpointError):
             mark = _read_commit(path)
-            found.append(Committed(path, mark["step"], mark["serial"]))
-    return sorted(found, key=lambda c: (c.serial, c.step), reverse=True)
+            checkpoints.append(Committed(path, mark["step"], mark["serial"]))
+    return sorted(checkpoints, key=lambda c: (c.serial, c.step), reverse=True)
 
 
 def uncommitted(run_dir: Path) -> dict[Path, str]:
     """Checkpoints whose COMMIT file is missing or damaged -> what is wrong. No save leaves these; they were damaged later."""
-    found = {}
+    reasons = {}
     for path in sorted(_step_directories(run_dir)):
         try:
             _read_commit(path)
         except CheckpointError as error:
-            found[path] = str(error)
-    return found
+            reasons[path] = str(error)
+    return reasons
 
 
 def _step_directories(run_dir: Path) -> list[Path]:
@@ -135,10 +135,10 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError:  # the reader says what is wrong
         return _read_manifest(directory)
     seen = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
-    held = _HELD.get(seen)
-    if held is None:
-        held = _HELD[seen] = _read_manifest(directory)
-    return held
+    manifest = _HELD.get(seen)
+    if manifest is None:
+        manifest = _HELD[seen] = _read_manifest(directory)
+    return manifest
 
 
 def _read_manifest(directory: Path) -> Manifest:
@@ -160,9 +160,9 @@ def _read_manifest(directory: Path) -> Manifest:
         if manifest.step != mark["step"]:
             raise CheckpointError(f"{where}: of step {manifest.step}, which is not the one in {COMMIT}")
         for name, size in manifest.files.items():
-            found = (directory / name).stat().st_size
-            if found != size:
-                raise CheckpointError(f"{directory / name}: damaged, {found} bytes instead of {size}")
+            actual = (directory / name).stat().st_size
+            if actual != size:
+                raise CheckpointError(f"{directory / name}: damaged, {actual} bytes instead of {size}")
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
     return manifest
@@ -196,10 +196,10 @@ def commit(run_dir: Path, manifest: Manifest, keep: int | None, damaged: Collect
     run_lock.check_still_held(run_dir)
     draft, final = draft_directory(run_dir, manifest.step), step_directory(run_dir, manifest.step)
     for name, size in manifest.files.items():
-        found = (draft / name).stat().st_size if (draft / name).is_file() else None
-        if found != size:
+        actual = (draft / name).stat().st_size if (draft / name).is_file() else None
+        if actual != size:
             raise CheckpointError(
-                f"{draft / name}: {'not here' if found is None else f'{found} bytes'}, but its rank wrote {size} bytes; "
+                f"{draft / name}: {'not here' if actual is None else f'{actual} bytes'}, but its rank wrote {size} bytes; "
                 "run.dir must be on a file system that all nodes share"
             )
     text = manifest.to_bytes()

@@ -91,8 +91,8 @@ def export_hugging_face(
             adapters.write(draft / ADAPTER_DIR, source)
         if adapters is None or merged:
             with ExitStack() as stack:
-                found, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
-                specs, joined = in_files(read_spec(source), [replace(spec, dtype=dtype or spec.dtype) for spec in found], get)
+                tensors, get = _whole_tensors(checkpoint_dir, role) if adapters is None else adapters.merged(source, stack)
+                specs, joined = in_files(read_spec(source), [replace(spec, dtype=dtype or spec.dtype) for spec in tensors], get)
                 _write_weights(draft, plan_files(specs, max_shard_bytes), joined)
         copy_companions(source, draft, chat_template)
         spec = join_ends(read_spec(source), tokenizer, chat_template)
@@ -155,10 +155,10 @@ def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callabl
 
 
 def in_files(
-    spec: ModelSpec, held: Sequence[Spec], get: Callable[[Spec], Tensor]
+    spec: ModelSpec, tensors: Sequence[Spec], get: Callable[[Spec], Tensor]
 ) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
     """Returns the tensors that the model's files have, and a function that makes one of them from the model's own."""
-    by_name = {tensor.key: tensor for tensor in held}
+    by_name = {tensor.key: tensor for tensor in tensors}
     forms = {form.name: form for form in file_forms(spec, {name: tensor.shape for name, tensor in by_name.items()})}
 
     def joined(wanted: Spec) -> Tensor:

@@ -53,9 +53,9 @@ def read_pieces(directory: Path, pieces: Sequence[StoredBox]) -> Iterator[tuple[
 
 def read_whole(directory: Path, pieces: Sequence[StoredBox], spec: Spec) -> Tensor:
     """A whole tensor from its boxes, in the dtype of ``spec``."""
-    (whole,) = whole_shard(spec.key, spec.shape).boxes
+    (box,) = whole_shard(spec.key, spec.shape).boxes
     tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
-    fill(directory, [(f"{directory}: {spec.key}", tensor, whole, pieces)])
+    fill(directory, [(f"{directory}: {spec.key}", tensor, box, pieces)])
     return tensor.to(spec.dtype)
 
 
@@ -63,10 +63,10 @@ def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[Stor
     """Fill boxes of local tensors from stored boxes. The text names each in messages. Raises CheckpointError."""
     copies: dict[StoredBox, list[tuple[Tensor, Box]]] = {}  # stored box -> the views that receive its parts, and these parts
     for what, tensor, box, pieces in wanted:
-        taken, missing = cover(box, [piece.box for piece in pieces])
+        parts, missing = cover(box, [piece.box for piece in pieces])
         if missing:
             raise CheckpointError(f"{what} lacks the part from {missing[0].start} of size {missing[0].size}")
-        for i, source, part in taken:
+        for i, source, part in parts:
             copies.setdefault(pieces[i], []).append((tensor[part.local_slices], source))
     for piece, values in read_pieces(directory, list(copies)):
         for local, source in copies[piece]:
@@ -87,8 +87,8 @@ def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState)
         names, wanted = names | pieces.keys(), []
         for parameter, tensor in tensors.items():
             for box in target.shards[parameter].boxes:
-                found, what = pieces.get(box.name, []), f"{where}: {kind} of {box.name}"
-                for piece in found:
+                stored, what = pieces.get(box.name, []), f"{where}: {kind} of {box.name}"
+                for piece in stored:
                     if piece.shape != box.shape:
                         raise CheckpointError(f"{what} is {piece.shape}, the model's is {box.shape}")
                     if piece.dtype != DTYPE_NAMES.get(tensor.dtype):
@@ -96,7 +96,7 @@ def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState)
                             f"{what} is {piece.dtype}, the model's is {DTYPE_NAMES.get(tensor.dtype)}; "
                             f"resume with the dtype of the run that saved it"
                         )
-                wanted.append((what, tensor, box, found))
+                wanted.append((what, tensor, box, stored))
         fill(directory, wanted)
     return names
 
@@ -113,8 +113,8 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group,
 
     def read() -> list[str]:
         names = read_role(directory, read_manifest(directory), role, target)
-        taken = {box.name for shard in target.shards.values() for box in shard.boxes}
-        return sorted(names - taken - without)
+        filled = {box.name for shard in target.shards.values() for box in shard.boxes}
+        return sorted(names - filled - without)
 
     def compare(left_by_rank: list[list[str]]) -> None:
         if surplus := sorted(set(left_by_rank[0]).intersection(*left_by_rank)):
@@ -156,14 +156,14 @@ def find_resumable(run_dir: Path, group: Group, check: Callable[[Manifest], None
     def look(everyone: list[None]) -> Any:
         try:
             check_place(run_dir)
-            found = [[str(one.path), one.step, one.serial] for one in committed(run_dir)]
-            return found, [f"passing over {path}: {why}" for path, why in uncommitted(run_dir).items()]
+            checkpoints = [[str(mark.path), mark.step, mark.serial] for mark in committed(run_dir)]
+            return checkpoints, [f"passing over {path}: {why}" for path, why in uncommitted(run_dir).items()]
         except OSError as error:
             raise CheckpointError(f"{error.filename or run_dir}: {error.strerror}") from error
 
     run_dir = Path(run_dir)
-    found, warnings = agree(group, lambda: None, look)
-    candidates = [Committed(Path(path), step, serial) for path, step, serial in found]
+    checkpoints, warnings = agree(group, lambda: None, look)
+    candidates = [Committed(Path(path), step, serial) for path, step, serial in checkpoints]
     for number, candidate in enumerate(candidates):
         if is_of_format_1(candidate.path):
             raise CheckpointError(

@@ -76,7 +76,7 @@ def piece_lines(pieces: Iterable[StoredBox]) -> dict[LineKey, str]:
     rows: dict[LineKey, list[Any]] = {}
     for piece in pieces:
         rows.setdefault(piece[:3], []).append(piece[3:])
-    return {key: json.dumps([*key, its], separators=(",", ":")) + "\n" for key, its in rows.items()}
+    return {key: json.dumps([*key, boxes], separators=(",", ":")) + "\n" for key, boxes in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ class Manifest:
 
     def pieces_of(self, role: str, kind: str) -> dict[str, list[StoredBox]]:
         """Tensor name -> its boxes. Raises CheckpointError if the checkpoint has no such role or kind."""
-        found: dict[str, list[StoredBox]] = {}
+        pieces: dict[str, list[StoredBox]] = {}
         for key in self._lines_of(role, kind):
             for piece in self.pieces_in(key):
-                found.setdefault(piece.name, []).append(piece)
-        return found
+                pieces.setdefault(piece.name, []).append(piece)
+        return pieces
 
     def dtype_of(self, role: str) -> str:
         """The dtype of the role's first parameter. Raises CheckpointError as :meth:`pieces_of`."""
@@ -175,12 +175,12 @@ def piece_key(kind: str, box: Box) -> str:
 
 def held_boxes(shards: Mapping[str, ParamShard]) -> dict[BoxKey, tuple[str, Box]]:
     """The distinct boxes of a rank's shards -> the first local parameter that holds each, and the box in it."""
-    found: dict[BoxKey, tuple[str, Box]] = {}
+    boxes: dict[BoxKey, tuple[str, Box]] = {}
     for parameter, shard in shards.items():
         for box in shard.boxes:
             if box.numel:
-                found.setdefault((box.name, box.start, box.size), (parameter, box))
-    return found
+                boxes.setdefault((box.name, box.start, box.size), (parameter, box))
+    return boxes
 
 
 def plan_writes(boxes_by_rank: Sequence[Iterable[BoxKey]]) -> list[list[BoxKey]]:

@@ -51,11 +51,11 @@ class RoleState:
 
     def kinds(self) -> dict[str, dict[str, Tensor]]:
         """Kind -> parameter name -> tensor. The parameters themselves have the kind "param"."""
-        found = {PARAM: dict(self.tensors)}
+        kinds = {PARAM: dict(self.tensors)}
         for name, states in self.optim.items():
             for kind, tensor in states.items():
-                found.setdefault(kind, {})[name] = tensor
-        return found
+                kinds.setdefault(kind, {})[name] = tensor
+        return kinds
 
     def check(self, role: str) -> None:
         """Assert that every tensor has the shape of its shard."""
@@ -63,8 +63,8 @@ class RoleState:
         assert not missing, f"role {role}: no tensor for parameters {missing}"
         for kind, tensors in self.kinds().items():
             for name, tensor in tensors.items():
-                found, expected = tuple(tensor.shape), self.shards[name].shape
-                assert found == expected, f"role {role}, {kind} of {name}: tensor of shape {found}, shard of {expected}"
+                shape, expected = tuple(tensor.shape), self.shards[name].shape
+                assert shape == expected, f"role {role}, {kind} of {name}: tensor of shape {shape}, shard of {expected}"
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Draft:
     @torch.no_grad()
     def copied(self) -> Draft:
         """The draft with copies of the values in host memory: the next step may change the tensors while the draft is written."""
-        copies, wait = copy_to_host([values for its in self.pieces.values() for *_, values in its])
+        copies, wait = copy_to_host([values for boxes in self.pieces.values() for *_, values in boxes])
         left = iter(copies)
-        pieces = {role: [(kind, box, next(left)) for kind, box, _ in its] for role, its in self.pieces.items()}
+        pieces = {role: [(kind, box, next(left)) for kind, box, _ in boxes] for role, boxes in self.pieces.items()}
         return replace(self, pieces=pieces, wait=wait)
 
     def write(self, group: Group) -> Path:
@@ -147,19 +147,19 @@ def prepare_checkpoint(
     kept_state = json.loads(json.dumps(state))  # a copy, which nobody changes while it is written
     if kept_state != state:
         raise ValueError("checkpoint state must be plain JSON (string keys, lists instead of tuples)")
-    for role, held in roles.items():
+    for role, state_of_role in roles.items():
         if not re.fullmatch(r"\w+", role):
             raise ValueError(f"role name {role!r} must consist of letters, digits and underscores")
-        held.check(role)
+        state_of_role.check(role)
     run_dir = Path(run_dir)
-    boxes = {role: held_boxes(held.shards) for role, held in roles.items()}
-    writes = _assign(run_dir, step, {role: list(held) for role, held in boxes.items()}, group, damaged)
+    boxes = {role: held_boxes(state_of_role.shards) for role, state_of_role in roles.items()}
+    writes = _assign(run_dir, step, {role: list(keys) for role, keys in boxes.items()}, group, damaged)
     pieces = {role: _pieces(roles[role], [boxes[role][key] for key in keys]) for role, keys in writes.items()}
     return Draft(run_dir, step, kept_state, keep, damaged, pieces)
 
 
 def _assign(
-    run_dir: Path, step: int, held: dict[str, list[BoxKey]], group: Group, damaged: Collection[Committed]
+    run_dir: Path, step: int, boxes: dict[str, list[BoxKey]], group: Group, damaged: Collection[Committed]
 ) -> dict[str, list[BoxKey]]:
     """The boxes that this rank writes, per role. The first rank also prepares the directory.
 
@@ -177,8 +177,8 @@ def _assign(
             plan[role] = [[positions[rank][key] for key in keys] for rank, keys in enumerate(plan_writes(lists))]
         return plan
 
-    plan = agree(group, lambda: held, plan_shares)
-    return {role: [held[role][i] for i in plan[role][group.rank]] for role in sorted(held)}
+    plan = agree(group, lambda: boxes, plan_shares)
+    return {role: [boxes[role][i] for i in plan[role][group.rank]] for role in sorted(boxes)}
 
 
 def _pieces(state: RoleState, boxes: Sequence[tuple[str, Box]]) -> list[tuple[str, Box, Tensor]]:

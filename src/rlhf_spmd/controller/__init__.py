@@ -42,8 +42,8 @@ Files in reading order. They import each other in this direction only:
 - ``controller``: traces and runs a script; opens with the rules that hold
 - ``worker``: ``@register``, which makes a method a call
 
-Only control goes through rank 0: :meth:`Controller.get`, :meth:`Controller.get_field` and :meth:`Controller.decide`. This package knows
-rows, ranks and layouts. It must not know models, losses or weights.
+Only control goes through rank 0: :meth:`Controller.get`, :meth:`Controller.get_field` and :meth:`Controller.any_rank`. This package
+knows rows, ranks and layouts. It must not know models, losses or weights.
 """
 
 from rlhf_spmd.controller.call import CallRecord, CallStats, Graph

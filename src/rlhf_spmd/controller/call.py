@@ -43,7 +43,7 @@ class Role:
     def __init__(self, name: str, pool: ResourcePool, shape: GroupShape, speeds: Sequence[float] = ()) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
         self.name, self.pool, self.shape = name, pool, shape
-        self.members: Callable[[Protocol], ProtocolRanks] = cache(lambda one: ProtocolRanks(one, shape, pool, speeds))
+        self.members: Callable[[Protocol], ProtocolRanks] = cache(lambda protocol: ProtocolRanks(protocol, shape, pool, speeds))
 
     def enter(self, call: CallRecord) -> None:
         """Runs before each call of this role: on every rank of the world, in program order."""
@@ -92,18 +92,18 @@ class ReplicatedBatch:
 class FieldShard:
     """The rows of a field that one producer made.
 
-    ``name``: the field's name at the producer. ``at`` int64: the rows' positions in the reference. ``ids`` int64: their ids at the
-    producer.
+    ``name``: the field's name at the producer. ``positions`` int64: the rows' positions in the reference. ``ids`` int64: their ids at
+    the producer.
     """
 
     producer: ReplicatedBatch | CallRecord
     name: str
-    at: np.ndarray
+    positions: np.ndarray
     ids: np.ndarray
 
     def same(self, other: FieldShard) -> bool:
         """True if both are the same data, under whatever name."""
-        pairs = (self.at, other.at), (self.ids, other.ids)
+        pairs = (self.positions, other.positions), (self.ids, other.ids)
         is_one = self.producer is other.producer and self.name == other.name
         return is_one and all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
@@ -113,7 +113,7 @@ class CallInput:
     """What a call takes from one reference: ``fields`` (name -> shards) of ``rows``, partitioned by ``partition_spec``.
 
     - ``tokens``: the token fields whose lengths balance the parts.
-    - ``shares``: what comes from each producer for the same rows, in program order: a shard, and the names of its fields (name here ->
+    - ``sources``: what comes from each producer for the same rows, in program order: a shard, and the names of its fields (name here ->
       name at the producer).
     - ``counts_key``: identifies the token counts. ``length_producers``: the calls whose token counts the partition needs.
     """
@@ -122,12 +122,12 @@ class CallInput:
     fields: Mapping[str, tuple[FieldShard, ...]]
     tokens: tuple[FieldShard, ...]
     partition_spec: PartitionSpec
-    shares: list[tuple[FieldShard, dict[str, str]]] = field(default_factory=list)
+    sources: list[tuple[FieldShard, dict[str, str]]] = field(default_factory=list)
     _partition: Partition | None = None
 
     def __post_init__(self) -> None:
-        if self.fields and not self.shares:
-            self.shares = _shares(self.fields)
+        if self.fields and not self.sources:
+            self.sources = _sources(self.fields)
         self.counts_key: Hashable = tuple(
             [(shard.producer.serial, shard.name, _rows_key(shard, self.rows)) for shard in self.tokens]
         )
@@ -147,42 +147,42 @@ class CallInput:
 
         If only prompts count, because responses are still to come, the second number is 0.
         """
-        found = np.zeros((2, len(self.rows)), dtype=np.int64)
+        counts = np.zeros((2, len(self.rows)), dtype=np.int64)
         for shard in self.tokens:
             lengths = shard.producer.lengths(shard.name, shard.ids)
-            found[0, shard.at] += lengths
-            found[1, shard.at] += lengths if shard.name == PROMPT else 0
+            counts[0, shard.positions] += lengths
+            counts[1, shard.positions] += lengths if shard.name == PROMPT else 0
         if all(shard.name == PROMPT for shard in self.tokens):
-            found[1] = 0
-        found[0] += not self.tokens
-        return found
+            counts[1] = 0
+        counts[0] += not self.tokens
+        return counts
 
     def part(self, index: int) -> RowPart:
         return self.partition.part(index)
 
     def producing_calls(self) -> list[tuple[CallRecord, np.ndarray]]:
-        """Returns the calls that make the shares, each with the ids of the rows at that call."""
-        return [(shard.producer, shard.ids) for shard, _ in self.shares if isinstance(shard.producer, CallRecord)]
+        """Returns the calls that make the sources, each with the ids of the rows at that call."""
+        return [(shard.producer, shard.ids) for shard, _ in self.sources if isinstance(shard.producer, CallRecord)]
 
     def forget(self) -> None:
         """Release the inputs, once the call has ended."""
-        self.fields, self.shares = {}, []
+        self.fields, self.sources = {}, []
 
 
 def _rows_key(shard: FieldShard, rows: RowIndex) -> int:
     """Returns a number that identifies a shard's row ids at the producer and positions here; 0 if it has exactly ``rows``."""
-    if shard.ids is rows.row_ids or (len(shard.at) == len(rows) and np.array_equal(shard.ids, rows.row_ids)):
+    if shard.ids is rows.row_ids or (len(shard.positions) == len(rows) and np.array_equal(shard.ids, rows.row_ids)):
         return 0
-    return hash((shard.at.tobytes(), shard.ids.tobytes()))
+    return hash((shard.positions.tobytes(), shard.ids.tobytes()))
 
 
-def _shares(fields: Mapping[str, tuple[FieldShard, ...]]) -> list[tuple[FieldShard, dict[str, str]]]:
-    found: dict[tuple[int, int, int], tuple[FieldShard, dict[str, str]]] = {}
+def _sources(fields: Mapping[str, tuple[FieldShard, ...]]) -> list[tuple[FieldShard, dict[str, str]]]:
+    sources: dict[tuple[int, int, int], tuple[FieldShard, dict[str, str]]] = {}
     for name, shards in fields.items():
         for shard in shards:
-            rows_key = id(shard.producer), id(shard.at), id(shard.ids)
-            found.setdefault(rows_key, (shard, {}))[1][name] = shard.name
-    return sorted(found.values(), key=lambda share: share[0].producer.seq)
+            rows_key = id(shard.producer), id(shard.positions), id(shard.ids)
+            sources.setdefault(rows_key, (shard, {}))[1][name] = shard.name
+    return sorted(sources.values(), key=lambda source: source[0].producer.seq)
 
 
 @dataclass(eq=False)
@@ -259,17 +259,17 @@ class CallRecord:
 
     def parts_of(self, ids: np.ndarray) -> np.ndarray:
         """Returns the part of this call that made each of the rows ``ids``, int64."""
-        own = self.inputs[0]
-        return _values_at(own.rows.row_ids, own.partition.parts[0], ids)
+        first = self.inputs[0]
+        return _values_at(first.rows.row_ids, first.partition.parts[0], ids)
 
 
 def _values_at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Returns the ``values`` of the rows ``ids``. ``values`` belong to ``row_ids``, which ascend."""
     if row_ids is ids:
         return values
-    found = np.searchsorted(row_ids, ids)
-    assert np.array_equal(row_ids[np.minimum(found, len(row_ids) - 1)], ids), "rows that the call did not make"
-    return values[found]
+    positions = np.searchsorted(row_ids, ids)
+    assert np.array_equal(row_ids[np.minimum(positions, len(row_ids) - 1)], ids), "rows that the call did not make"
+    return values[positions]
 
 
 class CallStats(NamedTuple):
@@ -293,20 +293,20 @@ class Graph:
 
     def edges(self) -> list[tuple[int, int, tuple[str, ...]]]:
         """Returns (producer node, consumer node, fields) in program order. Only calls of this script are producers."""
-        found: dict[tuple[int, int], dict[str, None]] = {}
+        edges: dict[tuple[int, int], dict[str, None]] = {}
         for call in self.nodes:
             for name, shards in (item for call_input in call.inputs for item in call_input.fields.items()):
                 for producer in (shard.producer for shard in shards):
                     if 0 <= producer.node < len(self.nodes) and self.nodes[producer.node] is producer:
-                        found.setdefault((producer.node, call.node), {})[name] = None
-        return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(found.items())]
+                        edges.setdefault((producer.node, call.node), {})[name] = None
+        return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(edges.items())]
 
     def consumers(self) -> dict[int, list[CallRecord]]:
         """Returns node -> the calls that read what it makes, in program order."""
-        found: dict[int, list[CallRecord]] = {}
+        consumers: dict[int, list[CallRecord]] = {}
         for producer, consumer, _ in self.edges():
-            found.setdefault(producer, []).append(self.nodes[consumer])
-        return found
+            consumers.setdefault(producer, []).append(self.nodes[consumer])
+        return consumers
 
     def to_json(self) -> dict[str, object]:
         nodes = [

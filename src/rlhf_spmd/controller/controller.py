@@ -93,13 +93,13 @@ class Controller:
         self.graph = self.trace(script, *args)
         self.call_stats = []
         self.router.begin(self.graph)
-        own: list[CallRecord] = []  # calls that this rank computes
+        computed: list[CallRecord] = []  # calls that this rank computes
         for node in self.graph.nodes:
             self._nodes[node.name, node.site].append(node)
             if self.rank in node.members.part_of:
-                if own and node.role.prefetches and node.role is not own[-1].role:
-                    self._next[own[-1].node] = node.role
-                own.append(node)
+                if computed and node.role.prefetches and node.role is not computed[-1].role:
+                    self._next[computed[-1].node] = node.role
+                computed.append(node)
         result = script(*args)
         # a rank whose script has fewer calls must not wait here for messages while others wait for its next call
         self._enter("controller.settle", f"end of the script{' after ' * bool(self._last_site)}{self._last_site}")
@@ -125,7 +125,7 @@ class Controller:
         try:
             returned = script(*args)
             calls = returned if isinstance(returned, list) else []
-            self.graph.returned = [one.call for one in calls if isinstance(one, Reference) and one.call is not None]
+            self.graph.returned = [each.call for each in calls if isinstance(each, Reference) and each.call is not None]
             return self.graph
         finally:
             self.graph, self.versions, self._tracing = outer, versions, False
@@ -157,42 +157,42 @@ class Controller:
 
         Collective over the world: every rank of it must call, in program order.
         """
-        found = torch.ones(len(reference), dtype=torch.float64)
+        numbers = torch.ones(len(reference), dtype=torch.float64)
         if self._tracing:
-            return found
+            return numbers
         self._run_waiting()
         mine = []
         for shard in reference.select(name).fields[name]:
-            data, at = rows_sent_by(shard, self.rank)
-            if data is None or not len(at):
+            data, sent = rows_sent_by(shard, self.rank)
+            if data is None or not len(sent):
                 continue
-            values = pick_rows(data, torch.from_numpy(shard.ids[at]))[shard.name].double()
+            values = pick_rows(data, torch.from_numpy(shard.ids[sent]))[shard.name].double()
             if isinstance(shard.producer, ReplicatedBatch):  # every rank has it
-                found[shard.at[at]] = values
+                numbers[shard.positions[sent]] = values
             else:
-                mine.append([shard.at[at].tolist(), values.tolist()])
-        for at, values in (entry for part in self._from_all("controller.get_field", mine) for entry in part):
-            found[at] = torch.tensor(values, dtype=torch.float64)
-        return found
+                mine.append([shard.positions[sent].tolist(), values.tolist()])
+        for positions, values in (entry for part in self._from_all("controller.get_field", mine) for entry in part):
+            numbers[positions] = torch.tensor(values, dtype=torch.float64)
+        return numbers
 
-    def decide(self, wish: bool) -> bool:
+    def any_rank(self, wish: bool) -> bool:
         """True on every rank if any rank passes true. A script may branch on what one rank knows only through this.
 
         Collective over the world: every rank of it must call, in program order.
         """
         if self._tracing:
             return False
-        self._enter("controller.decide", _site(sys._getframe(1)))
+        self._enter("controller.any_rank", _site(sys._getframe(1)))
         result = bool(self.world.all_reduce(torch.tensor([int(wish)]), "control", "max"))
         self._leave()
         return result
 
-    def vote(self, wish: bool) -> Callable[[], bool]:
-        """As :meth:`decide`, without waiting: returns a function that waits for the answer.
+    def any_async(self, wish: bool) -> Callable[[], bool]:
+        """As :meth:`any_rank`, without waiting: returns a function that waits for the answer.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        self._enter("controller.vote", _site(sys._getframe(1)))
+        self._enter("controller.any_async", _site(sys._getframe(1)))
         result = torch.tensor([int(wish)])
         work = self.world.start_all_reduce(result, "control", "max")
         self._leave()
@@ -203,7 +203,7 @@ class Controller:
 
         return answer
 
-    def tell(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line on the first rank. Does nothing while tracing."""
         if self.world.rank == 0 and not self._tracing:
             say(line)
@@ -220,7 +220,7 @@ class Controller:
     def receive_reports(self) -> list[Any]:
         """Returns the next report of each rank, in rank order; waits for them. Only for the first rank of the world."""
         others = self.router.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
-        return [json.loads(report) for report in (self._own_reports.popleft(), *(bytes(one.numpy()) for one in others))]
+        return [json.loads(report) for report in (self._own_reports.popleft(), *(bytes(report.numpy()) for report in others))]
 
     def values(self, *references: Reference) -> list[list[Any]]:
         """Returns what this rank contributes to :meth:`get`: a list of [index of the reference, position in its list, value]."""
@@ -368,7 +368,9 @@ class Controller:
         if call.spec.kind != "train":
             return batches
         updates = [call_input.part(index).updates for call_input in call.inputs]
-        steps = zip(*([part.take(at) for at in rows] for part, rows in zip(batches, updates, strict=True)), strict=True)
+        steps = zip(
+            *([part.take(positions) for positions in rows] for part, rows in zip(batches, updates, strict=True)), strict=True
+        )
         return [[list(step) for step in steps]]
 
 

@@ -20,7 +20,7 @@ from rlhf_spmd.data.batch import Batch, Field, concat, pack, unpack
 from rlhf_spmd.parallel.collectives import Group
 
 
-class Share(NamedTuple):
+class FieldTransfer(NamedTuple):
     """What a producer makes for one input of a consumer: a shard, and its fields, name at the consumer -> name at the producer."""
 
     input: CallInput
@@ -53,7 +53,7 @@ class DataRouter:
         self._actual: dict[int, CallRecord] = {}  # node -> the call that the run made there, if it has the traced rows
         self._counted: list[CallRecord] = []  # calls whose token counts were sent in this script
         # (seq, consumer's node) -> the traced consumer, and what was pushed to it that the actual call has not taken yet
-        self._pushed: dict[tuple[int, int], tuple[CallRecord, list[Share]]] = {}
+        self._pushed: dict[tuple[int, int], tuple[CallRecord, list[FieldTransfer]]] = {}
 
     def begin(self, graph: Graph) -> None:
         """Start a script that was traced as ``graph``."""
@@ -92,11 +92,11 @@ class DataRouter:
         if not len(part.positions):  # a member without rows gets a batch without fields
             return Batch(part.row_ids, part.group_ids, {})
         fields: dict[str, Field] = {}
-        found: dict[str, list[tuple[np.ndarray, Batch]]] = defaultdict(list)
-        for shard, names in call_input.shares:
-            own = self._own_part(shard.producer, index) if _same_parts(shard, call_input) else None
-            if own is not None:
-                fields |= {here: own[there] for here, there in names.items()}
+        pieces: dict[str, list[tuple[np.ndarray, Batch]]] = defaultdict(list)
+        for shard, names in call_input.sources:
+            local = self._own_part(shard.producer, index) if _same_parts(shard, call_input) else None
+            if local is not None:
+                fields |= {here: local[there] for here, there in names.items()}
                 continue
             inside, ids = _within(shard, part.positions, len(call_input.rows))
             if len(ids):
@@ -105,8 +105,8 @@ class DataRouter:
                 else:
                     data = self._fetch(shard.producer, consumer, ids, list(names.values()))
                 for here, there in names.items():
-                    found[here].append((inside, data.select([there])))
-        fields |= {name: _joined(name, pieces, len(part.positions)) for name, pieces in found.items()}
+                    pieces[here].append((inside, data.select([there])))
+        fields |= {name: _joined(name, some, len(part.positions)) for name, some in pieces.items()}
         return Batch(part.row_ids, part.group_ids, fields)
 
     def _own_part(self, producer: ReplicatedBatch | CallRecord, index: int) -> Batch | None:
@@ -142,20 +142,22 @@ class DataRouter:
             self._actual[consumer.node] = consumer
         for producer, ranks in length_readers(consumer).items():
             self._send_lengths(producer, ranks)
-        by_producer: dict[int, tuple[CallRecord, list[Share]]] = {}
+        by_producer: dict[int, tuple[CallRecord, list[FieldTransfer]]] = {}
         for call_input in consumer.inputs:
-            for shard, names in call_input.shares:
+            for shard, names in call_input.sources:
                 if isinstance(shard.producer, CallRecord):
-                    by_producer.setdefault(shard.producer.seq, (shard.producer, []))[1].append(Share(call_input, shard, names))
-        for seq, (producer, shares) in sorted(by_producer.items()):
+                    by_producer.setdefault(shard.producer.seq, (shard.producer, []))[1].append(
+                        FieldTransfer(call_input, shard, names)
+                    )
+        for seq, (producer, transfers) in sorted(by_producer.items()):
             key = seq, consumer.node
             if key in self._pushed:
-                if _same_shares(self._pushed[key][1], shares):
+                if _same_transfers(self._pushed[key][1], transfers):
                     del self._pushed[key]
                     continue
                 self._drop(*key)
-            for share in shares:
-                self._send(producer, consumer, share)
+            for transfer in transfers:
+                self._send(producer, consumer, transfer)
 
     def push(self, producer: CallRecord) -> None:
         """Send the results of a call to those of its consumers in the graph whose rows the trace knew."""
@@ -169,44 +171,46 @@ class DataRouter:
             inputs = [known for call_input in traced.inputs if (known := self._resolved(call_input)) is not None]
             if len(inputs) < len(traced.inputs):
                 continue  # a later call decides which rows it takes, or makes the token counts that balance them
-            for share in self._announce(producer, traced, inputs):
-                self._send(producer, traced, share)
+            for transfer in self._announce(producer, traced, inputs):
+                self._send(producer, traced, transfer)
 
-    def _announce(self, producer: CallRecord, traced: CallRecord, inputs: Sequence[CallInput]) -> list[Share]:
-        """Note that ``producer`` pushes to a traced call. Returns the shares to send; none if every consumer rank holds its rows."""
-        shares = [
-            Share(call_input, FieldShard(producer, shard.name, shard.at, shard.ids), names)
+    def _announce(self, producer: CallRecord, traced: CallRecord, inputs: Sequence[CallInput]) -> list[FieldTransfer]:
+        """Note that ``producer`` pushes to a traced call. Returns the transfers to send; none if every consumer rank holds its rows."""
+        transfers = [
+            FieldTransfer(call_input, FieldShard(producer, shard.name, shard.positions, shard.ids), names)
             for call_input in inputs
-            for shard, names in call_input.shares
+            for shard, names in call_input.sources
             if isinstance(shard.producer, CallRecord) and shard.producer.seq < 0 and shard.producer.node == producer.node
         ]
-        if self._all_stay(producer, traced, shares):
+        if self._all_stay(producer, traced, transfers):
             return []
-        self._pushed[producer.seq, traced.node] = traced, shares
-        return shares
+        self._pushed[producer.seq, traced.node] = traced, transfers
+        return transfers
 
-    def _all_stay(self, producer: CallRecord, consumer: CallRecord, shares: list[Share]) -> bool:
+    def _all_stay(self, producer: CallRecord, consumer: CallRecord, transfers: list[FieldTransfer]) -> bool:
         """True if every consumer rank already holds its rows. False on ranks that send nothing, because they may not know yet."""
         is_known = producer.members.part_sent_by(self.rank) is not None and consumer.members.are_holders(producer.members)
-        return is_known and all(_same_parts(share.shard, share.input) for share in shares)
+        return is_known and all(_same_parts(transfer.shard, transfer.input) for transfer in transfers)
 
     def traced_consumers(self, producer: CallRecord) -> Sequence[CallRecord]:
         """Returns the traced consumers of a call; none if the call differs from its trace, because then its consumers pull."""
         return self._consumers.get(producer.node, ()) if self._actual.get(producer.node) is producer else ()
 
-    def announce_chunks(self, producer: CallRecord) -> list[tuple[CallRecord, Share]]:
+    def announce_chunks(self, producer: CallRecord) -> list[tuple[CallRecord, FieldTransfer]]:
         """Note, before a generate call, to which traced calls it sends rows in chunks. Returns these calls with what it sends."""
         calls = [call for call in self.traced_consumers(producer) if call.in_chunks]
-        return [(call, share) for call in calls for share in self._announce(producer, call, call.inputs)]
+        return [(call, transfer) for call in calls for transfer in self._announce(producer, call, call.inputs)]
 
     def arrives_in_chunks(self, consumer: CallRecord) -> bool:
         """True if ``consumer`` gets all its rows, and no others, in chunks."""
         if not consumer.in_chunks:
             return False
         (call_input,) = consumer.inputs
-        (share,) = [Share(call_input, *share) for share in call_input.shares if isinstance(share[0].producer, CallRecord)]
-        traced, pushed = self._pushed.get((share.shard.producer.seq, consumer.node), (consumer, []))
-        return traced.in_chunks and _same_shares(pushed, [share])
+        (transfer,) = [
+            FieldTransfer(call_input, *source) for source in call_input.sources if isinstance(source[0].producer, CallRecord)
+        ]
+        traced, pushed = self._pushed.get((transfer.shard.producer.seq, consumer.node), (consumer, []))
+        return traced.in_chunks and _same_transfers(pushed, [transfer])
 
     def _resolved(self, call_input: CallInput) -> CallInput | None:
         """Returns a traced call's input with actual calls as producers of token counts; None if one of them was not made yet."""
@@ -218,26 +222,28 @@ class DataRouter:
             if isinstance(producer, CallRecord) and producer.seq < 0:
                 if producer.node not in self._actual:
                     return None
-                shard = FieldShard(self._actual[producer.node], shard.name, shard.at, shard.ids)
+                shard = FieldShard(self._actual[producer.node], shard.name, shard.positions, shard.ids)
             tokens.append(shard)
         same = tokens == [*call_input.tokens]  # no call of this script made token counts
         return (
             call_input
             if same
-            else CallInput(call_input.rows, call_input.fields, tuple(tokens), call_input.partition_spec, call_input.shares)
+            else CallInput(call_input.rows, call_input.fields, tuple(tokens), call_input.partition_spec, call_input.sources)
         )
 
-    def _send(self, producer: CallRecord, consumer: CallRecord, share: Share) -> None:
-        """Send the rows of a share that this rank has to send."""
-        for ranks, row_ids in self.outgoing(producer, consumer, share):
+    def _send(self, producer: CallRecord, consumer: CallRecord, transfer: FieldTransfer) -> None:
+        """Send the rows of a transfer that this rank has to send."""
+        for ranks, row_ids in self.outgoing(producer, consumer, transfer):
             assert producer.data is not None, f"{producer.name} has made no data here"
-            names = dict.fromkeys(share.names.values())
+            names = dict.fromkeys(transfer.names.values())
             payload = pack(pick_rows(producer.data.select(names), torch.from_numpy(row_ids)))
             self.transport.send(payload, ranks, producer.seq, consumer.node, consumer.name)
 
-    def outgoing(self, producer: CallRecord, consumer: CallRecord, share: Share) -> Iterator[tuple[list[int], np.ndarray]]:
+    def outgoing(
+        self, producer: CallRecord, consumer: CallRecord, transfer: FieldTransfer
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
         """Yields ranks, and the ids of the rows that this rank sends to them. It sends rows of which it is the first holder."""
-        call_input, shard, _ = share
+        call_input, shard, _ = transfer
         index = producer.members.part_sent_by(self.rank)
         if index is None:
             return
@@ -247,7 +253,7 @@ class DataRouter:
         alike = _same_parts(shard, call_input)
         if alike and consumer.members.are_holders(producer.members):
             return
-        parts = call_input.partition.parts[:, shard.at]
+        parts = call_input.partition.parts[:, shard.positions]
         mine = parts[0] == index if alike else producer.parts_of(shard.ids) == index
         for wanted in [index] if alike else distinct(parts[:, mine]):
             ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
@@ -256,11 +262,11 @@ class DataRouter:
 
     def _drop(self, seq: int, node: int) -> None:
         """Receive, and drop, what was pushed for a call that differs from its trace or was not made."""
-        consumer, shares = self._pushed.pop((seq, node))
+        consumer, transfers = self._pushed.pop((seq, node))
         index = consumer.members.part_of.get(self.rank)
         if index is None:
             return
-        for call_input, shard, _ in shares:
+        for call_input, shard, _ in transfers:
             _, ids = _within(shard, call_input.part(index).positions, len(call_input.rows))
             assert isinstance(shard.producer, CallRecord)
             for _ in range(self.num_chunks if consumer.in_chunks else 1):
@@ -316,17 +322,17 @@ def length_readers(consumer: CallRecord) -> dict[CallRecord, frozenset[int]]:
     These are the consumer's members and the ranks that send to them. Members also need the counts that partitioned the senders' own
     rows. A rank that needs a call's counts also needs the counts that partitioned that call's rows.
     """
-    found: dict[CallRecord, frozenset[int]] = {}
+    readers: dict[CallRecord, frozenset[int]] = {}
     senders = dict.fromkeys(
         producer for call_input in consumer.inputs for producer, _ in call_input.producing_calls()
     )  # in program order
     if not any(call_input.length_producers for call in (consumer, *senders) for call_input in call.inputs):
-        return found
+        return readers
 
     def note(call_input: CallInput, ranks: frozenset[int]) -> None:
         for producer in call_input.length_producers:
-            if not ranks <= found.get(producer, frozenset()):
-                found[producer] = found.get(producer, frozenset()) | ranks
+            if not ranks <= readers.get(producer, frozenset()):
+                readers[producer] = readers.get(producer, frozenset()) | ranks
                 note(producer.inputs[0], ranks)
 
     members = frozenset(consumer.role.pool.ranks)
@@ -335,22 +341,23 @@ def length_readers(consumer: CallRecord) -> dict[CallRecord, frozenset[int]]:
         note(call_input, everyone)
     for sender in senders:
         note(sender.inputs[0], members)
-    return found
+    return readers
 
 
-def _same_shares(pushed: list[Share], shares: list[Share]) -> bool:
+def _same_transfers(pushed: list[FieldTransfer], transfers: list[FieldTransfer]) -> bool:
     """True if what was pushed is what the call takes: the same rows and fields in the same parts."""
-    return len(pushed) == len(shares) and all(
-        a.rows.same(b.rows)
-        and (a.partition_spec, a.counts_key, [*mine.values()]) == (b.partition_spec, b.counts_key, [*theirs.values()])
-        and one.same(other)
-        for (a, one, mine), (b, other, theirs) in zip(pushed, shares, strict=True)
+    return len(pushed) == len(transfers) and all(
+        a.input.rows.same(b.input.rows)
+        and (a.input.partition_spec, a.input.counts_key) == (b.input.partition_spec, b.input.counts_key)
+        and [*a.names.values()] == [*b.names.values()]
+        and a.shard.same(b.shard)
+        for a, b in zip(pushed, transfers, strict=True)
     )
 
 
-def _same_rows(one: CallRecord, other: CallRecord) -> bool:
-    pairs = zip(one.inputs, other.inputs, strict=False)
-    return len(one.inputs) == len(other.inputs) and all(a.rows.same(b.rows) for a, b in pairs)
+def _same_rows(traced: CallRecord, actual: CallRecord) -> bool:
+    pairs = zip(traced.inputs, actual.inputs, strict=False)
+    return len(traced.inputs) == len(actual.inputs) and all(a.rows.same(b.rows) for a, b in pairs)
 
 
 def _same_parts(shard: FieldShard, call_input: CallInput) -> bool:
@@ -362,21 +369,21 @@ def _same_parts(shard: FieldShard, call_input: CallInput) -> bool:
 
 def _within(shard: FieldShard, positions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns which of the rows at these ascending positions (out of ``num_rows``) a shard has, and their ids at its producer."""
-    if len(shard.at) == num_rows:  # it has all
+    if len(shard.positions) == num_rows:  # it has all
         return np.arange(len(positions)), shard.ids[positions] if len(positions) < num_rows else shard.ids
-    inside = np.flatnonzero(np.isin(positions, shard.at, assume_unique=True))
-    return inside, shard.ids[np.searchsorted(shard.at, positions[inside])]
+    inside = np.flatnonzero(np.isin(positions, shard.positions, assume_unique=True))
+    return inside, shard.ids[np.searchsorted(shard.positions, positions[inside])]
 
 
 def _joined(name: str, pieces: list[tuple[np.ndarray, Batch]], num_rows: int) -> Field:
     """Returns one field of all rows, from what several producers made for some rows each."""
-    (order, whole), *_ = pieces
+    (order, batch), *_ = pieces
     if len(pieces) > 1:
-        order = np.concatenate([at for at, _ in pieces])
+        order = np.concatenate([positions for positions, _ in pieces])
         renamed = [Batch(b.row_ids, b.group_ids, {name: next(iter(b.fields.values()))}) for _, b in pieces]
-        whole = concat(renamed).take(torch.from_numpy(np.argsort(order)))
+        batch = concat(renamed).take(torch.from_numpy(np.argsort(order)))
     assert len(order) == num_rows, f"field {name!r} is there for {len(order)} of {num_rows} rows"
-    field: Field = next(iter(whole.fields.values()))
+    field: Field = next(iter(batch.fields.values()))
     return field
 
 

@@ -98,7 +98,7 @@ class ProtocolRanks:
         for rank, part in self.part_of.items() if rank_speeds else ():
             slowest[part] = min(slowest[part], rank_speeds[rank])
         self.speeds = tuple(slowest) if len(set(slowest)) > 1 else ()
-        self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, own in parts.items() if own == part])
+        self.workers: Callable[[int], list[int]] = cache(lambda part: [rank for rank, index in parts.items() if index == part])
         self.holders: Callable[[int], list[int]] = cache(lambda part: [pool.ranks[i] for i in protocol.holders(shape, part)])
         self.are_holders: Callable[[ProtocolRanks], bool] = cache(self._are_holders)
 

@@ -58,9 +58,9 @@ class Reference:
         """``rename(scores="costs")`` returns the same data under another name. Raises ValueError for an unknown name or one in use."""
         self._check(names)
         renamed = [names.get(name, name) for name in self.fields]
-        taken = next((new for new in names.values() if renamed.count(new) > 1), None)
-        if taken is not None:
-            raise ValueError(f"rename: the reference would have two fields {taken!r}")
+        double = next((new for new in names.values() if renamed.count(new) > 1), None)
+        if double is not None:
+            raise ValueError(f"rename: the reference would have two fields {double!r}")
         return Reference(self.rows, dict(zip(renamed, self.fields.values(), strict=True)), self.call)
 
     def take(self, which: Reference | np.ndarray | Tensor | Sequence[int]) -> Reference:
@@ -74,24 +74,24 @@ class Reference:
             theirs = RowIndex(mine.row_ids[:0], mine.group_ids[:0]) if which.rows is None else which.rows
             ids, groups, data_dependent = theirs.row_ids, theirs.group_ids, theirs.data_dependent
         else:
-            given = np.asarray(which)
-            assert given.dtype.kind in "bi" or not given.size, (
-                f"take() of {given.dtype}: it takes a mask or ids, such as get_field(...) > 0"
+            chosen = np.asarray(which)
+            assert chosen.dtype.kind in "bi" or not chosen.size, (
+                f"take() of {chosen.dtype}: it takes a mask or ids, such as get_field(...) > 0"
             )
-            ids = mine.row_ids[given] if given.dtype == bool else np.unique(given).astype(np.int64)
+            ids = mine.row_ids[chosen] if chosen.dtype == bool else np.unique(chosen).astype(np.int64)
             groups, data_dependent = None, True
-        at = np.searchsorted(mine.row_ids, ids)
-        if len(ids) and not (len(mine) and np.array_equal(mine.row_ids[np.minimum(at, len(mine) - 1)], ids)):
+        positions = np.searchsorted(mine.row_ids, ids)
+        if len(ids) and not (len(mine) and np.array_equal(mine.row_ids[np.minimum(positions, len(mine) - 1)], ids)):
             raise ValueError(f"take: of {len(ids)} rows some are not among the {len(mine)} of the reference")
-        if groups is not None and not np.array_equal(mine.group_ids[at], groups):
+        if groups is not None and not np.array_equal(mine.group_ids[positions], groups):
             raise ValueError("take: the rows have other groups than those of the other reference, so they are other rows")
-        return self._moved(at, ids, mine.data_dependent or data_dependent)
+        return self._moved(positions, ids, mine.data_dependent or data_dependent)
 
     def firsts(self) -> Reference:
         """Returns the first row of each group."""
         assert self.rows is not None
-        _, at = np.unique(self.rows.group_ids, return_index=True)
-        return self._moved(np.sort(at), self.rows.row_ids[np.sort(at)], self.rows.data_dependent)
+        first = np.sort(np.unique(self.rows.group_ids, return_index=True)[1])
+        return self._moved(first, self.rows.row_ids[first], self.rows.data_dependent)
 
     def repeat(self, n: int) -> Reference:
         """Returns ``n`` rows for each row, in its group, with ids ``id * n + j``. Raises ValueError if n < 1 or ids exceed 63 bits."""
@@ -128,8 +128,8 @@ class Reference:
             moved: dict[int, np.ndarray] = {}  # shards that share rows keep sharing them
             for name, shards in fields.items():
                 for shard in part.fields[name]:
-                    at = moved.setdefault(id(shard.at), where[start + shard.at])
-                    shards.append(FieldShard(shard.producer, shard.name, at, shard.ids))
+                    positions = moved.setdefault(id(shard.positions), where[start + shard.positions])
+                    shards.append(FieldShard(shard.producer, shard.name, positions, shard.ids))
         return Reference(rows, {name: tuple(shards) for name, shards in fields.items()})
 
     @staticmethod
@@ -150,16 +150,18 @@ class Reference:
         moved: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
         def move(shard: FieldShard) -> FieldShard:
-            key = id(shard.at), id(shard.ids)
+            key = id(shard.positions), id(shard.ids)
             if key not in moved:
                 line = np.full(len(self), -1)
-                line[shard.at] = np.arange(len(shard.at))
+                line[shard.positions] = np.arange(len(shard.positions))
                 lines = line[index]
-                at = np.flatnonzero(lines >= 0)
-                moved[key] = at, shard.ids[lines[at]]
+                kept = np.flatnonzero(lines >= 0)
+                moved[key] = kept, shard.ids[lines[kept]]
             return FieldShard(shard.producer, shard.name, *moved[key])
 
-        fields = {name: tuple(shard for shard in map(move, shards) if len(shard.at)) for name, shards in self.fields.items()}
+        fields = {
+            name: tuple(shard for shard in map(move, shards) if len(shard.positions)) for name, shards in self.fields.items()
+        }
         return Reference(RowIndex(ids, self.rows.group_ids[index], data_dependent), fields, self.call)
 
     def _check(self, names: Iterable[str]) -> None:
@@ -168,8 +170,8 @@ class Reference:
             raise ValueError(f"reference has no field {missing[0]!r}; it has {', '.join(sorted(self.fields)) or 'none'}")
 
 
-def _same(one: tuple[FieldShard, ...], other: tuple[FieldShard, ...]) -> bool:
-    return one is other or (len(one) == len(other) and all(a.same(b) for a, b in zip(one, other, strict=True)))
+def _same(mine: tuple[FieldShard, ...], theirs: tuple[FieldShard, ...]) -> bool:
+    return mine is theirs or (len(mine) == len(theirs) and all(a.same(b) for a, b in zip(mine, theirs, strict=True)))
 
 
 def made_by(
@@ -200,7 +202,8 @@ def call_inputs(
 
     Raises ValueError for missing fields, and for a train call without rows or with more mini-batches than groups.
     """
-    found, num_mini_batches = list[CallInput](), 0
+    inputs: list[CallInput] = []
+    num_mini_batches = 0
     for reference, spec in zip(references, signature.inputs, strict=False):
         rows = reference.rows
         assert rows is not None, f"{call.name}: a reference without rows"
@@ -219,5 +222,5 @@ def call_inputs(
                     f"{call.name}: {rows.num_groups} groups of rows cannot be cut into {num_mini_batches} mini-batches"
                 )
             partition_spec = partition_spec._replace(num_mini_batches=num_mini_batches, epochs=signature.epochs, seed=seed)
-        found.append(CallInput(rows, {field: reference.fields[field] for field in wanted}, tokens, partition_spec))
-    return found
+        inputs.append(CallInput(rows, {field: reference.fields[field] for field in wanted}, tokens, partition_spec))
+    return inputs

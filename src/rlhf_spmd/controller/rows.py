@@ -72,8 +72,8 @@ class Partition:
     def positions(self) -> list[tuple[int, np.ndarray]]:
         """Returns each part that has rows, with their ascending positions. Only for partitions of one epoch."""
         order = np.argsort(self.parts[0], kind="stable")
-        found, starts = np.unique(self.parts[0][order], return_index=True)
-        return list(zip(found.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else []
+        indices, starts = np.unique(self.parts[0][order], return_index=True)
+        return list(zip(indices.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else []
 
     def part(self, index: int) -> RowPart:
         if index not in self._parts:
@@ -148,8 +148,8 @@ class RowIndex:
 
 def distinct(parts: np.ndarray) -> list[int]:
     """The distinct values of small integers, ascending."""
-    found: list[int] = np.flatnonzero(np.bincount(parts.ravel())).tolist()
-    return found
+    values: list[int] = np.flatnonzero(np.bincount(parts.ravel())).tolist()
+    return values
 
 
 def assign_rows(spec: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -160,10 +160,12 @@ def assign_rows(spec: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) 
     epochs = spec.epochs if spec.num_mini_batches > 1 else 1
     mini_batches = np.zeros((epochs, len(group_ids)), dtype=np.int64)
     if spec.num_mini_batches > 1:
-        found, group_of = np.unique(group_ids, return_inverse=True)
-        bounds = np.arange(len(found)) * spec.num_mini_batches // max(len(found), 1)  # equal runs of groups, or one group more
+        groups, group_of = np.unique(group_ids, return_inverse=True)
+        bounds = (
+            np.arange(len(groups)) * spec.num_mini_batches // max(len(groups), 1)
+        )  # equal runs of groups, or one group more
         for epoch in range(epochs):
-            order = np.argsort(_scrambled(found, spec.seed, epoch), kind="stable")
+            order = np.argsort(_scrambled(groups, spec.seed, epoch), kind="stable")
             mini_batch_of = np.empty_like(bounds)
             mini_batch_of[order] = bounds
             mini_batches[epoch] = mini_batch_of[group_of]
@@ -172,9 +174,9 @@ def assign_rows(spec: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) 
         for epoch in range(epochs):
             for mini_batch in range(spec.num_mini_batches):
                 rows = np.flatnonzero(mini_batches[epoch] == mini_batch)
-                (lengths, common), groups = tokens[:, rows], group_ids[rows]
+                lengths, common = tokens[:, rows]
                 options = spec.num_parts, spec.keep_groups, spec.speeds, spec.limits
-                parts[epoch, rows] = partition_with_prefixes(lengths, common, groups, *options)
+                parts[epoch, rows] = partition_with_prefixes(lengths, common, group_ids[rows], *options)
     return parts, mini_batches
 
 

@@ -39,10 +39,11 @@ def stay_or_stream(call: CallRecord, num_chunks: int) -> None:
 
 def can_stream(call: CallRecord, call_input: CallInput) -> bool:
     """True if a call may take its rows while another call generates them, on ranks that do not generate."""
-    made = call_input.producing_calls()
-    if not (call.spec.streams and call.spec.kind == "infer" and len(made) == 1) or call_input.rows.data_dependent:
+    producers = call_input.producing_calls()
+    if not (call.spec.streams and call.spec.kind == "infer" and len(producers) == 1) or call_input.rows.data_dependent:
         return False
-    (producer, ids), ranks = made[0], {*call.role.pool.ranks, *call.role.weight_sources}
+    producer, ids = producers[0]
+    ranks = {*call.role.pool.ranks, *call.role.weight_sources}
     return (
         producer.spec.kind == "generate"
         and ranks.isdisjoint(producer.role.pool.ranks)
@@ -50,17 +51,18 @@ def can_stream(call: CallRecord, call_input: CallInput) -> bool:
     )
 
 
-def staying_input(call: CallRecord, own: CallInput) -> CallInput | None:
+def staying_input(call: CallRecord, call_input: CallInput) -> CallInput | None:
     """Returns the input of a call that can start early: its rows stay on the ranks where one generate call makes them.
 
     Returns None if they cannot, or if that is not known before the script starts.
     """
-    if not call.role.starts_early(call.spec.name) or own.rows.data_dependent:
+    if not call.role.starts_early(call.spec.name) or call_input.rows.data_dependent:
         return None
-    made, rows = own.producing_calls(), own.rows
-    if len(made) != 1:
+    producers, rows = call_input.producing_calls(), call_input.rows
+    if len(producers) != 1:
         return None
-    (producer, ids), (prompts, *others) = made[0], made[0][0].inputs
+    producer, ids = producers[0]
+    prompts, *others = producer.inputs
     is_whole = producer.spec.kind == "generate" and prompts.rows.same(rows) and np.array_equal(ids, rows.row_ids)
     if not (is_whole and producer.role.streams_rollouts and prompts.partition_spec.keep_groups):
         return None
@@ -75,7 +77,7 @@ def staying_input(call: CallRecord, own: CallInput) -> CallInput | None:
     partition_spec = PartitionSpec(call.members.num_parts, follows=follows)
     if partition_spec not in rows.fixed_parts:
         rows.fixed_parts[partition_spec] = np.array(parts)[prompts.partition.parts[0]]
-    return replace(own, tokens=(), partition_spec=partition_spec)
+    return replace(call_input, tokens=(), partition_spec=partition_spec)
 
 
 def known_before(call_input: CallInput) -> CallInput:
@@ -126,8 +128,8 @@ class RolloutStreamer:
         ids = rows.row_ids.numpy()
         self._gone = np.concatenate([self._gone, ids])
         for to in self.recipients:
-            at = np.flatnonzero(np.isin(ids, to.row_ids))
-            theirs = rows.select(to.fields).take(at) if len(at) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
+            wanted = np.flatnonzero(np.isin(ids, to.row_ids))
+            theirs = rows.select(to.fields).take(wanted) if len(wanted) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
             self.transport.send(pack(theirs), to.ranks, self.seq, to.node, to.name)
 
     def begin(self, rows: Batch) -> None:
@@ -183,14 +185,14 @@ class Streaming:
         index = call.members.part_sent_by(rank)
         if index is None:
             return []
-        found = []
+        calls = []
         for consumer in self.router.traced_consumers(call):
             if consumer.inputs[0].partition_spec.follows is not None and consumer.role not in self._started:
                 self._started[consumer.role] = call
                 inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
                 ranks = {*call.members.workers(index)} & {*consumer.role.pool.ranks}
-                found.append(EarlyCall(consumer.role, inputs, len(ranks)))
-        return found
+                calls.append(EarlyCall(consumer.role, inputs, len(ranks)))
+        return calls
 
     def drop_stale(self, call: CallRecord) -> None:
         """Drop what was started for another call of this call's role. Runs before each call, on every rank."""
@@ -226,8 +228,8 @@ class Streaming:
         (call_input,) = call.inputs
         rows = call_input.rows
         ids = rows.row_ids[:0] if arrived is None else np.sort(arrived.row_ids.numpy())
-        at = np.searchsorted(rows.row_ids, ids)
-        part = RowPart(at, torch.from_numpy(ids), torch.from_numpy(rows.group_ids[at]), [])
+        positions = np.searchsorted(rows.row_ids, ids)
+        part = RowPart(positions, torch.from_numpy(ids), torch.from_numpy(rows.group_ids[positions]), [])
         return self.router.gather(call, call_input, index, part, arrived)
 
 
@@ -253,12 +255,12 @@ def one_result(call: CallRecord, batches: Sequence[Batch], results: Sequence[Any
     if report is None and len(results) == 1:
         return results[0]
     pairs = [result if isinstance(result, tuple) else (result, None) for result in results]
-    made = _joined([data for data, _ in pairs])
+    rows = _joined([data for data, _ in pairs])
     notes = [note for _, note in pairs]
     if report is not None:
-        return made, report(call.role, _joined(batches), made, notes)
+        return rows, report(call.role, _joined(batches), rows, notes)
     assert notes == [None] * len(notes), f"{call.name} streams and returns a value beside its rows: give register() a report="
-    return made
+    return rows
 
 
 def _joined(batches: Sequence[Any]) -> Any:
@@ -266,5 +268,5 @@ def _joined(batches: Sequence[Any]) -> Any:
     filled = [batch for batch in batches if batch is not None and len(batch)]
     if not filled or len(batches) == 1:
         return batches[0]
-    whole = concat(filled)
-    return whole.take(torch.argsort(whole.row_ids))
+    rows = concat(filled)
+    return rows.take(torch.argsort(rows.row_ids))

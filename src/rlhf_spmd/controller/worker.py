@@ -79,20 +79,20 @@ def register(
         input_spec = InputSpec(inputs, not split_groups)
 
         @functools.cache
-        def given(absent: frozenset[str], mini_batch_size: int | None, epochs: int) -> Signature:
-            made = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in absent))
-            return Signature(name, (input_spec,), tuple(made), mini_batch_size, epochs)
+        def signature(absent: frozenset[str], mini_batch_size: int | None, epochs: int) -> Signature:
+            fields = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in absent))
+            return Signature(name, (input_spec,), tuple(fields), mini_batch_size, epochs)
 
         def fixed(worker: Worker, *args: Any, mini_batch_size: int | None = None, epochs: int = 1, **kwargs: Any) -> Signature:
-            return given(worker.absent, mini_batch_size, epochs)
+            return signature(worker.absent, mini_batch_size, epochs)
 
         spec = MethodSpec(name, body, kind, protocol, lengths_of, tokens, describe or fixed, streams, report)
 
         @functools.wraps(body)
         def call(self: Worker, batch: Reference | Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> Reference:
-            found = known(self, batch) if known is not None and isinstance(batch, Reference) else None
-            if found is not None:
-                return found
+            result = known(self, batch) if known is not None and isinstance(batch, Reference) else None
+            if result is not None:
+                return result
             return self.controller.call(self.worker_of(name), spec, batch, args, kwargs, sys._getframe(1))
 
         call.spec = spec  # type: ignore[attr-defined]

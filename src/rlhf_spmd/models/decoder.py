@@ -191,7 +191,7 @@ class Decoder(nn.Module):
 
     @property
     def tied_ends(self) -> bool:
-        """First and last stage each hold a copy of the embedding, whose gradients must be added over ``Mesh.ends``."""
+        """First and last stage each hold a copy of the embedding, whose gradients must be added over ``Mesh.first_last_group``."""
         return self.spec.tie_word_embeddings and self.pp > 1 and self.head_kind in ("lm", "both")
 
     @property

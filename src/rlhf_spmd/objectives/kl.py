@@ -10,25 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat, PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules
 
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
 # Bounds of low_var_kl. The exponent is bounded so that exp() stays finite, the estimate so that one token cannot swamp a batch.
 LOG_RATIO_LIMIT = 20.0
 LOW_VAR_LIMIT = 10.0
 ERROR_LIMIT = 0.2  # of the measured KL against the target, in a step of the adaptive coefficient
-
-
-def check_kl_kind(kind: str, where: str = "kl_loss_type") -> None:
-    """Raises ValueError unless ``kind`` is one of :data:`KL_KINDS`, with or without a final ``+``."""
-    if kind.removesuffix("+") not in KL_KINDS:
-        raise ValueError(f"unknown {where} {kind!r}; available: {', '.join(KL_KINDS)}, each also with a final '+'")
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
@@ -46,10 +41,8 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
     A final ``+`` (``k3+``) keeps the value and takes the gradient of k2, which is the one whose expectation is the gradient of
     the KL divergence (verl's straight-through form; it matters where KL is a loss).
-
-    Raises ValueError for another ``kind``.
     """
-    check_kl_kind(kind)
+    assert kind in get_args(KLKind), f"kl estimate {kind!r}"
     if kind.endswith("+"):
         value = kl_penalty(log_prob, ref_log_prob, kind[:-1]).detach()
         gradient = 0.5 * (log_prob - ref_log_prob).square()
@@ -113,10 +106,14 @@ class KLControlConfig:
     horizon: PositiveInt = 10000
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"type=adaptive": ("target_kl", "horizon")}
 
-    def check(self, where: str = "kl_ctrl") -> None:
-        """Raises ValueError naming the key, the value and what is allowed."""
-        if self.type == "adaptive" and self.kl_coef == 0:
-            raise ValueError(f"{where}.kl_coef=0 with {where}.type=adaptive stays 0; start above 0 or set type=fixed")
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("kl_coef", "type"),
+            lambda s: s.type == "adaptive" and s.kl_coef == 0,
+            "a coefficient of 0 stays 0",
+            "start above 0, or set type=fixed",
+        ),
+    )
 
     @property
     def moves(self) -> bool:

@@ -25,8 +25,8 @@ def pair_indices(group_ids: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     order = by_rank[torch.argsort(group_ids[by_rank], stable=True)]
     assert len(order) % 2 == 0, "a group without its second row"
     first, second = order[0::2], order[1::2]
-    whole = torch.equal(group_ids[first], group_ids[second]) and bool((chosen[first] > chosen[second]).all())
-    assert whole, "groups that are no pair of a chosen and a rejected row"
+    are_pairs = torch.equal(group_ids[first], group_ids[second]) and bool((chosen[first] > chosen[second]).all())
+    assert are_pairs, "groups that are no pair of a chosen and a rejected row"
     return first, second
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.objectives.advantages import of_tokens, row_maxima, row_means, row_sums
 from rlhf_spmd.objectives.kl import low_var_kl
 from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
@@ -65,20 +66,41 @@ class RolloutCorrectionConfig:
         "rollout_rs": ("rollout_rs_threshold",),
     }
 
-    def check(self, where: str) -> None:
-        if self.bypass_mode and self.active:
-            key = next(key for key in CORRECTIONS if getattr(self, key) is not None)
-            raise ValueError(
-                f"{where}.bypass_mode=true takes the rollout's log-probs for training's, so {where}.{key} finds no difference; leave "
-                "one of them out"
-            )
-        by_ratio = self.rollout_rs is not None and self.rollout_rs.endswith("_k1")
-        if self.rollout_rs is not None and self.rollout_rs_threshold is None:
-            raise ValueError(f"{where}.rollout_rs={self.rollout_rs} needs {where}.rollout_rs_threshold, above 0")
-        if self.rollout_rs_threshold_lower is not None and not by_ratio:
-            raise ValueError(f"{where}.rollout_rs_threshold_lower is for {where}.rollout_rs with _k1, not {self.rollout_rs}")
-        if by_ratio and not self.bounds[0] <= 1 <= self.bounds[1]:
-            raise ValueError(f"{where}: the ratio bounds {self.bounds} must include 1, or every row that is right is rejected")
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("bypass_mode", *CORRECTIONS),
+            lambda s: s.bypass_mode and s.active,
+            "the rollout's log-probs are taken for training's, so a correction finds no difference",
+            "leave bypass_mode or the corrections out",
+        ),
+        Rule(
+            ("rollout_rs", "rollout_rs_threshold"),
+            lambda s: s.rollout_rs is not None and s.rollout_rs_threshold is None,
+            "a rejection needs a bound",
+            "set rollout_rs_threshold",
+        ),
+        Rule(
+            ("rollout_rs_threshold_lower", "rollout_rs"),
+            lambda s: s.rollout_rs_threshold_lower is not None and not s.by_ratio,
+            "only a ratio, with _k1, has a lower bound",
+            "leave rollout_rs_threshold_lower out",
+        ),
+        Rule(
+            ("rollout_rs_threshold_lower", "rollout_rs_threshold"),
+            lambda s: s.by_ratio and not s.bounds[0] <= 1 <= s.bounds[1],
+            "a row that is right has the ratio 1, which these bounds reject",
+            "let the bounds include 1",
+        ),
+    )
+
+    @property
+    def by_ratio(self) -> bool:
+        return self.rollout_rs is not None and self.rollout_rs.endswith("_k1")
+
+    @property
+    def by_token(self) -> bool:
+        """True if a correction looks at single tokens."""
+        return self.rollout_is == "token" or (self.rollout_rs or "").startswith("token")
 
     @property
     def active(self) -> bool:

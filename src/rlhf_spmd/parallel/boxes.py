@@ -72,7 +72,7 @@ def _part(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> Box:
     """The part of a box that is ``[start : start + size]`` of the global tensor."""
     if size == box.size:
         return box
-    local = tuple([at + s - o for at, s, o in zip(box.local, start, box.start, strict=True)])
+    local = tuple([offset + s - o for offset, s, o in zip(box.local, start, box.start, strict=True)])
     return Box(box.name, box.shape, start, size, local)
 
 
@@ -108,7 +108,7 @@ def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box
 
     Returns a list of (source index, part in the source's local parameter, part in the target's), and the parts that no source has.
     """
-    taken, missing = [], [target]
+    parts, missing = [], [target]
     for index, source in enumerate(sources):
         rest = []
         for box in missing:
@@ -116,12 +116,12 @@ def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box
             if common is None:
                 rest.append(box)
             else:
-                taken.append((index, common[1], common[0]))
+                parts.append((index, common[1], common[0]))
                 rest += _around(box, common[0])
         missing = rest
         if not missing:
             break
-    return taken, missing
+    return parts, missing
 
 
 def _around(outer: Box, inner: Box) -> Iterator[Box]:

@@ -47,7 +47,7 @@ class FlightRecorder:
     def dump(self, last: int = 8) -> str:
         now = time.time()
         rows = list(self.entries)[-last:]
-        return "; ".join(f"#{n} {op} on {group} ({size} B, {now - at:.1f} s ago)" for n, op, group, size, at in rows)
+        return "; ".join(f"#{n} {op} on {group} ({size} B, {now - then:.1f} s ago)" for n, op, group, size, then in rows)
 
 
 RECORDER = FlightRecorder()  # per process, for diagnostics only: results never depend on it

@@ -30,13 +30,13 @@ def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> Non
             grads[name].copy_(part.view(grads[name].shape))
 
 
-def buckets(sizes: Mapping[str, int], most: int | None = None) -> Iterator[list[str]]:
-    """Runs of names with at most ``most`` elements together (default BUCKET_ELEMENTS), unless a single one has more. Pure."""
-    most = most or BUCKET_ELEMENTS
+def buckets(sizes: Mapping[str, int], limit: int | None = None) -> Iterator[list[str]]:
+    """Runs of names with at most ``limit`` elements together (default BUCKET_ELEMENTS), unless a single one has more. Pure."""
+    limit = limit or BUCKET_ELEMENTS
     names: list[str] = []
     total = 0
     for name, size in sizes.items():
-        if names and total + size > most:
+        if names and total + size > limit:
             yield names
             names, total = [], 0
         names.append(name)
@@ -87,13 +87,13 @@ def sum_partial(grads: Mapping[str, Tensor], partial: Mapping[str, ParamShard], 
     """
     if not partial:
         return
-    held = [(grads[name][box.local_slices], box) for name, shard in partial.items() for box in shard.boxes]
-    wholes = {box.name: part.new_zeros(box.shape) for part, box in held}
-    for part, box in held:
-        wholes[box.name][box.global_slices] = part
-    sum_in_buckets(wholes, tp, "partial_gradients")
-    for part, box in held:
-        part.copy_(wholes[box.name][box.global_slices])
+    views = [(grads[name][box.local_slices], box) for name, shard in partial.items() for box in shard.boxes]
+    tensors = {box.name: part.new_zeros(box.shape) for part, box in views}
+    for part, box in views:
+        tensors[box.name][box.global_slices] = part
+    sum_in_buckets(tensors, tp, "partial_gradients")
+    for part, box in views:
+        part.copy_(tensors[box.name][box.global_slices])
 
 
 def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -> Tensor:
@@ -101,8 +101,8 @@ def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -
     norms = []
     for name, grad in grads.items():
         boxes = owned[name].boxes
-        whole = sum(box.numel for box in boxes) == grad.numel()
-        parts = [grad] if whole else [grad[box.local_slices] for box in boxes]
+        owns_all = sum(box.numel for box in boxes) == grad.numel()
+        parts = [grad] if owns_all else [grad[box.local_slices] for box in boxes]
         # the norm makes a copy, which on CPUs should stay in the cache
         size = BUCKET_ELEMENTS if capabilities(grad.device).streams else 1 << 16
         pieces = [piece for part in parts for piece in part.reshape(-1).split(size) if piece.numel()]

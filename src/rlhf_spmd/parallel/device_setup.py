@@ -31,10 +31,10 @@ def choose_device(launch: Launch) -> torch.device:
 
 def check_gpus(ranks: int, local_rank: int) -> None:
     """Raises ValueError if no GPU is left for ``local_rank``. ``ranks``: those of this node, which see the same GPUs."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if 0 < found <= local_rank:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < num_gpus <= local_rank:
         raise ValueError(
-            f"--nproc-per-node={ranks}, but this node has {found} GPUs; start at most as many ranks, "
+            f"--nproc-per-node={ranks}, but this node has {num_gpus} GPUs; start at most as many ranks, "
             f"or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
 

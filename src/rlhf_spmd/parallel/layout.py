@@ -87,7 +87,7 @@ class Grid(ABC):
     @cached_property
     def _coordinates(self) -> list[Coordinate]:
         axes = np.unravel_index(np.argsort(self.ranks, axis=None), self.ranks.shape)
-        return [Coordinate(*at) for at in zip(*(axis.tolist() for axis in axes), strict=True)]
+        return [Coordinate(*coordinate) for coordinate in zip(*(axis.tolist() for axis in axes), strict=True)]
 
     def coordinate(self, index: int) -> Coordinate:
         """The coordinates of a pool index."""
@@ -99,11 +99,10 @@ class Grid(ABC):
 
     def along(self, index: int, *axes: str) -> list[int]:
         """Returns ``index`` and the ranks that differ from it only on ``axes``, in the order of their coordinates."""
-        at = zip(AXES, self.coordinate(index), strict=True)
-        found: list[int] = (
-            self.ranks[tuple(slice(None) if axis in axes else number for axis, number in at)].reshape(-1).tolist()
-        )
-        return found
+        coordinate = zip(AXES, self.coordinate(index), strict=True)
+        where = tuple(slice(None) if axis in axes else number for axis, number in coordinate)
+        ranks: list[int] = self.ranks[where].reshape(-1).tolist()
+        return ranks
 
     def replica_group(self, index: int) -> list[int]:
         """The pp * tp ranks that hold the copy of the model of ``index``."""
@@ -259,10 +258,10 @@ class GenerationLayout(Grid):
     whole_experts: bool = False
 
     def __post_init__(self) -> None:
-        for name, part, whole in (("pp", self.pp, self.train.pp), ("tp", self.tp, self.train.tp)):
-            if part < 1 or (whole % part and self.train.zero < 3 and not self.whole_experts):
+        for name, part, trained in (("pp", self.pp, self.train.pp), ("tp", self.tp, self.train.tp)):
+            if part < 1 or (trained % part and self.train.zero < 3 and not self.whole_experts):
                 raise ValueError(
-                    f"generation.{name}={part} must divide the training layout's {name}={whole}: "
+                    f"generation.{name}={part} must divide the training layout's {name}={trained}: "
                     "every training shard has to be a slice of its generation shard (with layout.zero=3 any "
                     f"whose pp * tp divides the number of ranks, as with generation.ep={self.tp})"
                 )

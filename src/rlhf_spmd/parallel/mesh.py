@@ -32,8 +32,8 @@ class Mesh:
       with the same experts).
     - ``pp``, and ``pp_back`` for what goes backwards between the stages.
     - ``replica``: the pp * tp ranks of one copy. ``pool``: all ranks.
-    - ``ends``: first and last stage of this (dp, tp), for tied embeddings; ``ring``, ``ring_back``: the same two ranks, for what goes
-      between them if vpp > 1. These three are solo groups on the stages between.
+    - ``first_last_group``: first and last stage of this (dp, tp), for tied embeddings; ``ring``, ``ring_back``: the same two ranks, for
+      what goes between them if vpp > 1. These three are solo groups on the stages between.
 
     The ranks of a group ascend. So in a generation mesh regrouped from several stages, ``dp.rank``, the index in the group, may differ
     from ``dp_rank``, the coordinate.
@@ -57,7 +57,7 @@ class Mesh:
     pp_back: Group
     replica: Group
     pool: Group
-    ends: Group
+    first_last_group: Group
     ring: Group
     ring_back: Group
     device_type: str
@@ -106,10 +106,10 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         return world.group(sorted(ranks), name, channel) or solo(world.rank)
 
     def along(name: str, *axes: str, channel: str = "") -> Group:
-        return group(name, lambda at: layout.along(at, *axes), channel)
+        return group(name, lambda member: layout.along(member, *axes), channel)
 
-    def ends(name: str, channel: str = "") -> Group:
-        return group(name, lambda at: sorted({(stages := layout.along(at, "pp"))[0], stages[-1]}), channel)
+    def first_last(name: str, channel: str = "") -> Group:
+        return group(name, lambda member: sorted({(stages := layout.along(member, "pp"))[0], stages[-1]}), channel)
 
     return Mesh(
         layout,
@@ -127,8 +127,8 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         pp_back=along("pp_back", "pp", channel="back"),
         replica=along("replica", "pp", "tp"),
         pool=along("pool", *AXES),
-        ends=ends("ends"),
-        ring=ends("ring", "ring"),
-        ring_back=ends("ring_back", "ring_back"),
+        first_last_group=first_last("first_last"),
+        ring=first_last("ring", "ring"),
+        ring_back=first_last("ring_back", "ring_back"),
         device_type=world.device.type,
     )

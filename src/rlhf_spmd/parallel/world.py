@@ -83,7 +83,7 @@ class World:
         """
         if (channel, ranks) not in self._communicators:
             name: Any = hashlib.sha1(f"{self.number} {channel} {ranks}".encode(), usedforsecurity=False).hexdigest()
-            made, _ = distributed_c10d._new_process_group_helper(
+            process_group, _ = distributed_c10d._new_process_group_helper(
                 len(ranks),
                 ranks.index(self.rank),
                 list(ranks),
@@ -93,9 +93,9 @@ class World:
                 name,
                 timeout=timedelta(seconds=self.timeout_s),
             )
-            assert isinstance(made, dist.ProcessGroup)
-            distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
-            self._communicators[channel, ranks] = made
+            assert isinstance(process_group, dist.ProcessGroup)
+            distributed_c10d._world.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
+            self._communicators[channel, ranks] = process_group
         return self._communicators[channel, ranks]
 
 
@@ -182,10 +182,10 @@ def _await_gloo(seconds: float = 5.0) -> None:
     """
     seen, deadline = None, time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = [activity for task in sorted(Path("/proc/self/task").glob("*")) if (activity := _gloo_activity(task))]
-        if found == seen and all("S (sleeping)" in activity for activity in found):
+        activities = [activity for task in sorted(Path("/proc/self/task").glob("*")) if (activity := _gloo_activity(task))]
+        if activities == seen and all("S (sleeping)" in activity for activity in activities):
             return
-        seen = found
+        seen = activities
         time.sleep(0.01)
 
 

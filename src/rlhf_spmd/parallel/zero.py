@@ -168,7 +168,7 @@ def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.devic
     blocks = list(blocks)
     for block in blocks:
         block.to_empty(device=device)
-        yield [local_part(held) for held in (*block.parameters(), *block.buffers())]
+        yield [local_part(tensor) for tensor in (*block.parameters(), *block.buffers())]
     inside = {part for block in blocks for part in block.modules()}
     rest = [part for part in module.modules() if part not in inside]
     for part in reversed(rest):  # the module itself comes last: then FSDP2 finds its parameters' new storages
@@ -193,6 +193,6 @@ def local_part(tensor: Tensor) -> Tensor:
     It reads the attribute, because ``detach().to_local()`` goes through DTensor's dispatch and takes 30 times as long. A transition
     asks for every parameter at each of its buckets.
     """
-    held: Any = tensor
-    local: Tensor = (held._local_tensor if is_sharded(held) else held).detach()
+    dtensor: Any = tensor
+    local: Tensor = (dtensor._local_tensor if is_sharded(dtensor) else dtensor).detach()
     return local

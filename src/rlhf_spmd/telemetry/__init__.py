@@ -4,7 +4,7 @@ Floor F1: imports config, tqdm and the standard library, nothing else at import 
 
 - run_dir: the run directory, atomic writes, append-only JSON lines, ``exit_status.json``, the process exit codes
 - run_lock: one job per run directory
-- logger, follower: settings of Weights & Biases and other trackers, and the process of each that follows a run's files
+- trackers: settings of Weights & Biases and TensorBoard, and the process of each that follows a run's files
 - signals: rules by which metrics say that a run learns nothing or goes astray
 - progress, summary: what the person at the terminal sees during and after a run
 - trace: spans of every rank, merged into ``trace.json`` (Perfetto)

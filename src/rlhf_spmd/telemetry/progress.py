@@ -92,20 +92,20 @@ def shown(metrics: Mapping[str, Any]) -> list[str]:
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
 
 
-def pick_samples(groups: Iterable[Hashable], most: int) -> list[int]:
-    """Returns at most ``most`` row positions, ascending: every group's first row precedes any group's second.
+def pick_samples(groups: Iterable[Hashable], limit: int) -> list[int]:
+    """Return at most ``limit`` row positions, ascending: every group's first row precedes any group's second.
 
     ``groups``: what each row answers.
     """
     seen: Counter[Hashable] = Counter()
     order = []
-    for at, group in enumerate(groups):
-        order.append((seen[group], at))
+    for position, group in enumerate(groups):
+        order.append((seen[group], position))
         seen[group] += 1
-    return sorted(at for _, at in sorted(order)[:most])
+    return sorted(position for _, position in sorted(order)[:limit])
 
 
 def equal_runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
     """Returns value, begin and end of each maximal run of equal values."""
-    ends = [at for at in range(1, len(mask)) if mask[at] != mask[at - 1]]
+    ends = [index for index in range(1, len(mask)) if mask[index] != mask[index - 1]]
     return [(mask[begin], begin, end) for begin, end in zip([0, *ends], [*ends, len(mask)], strict=True) if end > begin]

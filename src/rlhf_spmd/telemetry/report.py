@@ -84,15 +84,17 @@ def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
     return [line for line in read_jsonl(directory / file) if isinstance(line.get("step"), int)]
 
 
-def first_and_last_samples(run: RunRecord, most: int) -> list[Sequence[Sample]]:
-    """Returns up to ``most`` rollouts of the first and of the last step that has any, spread over prompts."""
+def first_and_last_samples(run: RunRecord, limit: int) -> list[Sequence[Sample]]:
+    """Returns up to ``limit`` rollouts of the first and of the last step that has any, spread over prompts."""
     rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
-    found: list[Sequence[Sample]] = []
+    picked: list[Sequence[Sample]] = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
-        its = [sample for sample in rollouts if sample["step"] == step]
-        found.append([its[at] for at in pick_samples((str(sample.get("prompt")) for sample in its), most)])
-    return found
+        of_step = [sample for sample in rollouts if sample["step"] == step]
+        picked.append(
+            [of_step[position] for position in pick_samples((str(sample.get("prompt")) for sample in of_step), limit)]
+        )
+    return picked
 
 
 def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> RunRecord:
@@ -178,7 +180,7 @@ def _run_data(
         **_curves(run),
         "best": best,
         "timeline": {"note": chart.note, "keys": sorted(used & colors.keys(), key=lambda key: -busy.get(key, 0.0))},
-        "samples": [[_short(sample) for sample in its] for its in first_and_last_samples(run, SAMPLES_PER_STEP)],
+        "samples": [[_short(sample) for sample in samples] for samples in first_and_last_samples(run, SAMPLES_PER_STEP)],
         "validations": _validations(read_lines(run.directory, VALIDATION_FILE), best["step"] if best else None),
         "artifacts": list(_artifacts(run.directory)),
         "config": run.config,
@@ -234,7 +236,7 @@ def _curves(run: RunRecord) -> dict[str, Any]:
     if None in times:  # the time of steps alone
         times = list(accumulate(finite_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
     stretch = math.ceil(2 * len(steps) / MAX_ROWS) if len(steps) > MAX_ROWS else 1
-    ends = [end for at in range(0, len(steps), stretch) for end in sorted({at, min(at + stretch, len(steps)) - 1})]
+    ends = [end for begin in range(0, len(steps), stretch) for end in sorted({begin, min(begin + stretch, len(steps)) - 1})]
     columns = {name: [finite_number(row.get(name)) for row in run.metrics] for name in run.names()}
     return {
         "steps": [steps[end] for end in ends],
@@ -250,7 +252,7 @@ def _seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
         rest = sorted((key, value) for key, value in run.config.items() if key not in OF_A_START)
         alike.setdefault(tuple(rest), []).append(n)
     seeds = [[runs[n].config.get("run.seed") for n in group] for group in alike.values()]
-    return [group for group, its in zip(alike.values(), seeds, strict=True) if None not in its and len(set(its)) > 1]
+    return [group for group, values in zip(alike.values(), seeds, strict=True) if None not in values and len(set(values)) > 1]
 
 
 def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
@@ -292,8 +294,8 @@ def _best(run: RunRecord) -> dict[str, Any] | None:
 
 def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
     """Yields the lowest and highest of each ``stretch`` neighbours in their order, so spikes stay visible."""
-    for at in range(0, len(column), stretch):
-        part = column[at : at + stretch]
+    for begin in range(0, len(column), stretch):
+        part = column[begin : begin + stretch]
         known = [value for value in part if value is not None]
         pair = sorted({known.index(pick(known)) for pick in (min, max)}) if known else []
         kept = [known[index] for index in pair]
@@ -374,8 +376,8 @@ def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
                 return self.send_error(403)
             if self.path not in ("/", "/data"):
                 return self.send_error(404)
-            found = [read_run(run) for run in runs]
-            text = render(found, is_live=True) if self.path == "/" else page_data(found, is_live=True)[0]
+            records = [read_run(run) for run in runs]
+            text = render(records, is_live=True) if self.path == "/" else page_data(records, is_live=True)[0]
             body = text.encode(errors="replace")
             self.send_response(200)
             self.send_header("Content-Type", f"{'text/html' if self.path == '/' else 'application/json'}; charset=utf-8")

@@ -18,7 +18,7 @@ FAR_NATS = 1.0  # from the reference, per token
 Values = tuple[float, ...]  # of a rule's metrics in one step
 
 
-class Rule(NamedTuple):
+class SignalRule(NamedTuple):
     """What ``steps`` consecutive steps must have in common.
 
     - keys: metrics that it reads, where ``{role}`` is each role that has them; steps without them do not count
@@ -41,8 +41,8 @@ def _same_loss(first: Values, now: Values) -> bool:
     return abs(now[0] - first[0]) <= TOLERANCE * abs(first[0]) and (first[0] != 0 or now[2] == 0)
 
 
-RULES = (
-    Rule(
+SIGNAL_RULES = (
+    SignalRule(
         ("{role}/loss", "{role}/lr", "{role}/grad_norm"),
         50,
         _same_loss,
@@ -50,7 +50,7 @@ RULES = (
         "or look at the data",
         begins_anew=lambda first, now: now[1] > first[1],  # a warm-up; in later steps a loss may have come to its end
     ),
-    Rule(
+    SignalRule(
         ("reward/min", "reward/max"),
         10,
         lambda first, now: now[0] == now[1] == first[0],
@@ -58,28 +58,28 @@ RULES = (
         "extracted answers in rollouts.jsonl, reward/failures, reward/no_answer, reward.function",
         unless=("reward/total_mean", "group/equal_fraction"),  # others may tell them apart; the next rule says it
     ),
-    Rule(
+    SignalRule(
         ("group/equal_fraction", "group/right_fraction", "group/wrong_fraction"),
         10,
         lambda first, now: now[0] == 1,
         "all responses of each prompt scored alike for {steps} steps (group/equal_fraction 1; last right {1:.2g}, wrong {2:.2g}): "
         "their scores teach nothing; look at the difficulty of the data, sampling.temperature, sampling.n",
     ),
-    Rule(
+    SignalRule(
         ("response_length/clip_ratio", "response_length/min", "response_length/max"),
         10,
         lambda first, now: now[0] == 1,
         "every response of {steps} steps was cut at its limit (response_length/clip_ratio 1, longest {2:.0f}): none was ended by the "
         "model; look at data.max_response_length, the model's end tokens, and rollouts.jsonl",
     ),
-    Rule(
+    SignalRule(
         ("actor/entropy",),
         10,
         lambda first, now: abs(now[0]) < NEAR_ZERO_NATS,
         f"actor/entropy is {{0:.2g}} nats after {{steps}} steps below {NEAR_ZERO_NATS}: samples of a prompt hardly differ, so "
         "little is explored; look at models.actor.optim.lr, algorithm.entropy_coeff, sampling.temperature",
     ),
-    Rule(
+    SignalRule(
         ("actor/kl",),
         10,
         lambda first, now: now[0] > FAR_NATS,
@@ -100,12 +100,12 @@ class Signals:
     """Finds each rule's first case in the metrics of a run's steps, which are added in order."""
 
     def __init__(self) -> None:
-        self._streaks: dict[tuple[Rule, str], _Streak] = {}
+        self._streaks: dict[tuple[SignalRule, str], _Streak] = {}
 
     def add(self, metrics: Mapping[str, Any]) -> list[str]:
         """Returns the texts of the rules that this step completes."""
         texts = []
-        for rule in RULES:
+        for rule in SIGNAL_RULES:
             if any(name in metrics for name in rule.unless):
                 continue
             stem = rule.keys[0].removeprefix("{role}")
@@ -117,7 +117,7 @@ class Signals:
                     texts.append(rule.text.format(*now, role=role, steps=rule.steps))
         return texts
 
-    def _completes(self, rule: Rule, role: str, now: Values) -> bool:
+    def _completes(self, rule: SignalRule, role: str, now: Values) -> bool:
         streak = self._streaks.setdefault((rule, role), _Streak())
         if streak.is_over:
             return False

@@ -75,9 +75,9 @@ def _one_line(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _first_and_last(values: Sequence[float], most: int = AVERAGED_STEPS) -> tuple[float, float, int]:
-    """Returns means of the first and last k values, and k: at most ``most``, fewer in short runs, 0 without values."""
+def _first_and_last(values: Sequence[float], limit: int = AVERAGED_STEPS) -> tuple[float, float, int]:
+    """Returns means of the first and last k values, and k: at most ``limit``, fewer in short runs, 0 without values."""
     if not values:
         return math.nan, math.nan, 0
-    k = min(most, max(1, len(values) // 2))
+    k = min(limit, max(1, len(values) // 2))
     return sum(values[:k]) / k, sum(values[-k:]) / k, k

@@ -132,10 +132,10 @@ def _rows(spans: Sequence[Mapping[str, Any]], names: Mapping[int, str], origin: 
         busy[category] += span["dur"]
         tracks[span["pid"]][category, span.get("tid", 0)].append(_box(span, origin))
     rows = []
-    for pid, found in sorted(tracks.items()):
-        keys = sorted(found, key=lambda key: (key[0] != MAIN, -busy[key[0]], *key))
+    for pid, by_track in sorted(tracks.items()):
+        keys = sorted(by_track, key=lambda key: (key[0] != MAIN, -busy[key[0]], *key))
         empty: list[list[ChartBox]] = [] if keys[0][0] == MAIN else [[]]  # a rank without compute has a main track too
-        rows.append(ChartRow(names.get(pid, f"rank {pid}"), empty + [found[key] for key in keys]))
+        rows.append(ChartRow(names.get(pid, f"rank {pid}"), empty + [by_track[key] for key in keys]))
     return rows
 
 
@@ -175,9 +175,9 @@ def _time_axis(x: Scale, bottom: float) -> str:
     step = next(round_step * power for round_step in (1, 2, 2.5, 5, 10) if round_step * power >= 0.999 * raw)
     parts = []
     for value in (index * step for index in range(int(x.end * factor / step) + 1)):
-        at = x(value / factor)
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom:.1f}"/>')
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{value:g} {unit}</text>')
+        pixel = x(value / factor)
+        parts.append(f'<line class="grid" x1="{pixel:.1f}" x2="{pixel:.1f}" y1="{TOP}" y2="{bottom:.1f}"/>')
+        parts.append(f'<text class="tick" x="{pixel:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{value:g} {unit}</text>')
     return "".join(parts)
 
 

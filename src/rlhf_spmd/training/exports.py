@@ -66,7 +66,7 @@ class Exports:
             due[run_dir.EXPORT_DIR] = newest
         first = self.controller.rank == 0
         for name, checkpoint in due.items():
-            if self.controller.decide(first and run_dir.exported_checkpoint(self.run_dir, name) != checkpoint.name):
+            if self.controller.any_rank(first and run_dir.exported_checkpoint(self.run_dir, name) != checkpoint.name):
                 self._write(checkpoint, self.run_dir / name)
 
     def _write(self, checkpoint: Path, out: Path) -> None:
@@ -100,7 +100,7 @@ class Exports:
             if written is not None:  # as a daemon, which a run that is ended does not wait for
                 Thread(target=note, args=(written,), daemon=True).start()
             pause_s = 0.01
-            while self.controller.decide(written is not None and not written.done()):
+            while self.controller.any_rank(written is not None and not written.done()):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1.0)
         if written is not None:

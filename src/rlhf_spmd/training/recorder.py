@@ -12,10 +12,10 @@ import numpy as np
 from rlhf_spmd.controller import CallStats, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.logger import TrackerProcesses
 from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE, JsonlLog, read_jsonl
 from rlhf_spmd.telemetry.signals import Signals
+from rlhf_spmd.telemetry.trackers import TrackerProcesses
 from rlhf_spmd.training.validation import mean_extras
 
 
@@ -102,7 +102,7 @@ class Recorder:
         self._logs = [JsonlLog(run_dir / file, resume) for file in files]
         self.rollouts, self.validations, self.metrics = self._logs
         steps = config.run.steps
-        self.followers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
+        self.trackers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
         self.progress = Progress(steps, start_step=started_at)
         self.signals = Signals()
@@ -112,7 +112,7 @@ class Recorder:
     def log(
         self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        """Write a step. Its metrics come last, so that followers then find all of it. Raises LockLost."""
+        """Write a step. Its metrics come last, so that trackers then find all of it. Raises LockLost."""
         run_lock.check_still_held(self.run_dir)
         ordered = sorted(samples, key=lambda sample: int(sample["row_id"]))
         count = min(len(ordered), self.num_samples)
@@ -133,7 +133,7 @@ class Recorder:
         self.progress.close()
         for log in self._logs:
             log.close()
-        self.followers.close()
+        self.trackers.close()
 
 
 def token_count(batch: Batch) -> int:

@@ -20,7 +20,7 @@ from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_json
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, read_plan
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.telemetry.logger import LoggerConfig
+from rlhf_spmd.telemetry.trackers import LoggerConfig
 from rlhf_spmd.training.run_config import RESUME, RunConfig
 from rlhf_spmd.workers import RoleConfig
 

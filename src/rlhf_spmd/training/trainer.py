@@ -177,7 +177,7 @@ class Trainer:
         own["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
         self.controller.send_report([self.controller.values(*calls), own])
         told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
-        preempted = self.controller.vote(self.board.preempted)
+        preempted = self.controller.any_async(self.board.preempted)
         return MadeStep(global_step, rows, self.controller.call_stats, len(calls), told, preempted)
 
     def _moved_bytes(self) -> int:

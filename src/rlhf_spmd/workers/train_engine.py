@@ -136,7 +136,7 @@ class TrainEngine:
 
     def _connect(self, trains: bool) -> None:
         """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
-        mesh, ends = self.mesh, [self.mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
+        mesh, ends = self.mesh, [self.mesh.first_last_group] * (self.lora is None and self.chunks[0].tied_ends)
         shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
         for group in (mesh.tp, *shared, *summed, *[mesh.ep_copies] * (trains and mesh.ep.size > 1)):
             group.meet(self.device)
@@ -287,7 +287,7 @@ class TrainEngine:
         if self.lora is None and self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
-            self.mesh.ends.all_reduce(grads[tied], "tied_gradients")
+            self.mesh.first_last_group.all_reduce(grads[tied], "tied_gradients")
         for group, some in by_copies(grads, self._shards, self.mesh):
             sum_in_buckets(some, group, "gradients")
         return grads
