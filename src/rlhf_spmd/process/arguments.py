@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_spmd.config.keys import Key
+from rlhf_spmd.config.keys import Key, Refusal, help_lines
 from rlhf_spmd.telemetry.run_dir import UNWRITTEN, atomic_write_json, read_json
 
 RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun accepts both
@@ -68,13 +68,13 @@ def help_text(parser: Parser, keys: Iterable[Key], arguments: Sequence[str]) -> 
     Raises ValueError if no key does.
     """
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
-    words = [one for one in arguments if "=" not in one]
+    words = [word for word in arguments if "=" not in word]
     if not words:
-        return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])
-    found = [key.lines(width) for key in keys if any(word in key.name for word in words)]
-    if not found:
+        return "\n".join([parser.format_help(), "keys, their defaults and types:", *help_lines(keys, width)])
+    lines = list(help_lines((key for key in keys if any(word in key.name for word in words)), width))
+    if not lines:
         raise ValueError(f"--help {' '.join(words)}: no key contains that; {parser.prog} --help lists all")
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -98,7 +98,13 @@ def load_keys(program: str) -> ProgramKeys | None:
     found = read_json(file) if file else None
     if not isinstance(found, dict) or found.get("fingerprint") != fingerprint():
         return None
-    keys = {algorithm: [Key(*row) for row in rows] for algorithm, rows in found["keys"].items()}
+    keys = {
+        algorithm: [
+            Key(name, default, kind, text, tuple(Refusal(*refusal) for refusal in refusals))
+            for name, default, kind, text, refusals in rows
+        ]
+        for algorithm, rows in found["keys"].items()
+    }
     return ProgramKeys(found["about"], found["default"], keys)
 
 
