@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from rlhf_spmd.config.constraints import needs_of
 from rlhf_spmd.config.rules import rules_of
-from rlhf_spmd.config.schema import ConfigError, describe, dotted, full_type_hints, is_inline, unknown_key
+from rlhf_spmd.config.schema import describe, full_type_hints, is_inline
 
 ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
 
@@ -128,42 +128,6 @@ def key_texts(schema: type) -> dict[str, str]:
         for names, text in re.findall(r"^- (\w+(?:, \w+)*): (.*(?:\n +.*)*)", docstring, flags=re.MULTILINE):
             texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))
     return texts
-
-
-def check_names(keys: Iterable[Key], tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first key of ``tree`` that is not among ``keys``, with the same line as loading does."""
-    names: _Names = {}
-    for key in keys:
-        section = names
-        for part in key.name.split("."):
-            section = section.setdefault(part, {})
-    _check_names(names, tree, "", names, tree)
-
-
-_Names = dict[str, Any]  # keys of a section -> those below each; a mapping to sections has one, <name>
-
-
-def _check_names(names: _Names, values: Mapping[str, Any], where: str, root: _Names, tree: Mapping[str, Any]) -> None:
-    below = _entries(names, values)
-    for key in values:
-        if key not in below:
-            raise ConfigError(unknown_key(where, str(key), list(below), _all_names(root, tree, ""), values[key]))
-    for key, inner in below.items():
-        if inner and isinstance(values.get(key), Mapping):
-            _check_names(inner, values[key], dotted(where, str(key)), root, tree)
-
-
-def _entries(names: _Names, values: Mapping[str, Any]) -> _Names:
-    only = next(iter(names))
-    return dict.fromkeys(values, names[only]) if only.startswith("<") else names
-
-
-def _all_names(names: _Names, values: Any, where: str) -> Iterator[str]:
-    values = values if isinstance(values, Mapping) else {}
-    for key, inner in _entries(names, values).items():
-        name = dotted(where, str(key))
-        yield name
-        yield from _all_names(inner, values.get(key), name) if inner else ()
 
 
 def _default(field: dataclasses.Field[Any], default: Any) -> str | None:

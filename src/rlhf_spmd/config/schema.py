@@ -23,11 +23,6 @@ from rlhf_spmd.config.written import Plain, resolve
 
 T = TypeVar("T")
 
-RENAMED = {  # the ends of keys that had another name before
-    "placement.stream": "rollout_chunks",
-    "generation.engine": "reshard_method",
-    "generation.exact": "reuse_rollout_log_probs",
-}
 SHOWN_KEYS, SHOWN_HINTS = 40, 3
 MOST_DIGITS = 40
 EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
@@ -307,7 +302,7 @@ class _Reader:
 def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
     """Return the message for the unknown ``key`` in the section ``where``, which has the keys ``allowed``.
 
-    ``known``: dotted names of all keys. ``value``: the value that was given.
+    ``known``: dotted names of all keys.
     """
     known = sorted({*known} - {dotted(where, key)})
     last = {name: name.rpartition(".")[2] for name in known}
@@ -318,12 +313,10 @@ def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[st
     elsewhere = [
         name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
     ]
-    newer = RENAMED.get(".".join(dotted(where, key).split(".")[-2:]))
-    renamed = [dotted(where, newer)] if newer in allowed else []
-    meant = next(filter(None, [renamed, below, longer[:1], here, same_name, elsewhere[:1]]), [])
+    meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
     hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
     names = [*(name for name, _ in leaves(value, dotted(where, key))), *([] if where or same_name else [key])]
-    foreign = None if renamed else foreign_hint(names, by_end=not (same_name or below) and not isinstance(value, Mapping))
+    foreign = foreign_hint(names, by_end=not (same_name or below) and not isinstance(value, Mapping))
     if foreign:
         return f"unknown key {foreign}"
     return f"unknown key '{dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
