@@ -85,14 +85,18 @@ def run_program(name: str, arguments: Sequence[str]) -> int | None:
         print(text.rstrip())
         return 0
     program = importlib.import_module(f"rlhf_spmd.{name.replace('-', '_')}")
-    code: int | None = program.main([*arguments, *ranks_option(name, arguments)])
+    try:
+        option = ranks_option(name, arguments)
+    except ValueError as error:
+        _refuse(str(error))
+    code: int | None = program.main([*arguments, *option])
     return code
 
 
 def ranks_option(name: str, arguments: Sequence[str]) -> list[str]:
     """Return ``--nproc-per-node`` and a number if the user gives none and the program starts ranks.
 
-    Ends the process if srun has started the command several times.
+    Ends the process if srun has started the command several times. Raises ValueError for an environment that is no launcher's.
     """
     from rlhf_spmd.parallel.launch import num_tasks
     from rlhf_spmd.process.command_line import launched

@@ -217,8 +217,8 @@ def convert_verl(conversion: Conversion) -> tuple[dict[str, Any], dict[str, str]
     conversion.fill(rewards_of(verl))
 
     def why(key: str, ours: str | None) -> str:
-        said = table["said"].get(key)
-        return not_needed(table, key) or (f"here: {said}" if said else IDLE if ours else UNKNOWN)
+        hint = table["said"].get(key)
+        return not_needed(table, key) or (f"here: {hint}" if hint else IDLE if ours else UNKNOWN)
 
     return conversion.finish(lambda key: our_name(names, key), why)
 
@@ -470,10 +470,10 @@ def convert_trl(conversion: Conversion) -> tuple[dict[str, Any], dict[str, str]]
         conversion.left["trainer"] = f"so {trainer} is taken, by {mark}; for another add trainer=NAME"
 
     def why(key: str, name: str | None) -> str:
-        said = table["said"].get(key) or table["said"].get(key.partition(".")[0])
-        named = f"here: {said}".removeprefix("here: nothing, ") if said else UNKNOWN
-        named = "set it in the environment" if key.startswith("env.") else named
-        return not_needed(table, key) or (IDLE if name else named)
+        hint = table["said"].get(key) or table["said"].get(key.partition(".")[0])
+        reason = f"here: {hint}".removeprefix("here: nothing, ") if hint else UNKNOWN
+        reason = "set it in the environment" if key.startswith("env.") else reason
+        return not_needed(table, key) or (IDLE if name else reason)
 
     settings, left = conversion.finish(lambda key: None if key in trl.read else trl_name(key), why)
     role = f"models.{config.exported}."

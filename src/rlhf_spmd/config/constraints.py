@@ -43,7 +43,7 @@ class Range:
         return ""
 
     def words(self) -> list[str]:
-        """``["at least 0", "below 1"]``."""
+        """Return ``["at least 0", "below 1"]``."""
         bounds = {"at least": self.least, "above": self.above, "below": self.below, "at most": self.most}
         return [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
 
@@ -68,7 +68,7 @@ Seed = Annotated[int, Range(least=-(2**63), most=2**63 - 1)]  # draws use 64 bit
 
 
 def options_of(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; a type that is none by itself."""
+    """Return the members of a union; a type that is none by itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
@@ -87,7 +87,8 @@ def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, Any, str
             first, _, inner = key.partition(".")
             field: Field[Any] = section.__dataclass_fields__[first]
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            value, default = attrgetter(key)(section), attrgetter(inner)(default) if inner else default
+            default = attrgetter(inner)(default) if inner else default
+            value = attrgetter(key)(section)
             if value != default:
                 yield f"{where}.{key}", value, default, f"{where}.{needed}"
 

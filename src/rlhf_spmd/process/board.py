@@ -100,8 +100,9 @@ class Board:
     # ---- the main thread: fields only ------------------------------------------------------------------------------
 
     def enter_call(self, seq: int, name: str, site: str, rows: str = "") -> None:
-        """The script enters its ``seq``-th call, on members and other ranks alike; ``site`` is ``file.py:line``. ``rows``: which rows
-        the call takes, in words that are equal on all ranks.
+        """Note that the script enters its ``seq``-th call, on members and other ranks alike.
+
+        ``site`` is ``file.py:line``. ``rows``: which rows the call takes, in words that are equal on all ranks.
         """
         key = self._keys.get((name, site))
         if key is None:
@@ -122,7 +123,7 @@ class Board:
         RECORDER.tick()
 
     def tick(self) -> None:
-        """Reports progress inside a long call without collectives."""
+        """Report progress inside a long call without collectives."""
         RECORDER.tick()
 
     @property
@@ -138,7 +139,7 @@ class Board:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread; a single process needs none."""
+        """Start the thread; a single process needs none."""
         if self.launch.size == 1:
             return
         self._own = _own_connection(self._own)
@@ -147,7 +148,7 @@ class Board:
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits until the script has ended on every rank, then reports that the job is done.
+        """Wait until the script has ended on every rank, then report that the job is done.
 
         The report goes to exit_status.json and to the launcher; a failure elsewhere ends the process instead.
 
@@ -173,7 +174,7 @@ class Board:
             self._main.set(DONE, "1")
 
     def _end_if_failed(self) -> None:
-        """Ends this process if a failure is in the store, or after another thread of this rank has posted the one that it handles."""
+        """End this process if a failure is in the store, or after another thread of this rank has posted the one that it handles."""
         if self.failing:
             self._known.wait(self.limits.stall_s)
         elif (posted := self._main.find(FAILURE)) is not None:
@@ -191,7 +192,7 @@ class Board:
     # ---- failures --------------------------------------------------------------------------------------------------
 
     def post_error(self, error_class: str, message: str, details: str = "", call: str = "") -> bool:
-        """Posts this rank's failure. Returns True if it is the job's first.
+        """Post this rank's failure. Returns True if it is the job's first.
 
         The first prints ``details`` and one line, and writes exit_status.json. ``call``: name of the failed call, by
         default the last one entered. Does not end the process: see :meth:`leave`.
@@ -203,7 +204,7 @@ class Board:
         return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
 
     def await_verdict(self, seconds: float, waited: bool = False) -> bool:
-        """Waits for a failure of another rank that explains this one's. Returns True if one is known.
+        """Wait for a failure of another rank that explains this one's. Returns True if one is known.
 
         ``waited``: this rank waited in vain; then a rank that is behind it and still working is to blame.
         """
@@ -231,7 +232,7 @@ class Board:
         return bool(at_work)
 
     def leave(self) -> NoReturn:
-        """Ends this process with the code of the job's failure, once every living rank knows it."""
+        """End this process with the code of the job's failure, once every living rank knows it."""
         assert self.failure is not None, "leave() needs a failure: post_error first"
         self._main_ready.set()
         self._wake.set()
@@ -257,8 +258,8 @@ class Board:
             record_status(self.run_dir, failure)
 
     def _read_failure(self) -> Failure | None:
-        found = self._own.find(FAILURE)
-        return None if found is None else Failure.decode(found)
+        text = self._own.find(FAILURE)
+        return None if text is None else Failure.decode(text)
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class Board:
             self._own.store.set("board/suspect", "1")
 
     def _recent(self, number: int) -> list[_Call]:
-        """Returns the last calls, at most ``number``."""
+        """Return the last calls, at most ``number``."""
         num_calls = self._num_calls
         return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
 
@@ -329,14 +330,14 @@ class Board:
         return watch.judge(time.monotonic(), beats, calls, suspect, self._call_text)
 
     def _beats_of(self, ranks: Iterable[int]) -> list[Heartbeat]:
-        """Returns the heartbeats of the ranks that have started."""
+        """Return the heartbeats of the ranks that have started."""
         keys = [f"board/beat/{rank}" for rank in ranks]
         if not self._own.store.check(keys):
             keys = [key for key in keys if self._own.store.check([key])]
         return [Heartbeat.decode(text) for text in self._own.get_all(keys)]
 
     def _call_text(self, rank: int, seq: int) -> tuple[str, str]:
-        """Returns a call of a rank and its rows, in words."""
+        """Return a call of a rank and its rows, in words."""
         entries = self._log
         if rank != self.launch.rank:
             entries = [_Call(*entry) for entry in json.loads(self._own.get(f"board/log/{rank}"))]
@@ -369,7 +370,7 @@ class Board:
         self.failure = failure
 
     def _end(self, failure: Failure) -> NoReturn:
-        """Acknowledges the failure, gives the main thread and other ranks ``grace_s`` to know it too, then ends the
+        """Acknowledge the failure, give the main thread and other ranks ``grace_s`` to know it too, then end the
         process."""
         self._known.set()
         deadline = time.monotonic() + self.limits.grace_s
@@ -391,7 +392,7 @@ class Board:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _kill_silent_neighbour(self, failure: Failure) -> None:
-        """Kills a stopped process (SIGSTOP, a stuck driver), for which torchrun would wait 30 s."""
+        """Kill a stopped process (SIGSTOP, a stuck driver), for which torchrun would wait 30 s."""
         if not failure.kill_pid or failure.kill_host != socket.gethostname() or failure.kill_pid == os.getpid():
             return
         try:
@@ -402,7 +403,7 @@ class Board:
             pass  # gone already
 
     def log_path(self, kind: str) -> Path | None:
-        """Returns ``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
+        """Return ``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
         if self.run_dir is None:
             return None
         try:
@@ -413,7 +414,7 @@ class Board:
 
 
 def _own_connection(messages: Messages) -> Messages:
-    """Returns another connection to the same store: calls on one connection wait for each other."""
+    """Return another connection to the same store: calls on one connection wait for each other."""
     clone: dist.Store = cast(Any, messages.store).clone()  # missing in torch's stubs
     clone.set_timeout(_CLIENT_TIMEOUT)
     return replace(messages, store=clone)
