@@ -168,7 +168,7 @@ def is_trl(settings: Mapping[str, Any]) -> bool:
     """Return True for settings of TRL's commands: their keys are in no section, and verl's are."""
     names = foreign_names()["TRL"]
     by_section = any(key.startswith((*OF_VERL, "data.", "algorithm.", "model.", "optim.", "engine.")) for key in settings)
-    return not by_section and any(key in names["keys"] or key in names["said"] for key in settings)
+    return not by_section and any(key in names["keys"] or key in names["hints"] for key in settings)
 
 
 def check_project(path: Path, settings: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ def check_project(path: Path, settings: Mapping[str, Any]) -> None:
     ours = next((key for key in settings if key.startswith(("models.", "run.", "sampling.", "algorithm.name"))), None)
     if ours is not None:
         raise Refused(f"{path}: is a configuration of rlhf_spmd already: {ours} is no key of verl")
-    known = {project: {**names["keys"], **names["said"]} for project, names in foreign_names().items()}
+    known = {project: {**names["keys"], **names["hints"]} for project, names in foreign_names().items()}
     if not is_trl(settings) and not any(key.startswith(OF_VERL) or key in known["verl"] for key in settings):
         hint = next((f"; {key} is {project}'s" for key in settings for project in known if key in known[project]), "")
         raise Refused(
@@ -217,7 +217,7 @@ def convert_verl(conversion: Conversion) -> tuple[dict[str, Any], dict[str, str]
     conversion.fill(rewards_of(verl))
 
     def why(key: str, ours: str | None) -> str:
-        hint = table["said"].get(key)
+        hint = table["hints"].get(key)
         return not_needed(table, key) or (f"here: {hint}" if hint else IDLE if ours else UNKNOWN)
 
     return conversion.finish(lambda key: our_name(names, key), why)
@@ -470,7 +470,7 @@ def convert_trl(conversion: Conversion) -> tuple[dict[str, Any], dict[str, str]]
         conversion.left["trainer"] = f"so {trainer} is taken, by {mark}; for another add trainer=NAME"
 
     def why(key: str, name: str | None) -> str:
-        hint = table["said"].get(key) or table["said"].get(key.partition(".")[0])
+        hint = table["hints"].get(key) or table["hints"].get(key.partition(".")[0])
         reason = f"here: {hint}".removeprefix("here: nothing, ") if hint else UNKNOWN
         reason = "set it in the environment" if key.startswith("env.") else reason
         return not_needed(table, key) or (IDLE if name else reason)

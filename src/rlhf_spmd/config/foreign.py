@@ -89,12 +89,12 @@ class Conversion:
 
 @cache
 def foreign_names() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them. What is ``absent`` there
+    """Return ``defaults``, ``keys``, ``hints`` and ``not_needed`` of each project, as the file explains them. What is ``absent`` there
     is said to be nothing, and why."""
     tables: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     for names in tables.values():
         absent = {name: f"nothing, {why}" for why, group in names.pop("absent", {}).items() for name in group.split()}
-        names["said"] = {**absent, **names.get("said", {})}
+        names["hints"] = {**absent, **names.get("hints", {})}
     return {project: {"defaults": {}, "keys": {}, "not_needed": {}, **names} for project, names in tables.items()}
 
 
@@ -106,7 +106,7 @@ def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
     for key in keys:
         for project, names in foreign_names().items():
             for name in (key, key.rpartition(".")[2])[: 1 + by_end]:
-                ours = names["said"].get(name) or names["keys"].get(name)
+                ours = names["hints"].get(name) or names["keys"].get(name)
                 if ours not in (None, name, key):
                     origin = "" if project == SLIPS else f"it is {project}'s; "
                     return f"'{key}'; {origin}here: {ours}"
@@ -121,7 +121,7 @@ def not_needed(names: Mapping[str, Any], key: str) -> str | None:
 def _of_section(key: str) -> str | None:
     """Return the hint for a key in a section that only another project has; None for any other key."""
     for project, names in foreign_names().items():
-        dotted = [name for name in (*names["keys"], *names["said"]) if "." in name and project != SLIPS]
+        dotted = [name for name in (*names["keys"], *names["hints"]) if "." in name and project != SLIPS]
         sections = {name.partition(".")[0] for name in dotted}
         if key.partition(".")[0] in sections.difference(SHARED):
             why = not_needed(names, key)

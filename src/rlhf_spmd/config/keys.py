@@ -24,7 +24,7 @@ from rlhf_spmd.config.schema import describe, full_type_hints, is_inline
 ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
 
 
-class Refusal(NamedTuple):
+class SectionRefusal(NamedTuple):
     """What a section refuses. ``keys``: dotted names, with commas between them."""
 
     keys: str
@@ -42,7 +42,7 @@ class Key:
     default: str | None
     kind: str
     text: str
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[SectionRefusal, ...] = ()
 
     def lines(self, width: int) -> str:
         """Return the key as ``--help`` shows it."""
@@ -54,7 +54,7 @@ class Key:
 def help_lines(keys: Iterable[Key], width: int) -> Iterator[str]:
     """Yield each key as ``--help`` shows it, and below the keys of a section what it refuses."""
     for _, group in groupby(keys, key=lambda key: key.name.rpartition(".")[0]):
-        refusals: list[Refusal] = []
+        refusals: list[SectionRefusal] = []
         for key in group:
             yield key.lines(width)
             refusals += key.refusals
@@ -78,7 +78,7 @@ def list_keys(schema: type, replaced: Mapping[str, type]) -> Iterator[Key]:
 
 
 def _keys_below(
-    schema: type, replaced: Mapping[str, type], where: str, default: Any, refusals: dict[str, tuple[Refusal, ...]]
+    schema: type, replaced: Mapping[str, type], where: str, default: Any, refusals: dict[str, tuple[SectionRefusal, ...]]
 ) -> Iterator[Key]:
     """Yield the keys of :func:`list_keys` in the section ``where``.
 
@@ -110,13 +110,13 @@ def _keys_below(
             yield from _keys_below(section, {}, below, value, refusals)
 
 
-def refusals_of(section: type, where: str = "") -> Iterator[Refusal]:
+def refusals_of(section: type, where: str = "") -> Iterator[SectionRefusal]:
     """Yield what a dataclass refuses by its rules, then which settings do nothing without another. ``where``: before its keys."""
     for rule in rules_of(section):
-        yield Refusal(", ".join(where + key for key in rule.general_keys()), rule.general())
+        yield SectionRefusal(", ".join(where + key for key in rule.general_keys()), rule.general())
     for needed, keys in needs_of(section):
         why = f"{'does' if len(keys) == 1 else 'do'} nothing without {needed}"
-        yield Refusal(", ".join(where + key for key in keys), why)
+        yield SectionRefusal(", ".join(where + key for key in keys), why)
 
 
 @cache

@@ -36,7 +36,8 @@ class Rule:
 
     - keys: dotted settings of the subject. The line names each with its value, first the one to change
     - when: returns True for a subject that breaks the rule
-    - why: the reason. ``{s.name}`` is an attribute of the subject, so that both sides of an equation can be written
+    - why: the reason. ``{s.name}`` is an attribute of the subject, so that both sides of an equation can be written; a brace that is
+      text is doubled
     - remedy: what to set instead; may have such attributes too
     """
 
@@ -63,7 +64,7 @@ class Rule:
 
 def _general(text: str) -> str:
     """Return ``text`` with ``<name>`` in place of ``{s.name}``, an attribute of the subject."""
-    return re.sub(r"\{s\.(\w+)[^}]*\}", r"<\1>", text)
+    return re.sub(r"\{s\.([\w.]+)[^}]*\}", r"<\1>", text).replace("{{", "{").replace("}}", "}")
 
 
 Rules = tuple[Rule, ...]

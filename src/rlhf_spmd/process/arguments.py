@@ -18,7 +18,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_spmd.config.keys import Key, Refusal, help_lines
+from rlhf_spmd.config.keys import Key, SectionRefusal, help_lines
 from rlhf_spmd.telemetry.run_dir import UNWRITTEN, atomic_write_json, read_json
 
 RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun accepts both
@@ -95,7 +95,7 @@ def cached_help(program: str, arguments: Sequence[str]) -> str | None:
         cache = read_json(_cache_file(program, overrides))
         if isinstance(cache, dict) and cache.get("fingerprint") == fingerprint():
             keys = [
-                Key(name, default, kind, text, tuple(Refusal(*refusal) for refusal in refusals))
+                Key(name, default, kind, text, tuple(SectionRefusal(*refusal) for refusal in refusals))
                 for name, default, kind, text, refusals in cache["keys"]
             ]
             return help_text(shared_parser(program, cache["about"]), keys, overrides)
