@@ -33,7 +33,7 @@ from rlhf_spmd.config.foreign_values import read_values
 from rlhf_spmd.config.interpolation import interpolate, written
 from rlhf_spmd.config.load import read_file, sections_of, to_dict
 from rlhf_spmd.config.registry import find
-from rlhf_spmd.config.schema import SWITCH, ConfigError, read_section
+from rlhf_spmd.config.schema import SWITCH, ConfigError, leaves, read_section
 from rlhf_spmd.config.shell_script import last_command
 from rlhf_spmd.config.trl_settings import set_trl, trainer_of
 from rlhf_spmd.config.verl_settings import (
@@ -117,12 +117,6 @@ def switched(tree: Any) -> Any:
     return SWITCH.get(tree.lower(), tree) if isinstance(tree, Plain) and tree.isalpha() else tree
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix.rstrip("."): tree}
-    return {key: value for name, inner in tree.items() for key, value in flatten(inner, f"{prefix}{name}.").items()}
-
-
 def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the file and the overrides by dotted key, without nulls."""
     if not path.is_file():
@@ -146,7 +140,8 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             for key, value in settings.items():
                 OmegaConf.update(tree, key, value)
             # the file that is written has references in place of values from the environment, which may be secret
-            settings = flatten(to_dict(interpolate(OmegaConf.to_container(tree)), written))
+            values = leaves(to_dict(interpolate(OmegaConf.to_container(tree)), written), "")
+            settings = {key: value for key, value in values if value != {}}
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
     named = {reduce(lambda name, newer: re.sub(newer[0], newer[1], name), NEWER, key): value for key, value in settings.items()}

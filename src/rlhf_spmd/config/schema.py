@@ -284,10 +284,8 @@ class _Reader:
         hints = self._keys(section)
         unknown = [key for key in value if key not in hints]
         if unknown:
-            raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
-
-    def _unknown_key(self, where: str, key: str, allowed: Sequence[str], value: Any) -> str:
-        return unknown_key(where, key, allowed, self._known(self.schema, self.plain, ""), value)
+            known = self._known(self.schema, self.plain, "")
+            raise ConfigError(_unknown_key(where, str(unknown[0]), list(hints), known, value[unknown[0]]))
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
         """Yield the dotted names of the schema. Entries of a dict of dataclasses have the names that ``value`` uses."""
@@ -299,7 +297,7 @@ class _Reader:
             yield from self._known(inner, values.get(key), dotted(where, key))
 
 
-def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
+def _unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
     """Return the message for the unknown ``key`` in the section ``where``, which has the keys ``allowed``.
 
     ``known``: dotted names of all keys.

@@ -14,7 +14,7 @@ from typing import Any
 
 from yaml import safe_load
 
-from rlhf_spmd.config.foreign import Conversion, foreign_names
+from rlhf_spmd.config.foreign import Conversion, foreign_names, not_needed
 from rlhf_spmd.config.schema import ConfigError
 
 GATHERED = "layout.zero=3 shards the weights: generation's tp or pp does not divide training's"
@@ -170,7 +170,7 @@ def why_left(key: str, ours: str | None) -> str:
         is_lora = ours.startswith("models.actor.lora.")
         return "there are no adapters" if is_lora else "it is none, or all ranks, as here without it"
     unknown = "not known: look it up" if "." in key else "it chooses among verl's defaults"
-    return next((why for name, why in sft_names()["not_needed"].items() if name in key), unknown)
+    return not_needed(sft_names(), key) or unknown
 
 
 def set_sft(conversion: Conversion) -> None:
