@@ -77,15 +77,23 @@ def _section(missing: str, names: set[str]) -> str:
 
 
 def table(keys: Iterable[Key]) -> str:
-    return "\n".join(["| key | default | |", "|---|---|---|", *map(row, keys), ""])
+    """The keys, and below them what their sections refuse."""
+    keys = list(keys)
+    lines = ["| key | default | |", "|---|---|---|", *map(row, keys), ""]
+    refused = [_row(f"`{refusal.keys}`", refusal.why) for key in keys for refusal in key.refusals]
+    return "\n".join([*lines, *(["| settings | refused, because |", "|---|---|", *refused, ""] if refused else [])])
 
 
 def row(key: Key) -> str:
     if not key.text:
         raise ValueError(f"{key.name}: the docstring of its dataclass has no line '- {key.name.rpartition('.')[2]}: ...'")
     default = "required" if key.default is None else f"`{plain(key.default)}`" if plain(key.default) else "(empty)"
-    told = " | ".join(text.replace("|", "\\|") for text in (f"`{key.name}`", default, key.text))
-    return f"| {told} |"
+    return _row(f"`{key.name}`", default, key.text)
+
+
+def _row(*cells: str) -> str:
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def plain(default: str) -> str:

@@ -32,8 +32,7 @@ from omegaconf import OmegaConf
 
 from rlhf_spmd import convert, plan
 from rlhf_spmd.config.foreign import foreign_names
-from rlhf_spmd.config.verl_meanings import our_name
-from rlhf_spmd.config.verl_sft import is_sft, sft_name
+from rlhf_spmd.config.verl_settings import is_sft, our_name, sft_name
 from rlhf_spmd.train import read_config
 
 # divisible by what layouts divide by

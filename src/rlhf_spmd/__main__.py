@@ -6,6 +6,11 @@ rlhf-spmd train --help reward                     the keys that contain reward
 rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: complete programs and keys with the tab key
 """
 
+# In order: ``main`` answers what needs no program, and a program's ``--help`` from the cache. It imports the module of the program's
+# name and calls its ``main``, with a number of ranks where the user gives none. The program reads its arguments
+# (process/command_line.py). For several ranks it starts itself once for each (process/launcher.py); each rank comes to
+# process/program.py.
+
 from __future__ import annotations
 
 import importlib
@@ -14,24 +19,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rlhf_spmd import __version__
-from rlhf_spmd.config.keys import check_names
-from rlhf_spmd.config.load import read_tree
 from rlhf_spmd.config.registry import available, find
 from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.process.arguments import (
-    RANKS,
-    ProgramKeys,
-    help_text,
-    ignore_closed_pipes,
-    load_keys,
-    read_arguments,
-    read_words,
-    save_keys,
-    shared_parser,
-)
+from rlhf_spmd.process.arguments import RANKS, cached_help, ignore_closed_pipes, read_words
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -54,7 +47,6 @@ OTHERS = {  # without a configuration, in one process: their options
 }
 ONE_PROCESS = ("plan", *OTHERS)  # but plan profile
 HELP = {"-h", "--help"}
-ASKED = {*HELP, "--print-config"}
 OPTIONS = ("--config", "--help", "--print-config", "--dry-run", "--nproc-per-node")
 ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 FISH = "complete -c rlhf-spmd -n '__fish_use_subcommand' -f -a '%s'\n"
@@ -62,91 +54,57 @@ FISH_WORDS = "complete -c rlhf-spmd -n '__fish_seen_subcommand_from %s' -a '%s'\
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ends the process with the program's exit code."""
+    """End the process with the program's exit code."""
     ignore_closed_pipes()
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, for the user's own modules
-    given = list(sys.argv[1:] if argv is None else argv)
-    name, *rest = given or ["--help"]
+    words = list(sys.argv[1:] if argv is None else argv)
+    name, *arguments = words or ["--help"]
     if name == "--version":
         print(__version__)
-    elif name in HELP or (name == "completion" and HELP & {*rest}):
+    elif name in HELP or (name == "completion" and HELP & {*arguments}):
         width = max(map(len, PROGRAMS))
-        print(__doc__, "programs:", *(f"  {one:<{width}}  {said}" for one, said in PROGRAMS.items()), sep="\n")
-        raise SystemExit(0 if given else 2)
+        print(__doc__, "programs:", *(f"  {program:<{width}}  {text}" for program, text in PROGRAMS.items()), sep="\n")
+        raise SystemExit(0 if words else 2)
     elif name == "completion":
-        print(completion(rest[0] if rest else ""), end="")
+        print(completion(arguments[0] if arguments else ""), end="")
     elif name in PROGRAMS:
-        answer_early(name, rest)
-        program = importlib.import_module(f"rlhf_spmd.{name.replace('-', '_')}")
-        remember_keys(name, program)
-        try:
-            more = usual_ranks(name, rest)
-        except ValueError as error:
-            _refuse(str(error))
-        raise SystemExit(program.main([*rest, *more]))
+        raise SystemExit(run_program(name, arguments))
     elif name.startswith("-"):
-        meant = next((one for one in rest if one in PROGRAMS), "train")
-        _refuse(f"{name}: the program comes first: rlhf-spmd {meant} {name} ...; --help lists programs")
+        program = next((word for word in arguments if word in PROGRAMS), "train")
+        _refuse(f"{name}: the program comes first: rlhf-spmd {program} {name} ...; --help lists programs")
     else:
         hint = nearest(name, list(PROGRAMS)) or ";"
         _refuse(f"unknown program '{name}'{hint} available: {', '.join(PROGRAMS)}, completion")
 
 
-def answer_early(name: str, arguments: Sequence[str]) -> None:
-    """Answer ``--help`` and refuse unknown keys without importing the program, if its keys are remembered. Both end the process.
-
-    Ranks leave it to the program, which makes one line of theirs.
-    """
-    known = None if {"RANK", "WORLD_SIZE"} & {*os.environ} else load_keys(name)
-    if known is None:
-        return
-    words = [
-        one for number, one in enumerate(arguments) if name != "plan" or (one != "--json" and (number or one != "profile"))
-    ]
-    parser = shared_parser(name, known.about)
+def run_program(name: str, arguments: Sequence[str]) -> int | None:
+    """Return a program's exit code. Most programs end the process themselves."""
+    text = cached_help(name, arguments)
+    if text is not None:
+        print(text.rstrip())
+        return 0
+    program = importlib.import_module(f"rlhf_spmd.{name.replace('-', '_')}")
     try:
-        given, overrides = read_arguments(parser, words)
-        config, *more = given.config or [None]
-        tree = {} if given.help or more else read_tree(config, overrides)
-        named = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
-        section = tree.get("algorithm")
-        if isinstance(section, dict) and section.get("name") is not None:
-            named.append(str(section["name"]))
-        keys = known.keys.get((named or [known.default])[-1])
-        if keys is None or more:
-            return
-        if given.help:
-            print(help_text(parser, keys, overrides).rstrip())
-            raise SystemExit(0)
-        check_names(keys, tree)
+        option = ranks_option(name, arguments)
     except ValueError as error:
-        _refuse(f"config error: {error}")
+        _refuse(str(error))
+    code: int | None = program.main([*arguments, *option])
+    return code
 
 
-def remember_keys(name: str, program: Any) -> None:
-    """Remember the program's keys, for each algorithm, for the next time."""
-    if name in OTHERS or load_keys(name) is not None:
-        return
-    trains = name in ("train", "sft", "plan")
-    algorithms = available("rlhf_spmd.algorithms", exports="step") if trains else [""]
-    keys = {one: list(program.keys([f"algorithm.name={one}"] if one else [])) for one in algorithms}
-    default = ("sft" if name == "sft" else "ppo") if trains else ""
-    save_keys(name, ProgramKeys(program.__doc__ or "", default, keys))
+def ranks_option(name: str, arguments: Sequence[str]) -> list[str]:
+    """Return ``--nproc-per-node`` and a number if the user gives none and the program starts ranks.
 
-
-def usual_ranks(name: str, arguments: Sequence[str]) -> list[str]:
-    """Return ``--nproc-per-node`` if the user has not given it and ranks will be started.
-
-    Ends the process if srun has started the command several times.
+    Ends the process if srun has started the command several times. Raises ValueError for an environment that is no launcher's.
     """
     from rlhf_spmd.parallel.launch import num_tasks
     from rlhf_spmd.process.command_line import launched
     from rlhf_spmd.process.launcher import default_num_ranks
 
-    is_said = any(one.partition("=")[0] in RANKS for one in arguments)
-    is_alone = name in ONE_PROCESS and list(arguments[:1]) != ["profile"]
-    if is_said or is_alone or launched() or ASKED & {*arguments}:
+    options = {word.partition("=")[0] for word in arguments}
+    is_one_process = name in ONE_PROCESS and list(arguments[:1]) != ["profile"]
+    if is_one_process or launched() or options & {*RANKS, *HELP, "--print-config"}:
         return []
     if (number := num_tasks()) > 1:
         _refuse(
@@ -168,7 +126,7 @@ def completion(shell: str) -> str:
         return FISH % programs + "".join(FISH_WORDS % pair for pair in words.items())
     if shell not in ("bash", "zsh"):
         _refuse(f"completion {shell}: give a shell: bash, zsh or fish")
-    cases = "\n".join(f'    *" {name}") words="{its}" ;;' for name, its in words.items())
+    cases = "\n".join(f'    *" {name}") words="{text}" ;;' for name, text in words.items())
     bash = Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
     return (ZSH if shell == "zsh" else "") + bash.replace("@programs@", programs).replace("@cases@", cases)
 
@@ -177,12 +135,12 @@ def _words(program: str) -> Iterator[str]:
     """Yield ``key=`` for each key, with roles by their names. Programs that train have the keys of all algorithms."""
     keys = importlib.import_module(f"rlhf_spmd.{program}").keys
     algorithms = available("rlhf_spmd.algorithms", exports="step") if program in ("train", "plan") else ["sft"]
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for algorithm in algorithms:
         roles = find("algorithm", "rlhf_spmd.algorithms", algorithm, exports="step").Config().roles
         for key in keys([f"algorithm.name={algorithm}"]):
-            found |= dict.fromkeys(key.name.replace("<role>", role) for role in roles)
-    return (f"{name}=" for name in found if "<" not in name)
+            names |= dict.fromkeys(key.name.replace("<role>", role) for role in roles)
+    return (f"{name}=" for name in names if "<" not in name)
 
 
 def _refuse(line: str) -> NoReturn:

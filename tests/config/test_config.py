@@ -85,7 +85,7 @@ def test_translations_lead_to_keys() -> None:
     for project, names in foreign_names().items():
         for theirs, ours in names["keys"].items():
             assert re.sub(r"^models\.\w+", "models.<role>", ours) in keys, f"{project}: {theirs}"
-        for text in names["said"].values():
+        for text in names["hints"].values():
             for ours in re.findall(sections, text):
                 prefix = re.sub(r"^models\.\w+", "models.<role>", ours) + "."
                 assert any(f"{key}.".startswith(prefix) for key in keys), f"{project}: {text}"

@@ -115,9 +115,6 @@ def test_what_is_a_whole_module_takes_no_name_in_it(key: str) -> None:
         ("data.answer", "did you mean 'data.answer_key'?"),
         ("repetition_penalty", "it is TRL's; here: sampling.repetition_penalty"),
         ("run.eval_freq", "did you mean 'run.test_freq'?"),
-        ("placement.stream", "did you mean 'placement.rollout_chunks'?"),
-        ("models.actor.generation.engine", "did you mean 'models.actor.generation.reshard_method'?"),
-        ("models.critic.generation.exact", "did you mean 'models.critic.generation.reuse_rollout_log_probs'?"),
         # words of others
         ("data.batch_size", "here: data.train_batch_size"),
         ("sampling.num", "here: sampling.n"),

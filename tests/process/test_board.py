@@ -250,7 +250,7 @@ def test_every_sign_of_life_goes_into_the_heartbeat():
 
     def progress() -> int:
         board._publish()
-        return Heartbeat.decode(board._own.get("board/beat/0")).progress
+        return Heartbeat.decode(board._messages.get("board/beat/0")).progress
 
     signs = [
         lambda: board.enter_call(1, "actor.update_actor", "ppo.py:40"),
@@ -269,7 +269,7 @@ def test_every_sign_of_life_goes_into_the_heartbeat():
 def test_who_is_at_work_is_to_blame_and_not_who_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward call of rank 1 goes on, as its heartbeats say, when rank 0 has waited in vain; rank 2 waits as well."""
     all_boards = boards(3)
-    board, messages = all_boards[0], all_boards[0]._own
+    board, messages = all_boards[0], all_boards[0]._messages
     monkeypatch.setattr(board, "_thread", threading.current_thread())
     board.enter_call(17, "reward.compute_reward", "ppo.py:33")
 

@@ -48,7 +48,7 @@ def test_a_strangers_word_ends_no_job_with_0(text: str, tmp_path: Path, capsys: 
     board.run_dir = tmp_path
     with pytest.raises(ForgedMessage):
         board._read_failure()
-    board._post(board._own_failure("error", "a stranger"))
+    board._post(board._failure_here("error", "a stranger"))
     assert board.failure is not None and board.failure.code == 1
     status = read_exit_status(tmp_path)
     assert status is not None and status.code == 1 and capsys.readouterr().err == "a stranger\n"

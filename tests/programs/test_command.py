@@ -123,31 +123,31 @@ def test_under_torchrun_it_is_a_rank_and_starts_none(
 def test_the_number_of_ranks_is_that_of_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
-    assert command.usual_ranks("train", []) == ["--nproc-per-node", "1"]
+    assert command.ranks_option("train", []) == ["--nproc-per-node", "1"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert command.usual_ranks("train", ["run.steps=1", "--dry-run"]) == ["--nproc-per-node", "8"]
-    assert command.usual_ranks("plan", ["profile"]) == ["--nproc-per-node", "8"]
+    assert command.ranks_option("train", ["run.steps=1", "--dry-run"]) == ["--nproc-per-node", "8"]
+    assert command.ranks_option("plan", ["profile"]) == ["--nproc-per-node", "8"]
     for arguments in (["--nproc-per-node=4"], ["--nproc_per_node", "4"], ["--help"], ["--print-config"]):
-        assert command.usual_ranks("sft", arguments) == []
-    assert command.usual_ranks("plan", []) == command.usual_ranks("report", ["runs/x"]) == []
-    assert command.usual_ranks("serve", ["model.path=x", "layout.tp=2"]) == ["--nproc-per-node", "2"]
+        assert command.ranks_option("sft", arguments) == []
+    assert command.ranks_option("plan", []) == command.ranks_option("report", ["runs/x"]) == []
+    assert command.ranks_option("serve", ["model.path=x", "layout.tp=2"]) == ["--nproc-per-node", "2"]
     config = tmp_path / "serve.yaml"
     config.write_text("{model: {path: x}, layout: {tp: 4}}")
-    assert command.usual_ranks("serve", ["--config", str(config)]) == ["--nproc-per-node", "4"]
-    assert command.usual_ranks("serve", ["layout.tp=many"]) == ["--nproc-per-node", "8"]
+    assert command.ranks_option("serve", ["--config", str(config)]) == ["--nproc-per-node", "4"]
+    assert command.ranks_option("serve", ["layout.tp=many"]) == ["--nproc-per-node", "8"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert command.usual_ranks("train", []) == []
+    assert command.ranks_option("train", []) == []
 
 
 def test_several_launchers_of_srun_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert command.usual_ranks("train", ["--nproc-per-node", "2"]) == command.usual_ranks("train", ["--help"]) == []
+    assert command.ranks_option("train", ["--nproc-per-node", "2"]) == command.ranks_option("train", ["--help"]) == []
     with pytest.raises(SystemExit) as ending:
-        command.usual_ranks("train", [])
+        command.ranks_option("train", [])
     assert ending.value.code == 2 and "started 4 of this command" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert command.usual_ranks("train", []) == []
+    assert command.ranks_option("train", []) == []
 
 
 def test_the_printed_configuration_is_the_one_that_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from places import ROOT
-from rlhf_spmd.config.keys import Key
+from rlhf_spmd.config.keys import Key, help_lines, refusals_of
+from rlhf_spmd.config.load import sections_of
 from rlhf_spmd.config.registry import available
 from rlhf_spmd.train import read_config
 
@@ -67,6 +68,25 @@ def test_the_page_of_keys_has_a_row_for_each_key_with_its_text() -> None:
     assert ("run.steps", "`100`") in {row[:2] for row in rows}
     with pytest.raises(ValueError, match=r"a\.b: the docstring of its dataclass has no line '- b: \.\.\.'"):
         generator.row(Key("a.b", "1", "an integer", ""))
+
+
+def test_help_and_the_page_of_keys_print_what_a_section_refuses() -> None:
+    programs = {name: generator.keys_of(name) for name in (*generator.algorithms(), *generator.PROGRAMS)}
+    helped = {name: " ".join("\n".join(help_lines(keys, 10_000)).split()) for name, keys in programs.items()}
+    page = generator.page()
+    for name, keys in programs.items():
+        for refusal in (refusal for key in keys for refusal in key.refusals):
+            assert f"{refusal.keys}: {' '.join(refusal.why.split())}" in helped[name]
+            assert f"` | {refusal.why} |" in page
+    assert "refused: sampling.temperature, sampling.n: greedy responses to a prompt are all the same; set n=1" in helped["ppo"]
+    assert "| `sampling.temperature, sampling.n` | greedy responses to a prompt are all the same; set n=1" in page
+    assert "| `algorithm.kl_ctrl.target_kl, algorithm.kl_ctrl.horizon` | do nothing without type=adaptive |" in page
+    for path in CONFIGS:
+        config = read_config(str(path), [])[0]
+        printed = {refusal.why for key in programs[config.algorithm.name] for refusal in key.refusals}
+        for where, section in sections_of(config):
+            absent = {refusal.why for refusal in refusals_of(type(section))} - printed
+            assert not absent, f"{where}: a rule's first key must be a key of its section: {absent}"
 
 
 def test_what_a_docstring_says_is_a_key_s() -> None:

@@ -11,7 +11,7 @@ How a configuration is loaded, in reading order:
 - ``schema``: mappings into dataclasses; ``schema.inline`` marks a field whose keys are keys of its section
 - ``constraints``: types with ranges for fields; choices are ``Literal``
 - ``rules``: settings that contradict each other (``rules.Rule``), as data beside the dataclass that owns them
-- ``keys``: all keys with type, default and text, for ``--help``, completion and documents
+- ``keys``: all keys with type, default and text, and what sections refuse, for ``--help``, completion and documents
 
 Names and other inputs:
 
@@ -23,5 +23,7 @@ Other projects' settings, for hints and for ``rlhf-spmd convert``:
 - ``foreign``: their names (``foreign.yaml``), and what stands for each here
 - ``shell_script``: the arguments that a shell script gives to a program
 - ``foreign_values``: what a conversion computes with must be numbers
-- ``verl_meanings``, ``verl_sft``, ``trl_settings``: settings of verl and TRL that stand for several of ours
+- ``verl_settings``, ``trl_settings``: settings of verl and TRL that stand for several of ours
+
+It must not know what the keys are about: sections are dataclasses beside the code that they configure.
 """

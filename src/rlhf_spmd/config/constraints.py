@@ -43,7 +43,7 @@ class Range:
         return ""
 
     def words(self) -> list[str]:
-        """``["at least 0", "below 1"]``."""
+        """Return ``["at least 0", "below 1"]``."""
         bounds = {"at least": self.least, "above": self.above, "below": self.below, "at most": self.most}
         return [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
 
@@ -68,7 +68,7 @@ Seed = Annotated[int, Range(least=-(2**63), most=2**63 - 1)]  # draws use 64 bit
 
 
 def options_of(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; a type that is none by itself."""
+    """Return the members of a union; a type that is none by itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
@@ -78,16 +78,22 @@ def idle_settings(section: Any, where: str) -> Iterator[tuple[str, Any, Any, str
     ``needs`` of its class and of the bases lists them: ``{"val_path": ("val_batch_size",), "type=adaptive": ("horizon",)}``. A
     setting counts where the field that it needs is true, or has the value after ``=``; `` or `` separates alternatives.
     """
-    for kind in type(section).__mro__:
-        for needed, keys in vars(kind).get("needs", {}).items():
-            pairs = [condition.partition("=") for condition in needed.split(" or ")]
-            settings = {name: getattr(section, name) for name, _, _ in pairs}
-            if any(str(settings[name]).lower() == value if value else settings[name] for name, _, value in pairs):
-                continue
-            for key in keys:
-                first, _, inner = key.partition(".")
-                field: Field[Any] = section.__dataclass_fields__[first]
-                default = field.default if field.default_factory is MISSING else field.default_factory()
-                value, default = attrgetter(key)(section), attrgetter(inner)(default) if inner else default
-                if value != default:
-                    yield f"{where}.{key}", value, default, f"{where}.{needed}"
+    for needed, keys in needs_of(type(section)):
+        pairs = [condition.partition("=") for condition in needed.split(" or ")]
+        settings = {name: getattr(section, name) for name, _, _ in pairs}
+        if any(str(settings[name]).lower() == value if value else settings[name] for name, _, value in pairs):
+            continue
+        for key in keys:
+            first, _, inner = key.partition(".")
+            field: Field[Any] = section.__dataclass_fields__[first]
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            default = attrgetter(inner)(default) if inner else default
+            value = attrgetter(key)(section)
+            if value != default:
+                yield f"{where}.{key}", value, default, f"{where}.{needed}"
+
+
+def needs_of(section: type) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield what ``needs`` of a dataclass and of its bases says: a condition, and the keys that do nothing without it."""
+    for base in section.__mro__:
+        yield from vars(base).get("needs", {}).items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ SHARED = ("algorithm", "data", "reward")  # sections that are ours too
 
 
 class ForeignSettings(dict[str, Any]):
-    """Another project's settings by dotted key. ``given``: keys that are not its defaults. ``read``: keys that were looked up, so
-    that a conversion can name the others."""
+    """Another project's settings by dotted key.
 
-    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        super().__init__({**defaults, **given})
-        self.given, self.read = dict(given), set[str]()
+    ``written``: the settings that are not its defaults. ``read``: keys that were looked up, so that a conversion can name the others.
+    """
+
+    def __init__(self, written: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__({**defaults, **written})
+        self.written = dict(written)
+        self.read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
@@ -30,36 +34,67 @@ class ForeignSettings(dict[str, Any]):
         self.read.add(key)
         return super().get(key, default)
 
-    def left(
-        self, ours: Callable[[str], str | None], made: Mapping[str, Any], why: Callable[[str, str | None], str]
-    ) -> dict[str, str]:
-        """Return, with a reason, each given key that is in ``made`` by no name of ours and was not read.
+
+@dataclass
+class Conversion:
+    """A conversion under way.
+
+    - theirs: the other project's settings
+    - settings: ours, by dotted key
+    - left: a reason for each of their keys that is not carried over as it is
+    - dropped: a reason for each of our keys that is not set after all
+    """
+
+    theirs: ForeignSettings
+    settings: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    def fill(self, settings: Mapping[str, Any]) -> None:
+        """Set what is not set yet."""
+        self.settings = {**settings, **self.settings}
+
+    def drop(self, key: str, why: str) -> None:
+        """Leave out a setting of ours, and say why."""
+        if key in self.settings:
+            del self.settings[key]
+            self.dropped[key] = why
+
+    def drop_below(self, prefix: str, why: str) -> None:
+        """Leave out the settings whose keys begin so."""
+        for key in [key for key in self.settings if key.startswith(prefix)]:
+            self.drop(key, why)
+
+    def keep_checkpoints(self, key: str) -> None:
+        """Set how many checkpoints are kept, by their ``key``: at least 2, null for all. Numbers below 1 are no limit."""
+        limit = self.theirs[key]
+        if limit == 1:
+            self.left[key] = "the one before the newest is kept too, in case that is damaged"
+        self.settings["run.keep_checkpoints"] = None if limit is None or limit < 1 else max(2, limit)
+
+    def finish(
+        self, ours: Callable[[str], str | None], why: Callable[[str, str | None], str]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the settings, and a reason for each key that was written, is set by no name of ours, and was not read.
 
         ``ours``: what stands for a key. ``why``: the reason for a key and what stands for it.
         """
-        names = {key: ours(key) for key in self.given}
-        lost = {key: name for key, name in names.items() if (key not in self.read if name is None else name not in made)}
-        return {key: why(key, name) for key, name in lost.items()}
-
-
-def checkpoint_limit(key: str, limit: int | None, left: dict[str, str]) -> int | None:
-    """Return how many checkpoints are kept, None for all, where ``key`` has this limit: numbers below 1 are none.
-
-    The least is 2; adds to ``left`` why.
-    """
-    if limit == 1:
-        left[key] = "the one before the newest is kept too, in case that is damaged"
-    return None if limit is None or limit < 1 else max(2, limit)
+        reasons = {}
+        for key in self.theirs.written:
+            name = ours(key)
+            if key not in self.theirs.read if name is None else name not in self.settings:
+                reasons[key] = self.dropped.get(name or "") or why(key, name)
+        return self.settings, {**reasons, **self.left}
 
 
 @cache
 def foreign_names() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return ``defaults``, ``keys``, ``said`` and ``not_needed`` of each project, as the file explains them. What is ``absent`` there
+    """Return ``defaults``, ``keys``, ``hints`` and ``not_needed`` of each project, as the file explains them. What is ``absent`` there
     is said to be nothing, and why."""
     tables: dict[str, Any] = safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     for names in tables.values():
         absent = {name: f"nothing, {why}" for why, group in names.pop("absent", {}).items() for name in group.split()}
-        names["said"] = {**absent, **names.get("said", {})}
+        names["hints"] = {**absent, **names.get("hints", {})}
     return {project: {"defaults": {}, "keys": {}, "not_needed": {}, **names} for project, names in tables.items()}
 
 
@@ -71,20 +106,25 @@ def foreign_hint(keys: Sequence[str], by_end: bool) -> str | None:
     for key in keys:
         for project, names in foreign_names().items():
             for name in (key, key.rpartition(".")[2])[: 1 + by_end]:
-                ours = names["said"].get(name) or names["keys"].get(name)
+                ours = names["hints"].get(name) or names["keys"].get(name)
                 if ours not in (None, name, key):
                     origin = "" if project == SLIPS else f"it is {project}'s; "
                     return f"'{key}'; {origin}here: {ours}"
     return next(filter(None, map(_of_section, keys)), None)
 
 
+def not_needed(names: Mapping[str, Any], key: str) -> str | None:
+    """Return why there is nothing to set for a project's ``key``, None if its tables do not say."""
+    return next((why for pattern, why in names["not_needed"].items() if re.search(pattern, key)), None)
+
+
 def _of_section(key: str) -> str | None:
     """Return the hint for a key in a section that only another project has; None for any other key."""
     for project, names in foreign_names().items():
-        sections = {one.partition(".")[0] for one in (*names["keys"], *names["said"]) if "." in one and project != SLIPS}
+        dotted = [name for name in (*names["keys"], *names["hints"]) if "." in name and project != SLIPS]
+        sections = {name.partition(".")[0] for name in dotted}
         if key.partition(".")[0] in sections.difference(SHARED):
-            why = next((why for pattern, why in names["not_needed"].items() if re.search(pattern, key)), None)
-            return f"'{key}'; it is {project}'s; " + (
-                f"not needed: {why}" if why else "docs/migrating.md says what stands for it"
-            )
+            why = not_needed(names, key)
+            hint = f"not needed: {why}" if why else "docs/migrating.md says what stands for it"
+            return f"'{key}'; it is {project}'s; {hint}"
     return None

@@ -46,11 +46,11 @@ def interpolate(tree: Any) -> Any:
         warnings.simplefilter("ignore")  # OmegaConf 2.4 has a newer name for this, which 2.3 has not
         OmegaConf.register_new_resolver(RESOLVER, _kept_reference, replace=True)
     try:
-        kept = OmegaConf.to_container(OmegaConf.create(_with_kept_references(tree)), resolve=True)
+        with_references = OmegaConf.to_container(OmegaConf.create(_with_kept_references(tree)), resolve=True)
     except OmegaConfBaseException as error:
         error.args = ("${oc.env:...} may stand for a value or for a part of one, and not for the name of a key",)
         raise
-    return _marked(resolved, kept)
+    return _marked(resolved, with_references)
 
 
 def written(text: str) -> str:
@@ -73,7 +73,7 @@ def _kept_reference(*arguments: Any) -> str:
 
 
 def _argument(value: Any) -> str:
-    """An argument of a resolver as YAML text would have it."""
+    """Return an argument of a resolver as YAML text would have it."""
     if not isinstance(value, str):
         return "null" if value is None else str(value)
     is_word = re.fullmatch(r"[A-Za-z_]\w*", value) and value.lower() not in ("null", "true", "false", "nan", "inf")
@@ -88,20 +88,21 @@ def _with_kept_references(tree: Any) -> Any:
     return re.sub(r"\$\{\s*oc\.env\s*:", f"${{{RESOLVER}:", tree) if isinstance(tree, str) else tree
 
 
-def _marked(resolved: Any, kept: Any) -> Any:
-    if isinstance(resolved, dict) and isinstance(kept, dict):
-        return {key: _marked(value, kept.get(key)) for key, value in resolved.items()}
-    if isinstance(resolved, list) and isinstance(kept, Sequence) and len(resolved) == len(kept):
-        return [_marked(value, its) for value, its in zip(resolved, kept, strict=True)]
-    if isinstance(resolved, str) and isinstance(kept, str) and KEPT.search(kept):
-        return FromEnvironment(resolved, _restored(escaped(kept)))
+def _marked(resolved: Any, reference: Any) -> Any:
+    """Return ``resolved`` with a FromEnvironment where the same tree with references in place of values has one."""
+    if isinstance(resolved, dict) and isinstance(reference, dict):
+        return {key: _marked(value, reference.get(key)) for key, value in resolved.items()}
+    if isinstance(resolved, list) and isinstance(reference, Sequence) and len(resolved) == len(reference):
+        return list(map(_marked, resolved, reference))
+    if isinstance(resolved, str) and isinstance(reference, str) and KEPT.search(reference):
+        return FromEnvironment(resolved, _restored(escaped(reference)))
     return resolved
 
 
 def _restored(text: str) -> str:
     """Undo :func:`_kept_reference`, also for a reference that is the default of another one."""
     while KEPT.search(text):
-        text = KEPT.sub(lambda found: f"${{oc.env:{bytes.fromhex(found[1]).decode()}}}", text)
+        text = KEPT.sub(lambda match: f"${{oc.env:{bytes.fromhex(match[1]).decode()}}}", text)
     return text
 
 

@@ -35,7 +35,7 @@ def load(
     path: str | Path | Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     sections: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: {},
-    revise: Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], bool]] = lambda file, whole: (file, True),
+    revise: Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], bool]] = lambda file, tree: (file, True),
 ) -> T:
     """Return a ``schema`` instance from a YAML file (or a mapping in its place, or nothing) and overrides such as
     ``data.train_batch_size=64``.
@@ -46,7 +46,7 @@ def load(
     overrides still apply to them.
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
-    file = _given(path)
+    file = _read_source(path)
     plain = _merge_overrides(file, overrides)
     try:
         revised, goes_over = revise(file, plain)
@@ -72,7 +72,7 @@ def load(
 
 def read_tree(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values of a file and overrides as they were written. Raises ConfigError, one line."""
-    return _merge_overrides(_given(path), overrides)
+    return _merge_overrides(_read_source(path), overrides)
 
 
 def check_tree(config: Any, where: str = "") -> None:
@@ -88,9 +88,10 @@ def check_tree(config: Any, where: str = "") -> None:
             raise ConfigError(_masked(str(error), section)) from error
         # The boundary to the user's code: whatever the check of an algorithm of one's own raises.
         except (Exception, SystemExit) as error:
-            kind, reason = type(section), f"{type(error).__name__}: {first_line(error)}"
+            kind = type(section)
             if kind.__module__.startswith("rlhf_spmd."):
                 raise
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(f"{path}: the check of {kind.__module__}.{kind.__qualname__} raises {reason}") from error
         for key, value, default, needed in idle_settings(section, path):
             plain = default if isinstance(default, str) else json.dumps(default)
@@ -102,15 +103,15 @@ def check_tree(config: Any, where: str = "") -> None:
 
 def _masked(text: str, section: Any) -> str:
     """Return ``text`` with references in place of the values that the section has from the environment."""
-    found: list[FromEnvironment] = []
+    secrets: list[FromEnvironment] = []
 
     def note(value: str) -> str:
         if value and isinstance(value, FromEnvironment):
-            found.append(value)
+            secrets.append(value)
         return value
 
     to_dict(section, note)
-    for value in sorted(found, key=len, reverse=True):
+    for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, value.written)
     return text
 
@@ -151,17 +152,17 @@ def flatten_yaml(text: str) -> dict[str, str]:
 
 def flatten(tree: Any) -> dict[str, str]:
     """Return the values of nested dicts as text, by dotted key; empty for anything else."""
-    found = leaves(tree, "") if isinstance(tree, dict) and tree else ()
-    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in found}
+    values = leaves(tree, "") if isinstance(tree, dict) and tree else ()
+    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values}
 
 
 def _keys(node: Any) -> Mapping[Any, Any]:
     """Return the values of a section, or of a mapping, by key. Keys of inline pieces are keys of their section."""
-    found: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     inlined = {f.name for f in dataclasses.fields(node) if is_inline(f)} if dataclasses.is_dataclass(node) else ()
     for key, value in _members(node).items():
-        found |= _keys(value) if key in inlined else {key: value}
-    return found
+        values |= _keys(value) if key in inlined else {key: value}
+    return values
 
 
 def _members(node: Any) -> Mapping[Any, Any]:
@@ -203,7 +204,7 @@ def resolved_key(path: Path, key: str) -> Any:
         raise ConfigError(f"the run's configuration '{path}': {key}: {first_line(error)}") from error
 
 
-def _given(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+def _read_source(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the values of a file, or of a mapping in its place. Raises ConfigError."""
     if isinstance(path, str | Path):
         return read_file(path)
@@ -244,10 +245,10 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
 
 
 class _Clash(Exception):
-    """The dotted key that is a section on one side and a value on the other."""
+    """A dotted key is a section on one side and a value on the other; the message is the key."""
 
 
-def _put(tree: dict[str, Any], path: Sequence[str], given: Any) -> None:
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     """Set the value at ``path``. Raises _Clash."""
     *outer, last = path
     section = tree
@@ -258,22 +259,20 @@ def _put(tree: dict[str, Any], path: Sequence[str], given: Any) -> None:
             raise _Clash(".".join(path[: depth + 1]))
         section[name] = inner
         section = inner
-    if given is None and isinstance(section.get(last), dict):
+    if value is None and isinstance(section.get(last), dict):
         del section[last]
     else:
-        _merge(section, last, given, ".".join(path))
+        _merge(section, last, value, ".".join(path))
 
 
-def _merge(section: dict[str, Any], key: str, given: Any, where: str) -> None:
+def _merge(section: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set ``section[key]``. A mapping sets only its own keys; an empty one clears the section. Raises _Clash."""
     before = section.get(key)
-    if not isinstance(before, dict) or given == {}:
-        section[key] = given
-    elif isinstance(given, dict):
-        for inner, value in given.items():
-            _merge(before, inner, value, f"{where}.{inner}")
-    elif isinstance(given, str) and "${" in given:
-        section[key] = given
+    if not isinstance(before, dict) or value == {} or (isinstance(value, str) and "${" in value):
+        section[key] = value
+    elif isinstance(value, dict):
+        for inner, child in value.items():
+            _merge(before, inner, child, f"{where}.{inner}")
     else:
         raise _Clash(where)
 
@@ -283,18 +282,18 @@ def _own_section(tree: Mapping[str, Any], value: Any) -> Any:
     reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
     if reference is None:
         return value
-    found: Any = tree
+    section: Any = tree
     for name in reference[1].split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return to_plain(found)
+        section = section.get(name) if isinstance(section, dict) else None
+    return to_plain(section)
 
 
-def _not_an_option(given: str, overrides: Sequence[str]) -> str:
-    """Return the message for ``given``, which is no option and may be meant as a key."""
-    name, _, value = given.lstrip("-").partition("=")
-    value = value or next((one for one in overrides if not one.startswith("-") and "=" not in one), "...")
+def _not_an_option(option: str, overrides: Sequence[str]) -> str:
+    """Return the message for ``option``, which does not exist and may be meant as a key."""
+    name, _, value = option.lstrip("-").partition("=")
+    value = value or next((word for word in overrides if not word.startswith("-") and "=" not in word), "...")
     theirs = foreign_hint([name.replace("-", "_")], by_end=True)
     if theirs:
         return f"there is no option {theirs} (keys are given as key=value)"
     known = f"write {name}={value}" if "." in name else "--help lists options and keys"
-    return f"there is no option '{given}', and keys are given as key=value: {known}"
+    return f"there is no option '{option}', and keys are given as key=value: {known}"

@@ -72,12 +72,12 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
     if not function_name.isidentifier():
         raise ValueError(f"{kind} '{name}' is not of the form package.module:function or file.py:function")
     module = _import(kind, module_name)
-    found = getattr(module, function_name, None)
-    if callable(found):
-        return found
+    function = getattr(module, function_name, None)
+    if callable(function):
+        return function
     functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-    if found is not None:
-        raise ValueError(f"{kind} '{name}': {function_name} is a {type(found).__name__}, not a function")
+    if function is not None:
+        raise ValueError(f"{kind} '{name}': {function_name} is a {type(function).__name__}, not a function")
     raise ValueError(
         f"{kind} '{name}': module {module_name} has no function '{function_name}'"
         f"{nearest(function_name, functions) or ';'} it has: {', '.join(functions) or 'none'}"
@@ -128,7 +128,7 @@ def _import(kind: str, name: str) -> ModuleType:
 
 
 def _check_file(kind: str, name: str) -> None:
-    """Raises ValueError for a file that does not exist, with the nearest one that does."""
+    """Raise ValueError for a file that does not exist, with the nearest one that does."""
     path = Path(name).expanduser()
     if path.is_file():
         return
@@ -140,7 +140,7 @@ def _check_file(kind: str, name: str) -> None:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the body when it takes longer, and again each second in case the body catches it.
+    """Raise TimeoutError in the body when it takes longer, and again each second in case the body catches it.
 
     Only the main thread can be interrupted, and C code that does not return cannot.
     """

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_spmd.config.schema import ConfigError, check_fields, is_inline
+from rlhf_spmd.config.schema import ConfigError, check_fields, dotted, is_inline
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Rule:
 
     - keys: dotted settings of the subject. The line names each with its value, first the one to change
     - when: returns True for a subject that breaks the rule
-    - why: the reason. ``{s.name}`` is an attribute of the subject, so that both sides of an equation can be written
+    - why: the reason. ``{s.name}`` is an attribute of the subject, so that both sides of an equation can be written; a brace that is
+      text is doubled
     - remedy: what to set instead; may have such attributes too
     """
 
@@ -54,7 +55,16 @@ class Rule:
 
     def general(self) -> str:
         """Return why and remedy for any subject, as ``--help`` and the page of keys print them."""
-        return re.sub(r"\{s\.(\w+)[^}]*\}", r"<\1>", f"{self.why}; {self.remedy}")
+        return _general(f"{self.why}; {self.remedy}")
+
+    def general_keys(self) -> list[str]:
+        """Return the keys for any subject."""
+        return [_general(key) for key in self.keys]
+
+
+def _general(text: str) -> str:
+    """Return ``text`` with ``<name>`` in place of ``{s.name}``, an attribute of the subject."""
+    return re.sub(r"\{s\.([\w.]+)[^}]*\}", r"<\1>", text).replace("{{", "{").replace("}}", "}")
 
 
 Rules = tuple[Rule, ...]
@@ -102,10 +112,6 @@ def _attribute(section: Any, name: str) -> Any:
             if is_inline(field) and hasattr(getattr(section, field.name), name):
                 return getattr(getattr(section, field.name), name)
     return getattr(section, name)
-
-
-def dotted(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
 
 
 def shown(value: Any) -> str:

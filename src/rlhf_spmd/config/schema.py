@@ -23,11 +23,6 @@ from rlhf_spmd.config.written import Plain, resolve
 
 T = TypeVar("T")
 
-RENAMED = {  # the ends of keys that had another name before
-    "placement.stream": "rollout_chunks",
-    "generation.engine": "reshard_method",
-    "generation.exact": "reuse_rollout_log_probs",
-}
 SHOWN_KEYS, SHOWN_HINTS = 40, 3
 MOST_DIGITS = 40
 EVERYWHERE = ("name", "type", "path", "model", "enable")  # keys of so many sections that another one's is no hint
@@ -71,18 +66,18 @@ def shortened(value: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank``, ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """``; did you mean 'x'?`` or the empty string."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
-    return f"; did you mean '{found[0]}'?" if found else ""
+    """Return ``; did you mean 'x'?`` or the empty string."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
 def describe(annotation: Any) -> str:
-    """A type in words, with its article: ``an integer, at least 1``."""
+    """Return a type in words, with its article: ``an integer, at least 1``."""
     options = options_of(annotation)
     if len(options) > 1:
         words = [describe(option) for option in options]
@@ -116,11 +111,15 @@ def is_inline(f: dataclasses.Field[Any]) -> bool:
 
 
 def section_keys(section: Any, hints: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keys of a dataclass with their types; those of its inline pieces are among them. ``hints``: types that go before its own."""
-    hints, found = hints or type_hints(section), dict[str, Any]()
+    """Return the keys of a dataclass with their types, those of its inline pieces among them.
+
+    ``hints``: types that go before the dataclass's own.
+    """
+    hints = hints or type_hints(section)
+    keys: dict[str, Any] = {}
     for f in dataclasses.fields(section):
-        found |= section_keys(hints[f.name]) if is_inline(f) else {f.name: hints[f.name]}
-    return found
+        keys |= section_keys(hints[f.name]) if is_inline(f) else {f.name: hints[f.name]}
+    return keys
 
 
 def check_fields(section: Any, where: str) -> None:
@@ -128,8 +127,7 @@ def check_fields(section: Any, where: str) -> None:
     dotted path, "" for the root."""
     hints = full_type_hints(type(section))  # type: ignore[arg-type]  # mypy: a class is hashable
     for f in dataclasses.fields(section):
-        key = f"{where}.{f.name}" if where else f.name
-        for wrong in _violations(hints[f.name], getattr(section, f.name), key):
+        for wrong in _violations(hints[f.name], getattr(section, f.name), dotted(where, f.name)):
             raise ValueError(wrong)
 
 
@@ -144,20 +142,20 @@ def _violations(annotation: Any, value: Any, key: str) -> Iterator[str]:
     origin, inner = get_origin(options[0]), get_args(options[0])
     scalar = inner[0] if origin is Annotated else options[0]
     if scalar in LARGEST and isinstance(value, int | float):
-        rules = [rule for rule in inner[1:] if isinstance(rule, Range)] if origin is Annotated else []
-        for rule in rules or [Range()]:
-            if rules and not rule.allows(value):
-                yield f"{key}={shortened(value)}: must be {rule.refusal(value)}"
-            elif bound := rule.too_large(value, scalar):
+        ranges = [limits for limits in inner[1:] if isinstance(limits, Range)] if origin is Annotated else []
+        for limits in ranges or [Range()]:
+            if ranges and not limits.allows(value):
+                yield f"{key}={shortened(value)}: must be {limits.refusal(value)}"
+            elif bound := limits.too_large(value, scalar):
                 yield f"{key}={shortened(value)}: must be {bound}"
     elif origin is Literal and value not in inner:
         null = ", or null" if annotation is not options[0] else ""
         yield f"{key}={value!r} is not known{nearest(str(value), list(map(str, inner))) or ';'} allowed: {_listed(inner)}{null}"
     elif origin in (list, dict):
-        for at, each in value.items() if origin is dict else enumerate(value):
+        for index, child in value.items() if origin is dict else enumerate(value):
             if origin is dict:
-                yield from _violations(inner[0], at, f"{key}.{at}")
-            yield from _violations(inner[-1], each, f"{key}.{at}" if origin is dict else f"{key}[{at}]")
+                yield from _violations(inner[0], index, f"{key}.{index}")
+            yield from _violations(inner[-1], child, f"{key}.{index}" if origin is dict else f"{key}[{index}]")
 
 
 def _class_of(annotation: Any) -> Any:
@@ -215,26 +213,29 @@ class _Reader:
     def section(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> Any:
         """Return the section. ``default``: an instance whose values stand where ``value`` has none."""
         self._check_keys(section, value, where)
-        hints, made = self._hints(section), {}
+        hints = self._hints(section)
+        fields: dict[str, Any] = {}
         for f in dataclasses.fields(section):
-            dotted = _dotted(where, f.name)
-            made[f.name] = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            made[f.name] = getattr(default, f.name, made[f.name])
+            name, key = f.name, dotted(where, f.name)
+            usual = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            usual = getattr(default, name, usual)
             if is_inline(f):
-                own = {key: value[key] for key in self._keys(hints[f.name]) if key in value}
-                made[f.name] = self.section(type(made[f.name]), own, where, made[f.name])
-            elif value.get(f.name, UNSET) != UNSET:
-                read = self._part if PART in f.metadata and isinstance(value[f.name], Mapping) else self._value
-                made[f.name] = read(f.metadata.get(PART, hints[f.name]), value[f.name], dotted, made[f.name])
-            elif made[f.name] is dataclasses.MISSING:
-                self.missing[dotted] = hints[f.name]
-        return section(**made)
+                inner = {key: value[key] for key in self._keys(hints[name]) if key in value}
+                fields[name] = self.section(type(usual), inner, where, usual)
+            elif value.get(name, UNSET) != UNSET:
+                read = self._part if PART in f.metadata and isinstance(value[name], Mapping) else self._value
+                fields[name] = read(f.metadata.get(PART, hints[name]), value[name], key, usual)
+            else:
+                fields[name] = usual
+                if usual is dataclasses.MISSING:
+                    self.missing[key] = hints[name]
+        return section(**fields)
 
     def _part(self, section: Any, value: Mapping[str, Any], where: str, default: Any) -> dict[str, Any]:
-        """Return the given keys of a section, and no others."""
+        """Return the values of those keys of a section that ``value`` has."""
         self._check_keys(section, value, where)
         hints = self._keys(section)
-        return {str(key): self._value(hints[key], child, _dotted(where, key)) for key, child in value.items()}
+        return {str(key): self._value(hints[key], child, dotted(where, key)) for key, child in value.items()}
 
     def _value(self, annotation: Any, value: Any, where: str, default: Any = None) -> Any:
         options = {get_origin(option) or option: option for option in options_of(annotation)}
@@ -250,9 +251,10 @@ class _Reader:
         if section is not None and isinstance(value, Mapping):
             return self.section(section, value, where, default)
         if isinstance(value, Mapping) and dict in options:
-            (of_key, of_value), keys = get_args(options[dict]), dataclasses.replace(self, strict=False)
-            dotted = {key: _dotted(where, key) for key in value}
-            return {keys._value(of_key, key, dotted[key]): self._value(of_value, value[key], dotted[key]) for key in value}
+            of_key, of_value = get_args(options[dict])
+            keys = dataclasses.replace(self, strict=False)
+            paths = {key: dotted(where, key) for key in value}
+            return {keys._value(of_key, key, path): self._value(of_value, value[key], path) for key, path in paths.items()}
         if isinstance(value, list | tuple) and list in options:
             (element,) = get_args(options[list])
             return [self._value(element, child, f"{where}[{index}]") for index, child in enumerate(value)]
@@ -275,50 +277,47 @@ class _Reader:
     def _fits(self, scalar: type, value: Any) -> bool:
         """Return True if ``value``, of another type, stands for a ``scalar``. numpy's numbers are numbers."""
         exact = isinstance(value, EXACT.get(scalar, ())) and not isinstance(value, bool)
-        said = str if isinstance(value, str) else type(value)
-        return exact or (not self.strict and said in READABLE[scalar])
+        kind = str if isinstance(value, str) else type(value)
+        return exact or (not self.strict and kind in READABLE[scalar])
 
     def _check_keys(self, section: Any, value: Mapping[str, Any], where: str) -> None:
         hints = self._keys(section)
         unknown = [key for key in value if key not in hints]
         if unknown:
-            raise ConfigError(self._unknown_key(where, str(unknown[0]), list(hints), value[unknown[0]]))
-
-    def _unknown_key(self, where: str, key: str, allowed: Sequence[str], value: Any) -> str:
-        return unknown_key(where, key, allowed, self._known(self.schema, self.plain, ""), value)
+            known = self._known(self.schema, self.plain, "")
+            raise ConfigError(_unknown_key(where, str(unknown[0]), list(hints), known, value[unknown[0]]))
 
     def _known(self, annotation: Any, value: Any, where: str) -> Iterator[str]:
         """Yield the dotted names of the schema. Entries of a dict of dataclasses have the names that ``value`` uses."""
-        section, given = _dataclass(annotation), value if isinstance(value, Mapping) else {}
-        entries = dict.fromkeys(given, (get_args(annotation) or [Any])[-1]) if section is None else self._keys(section)
+        section = _dataclass(annotation)
+        values = value if isinstance(value, Mapping) else {}
+        entries = dict.fromkeys(values, (get_args(annotation) or [Any])[-1]) if section is None else self._keys(section)
         for key, inner in entries.items():
-            yield _dotted(where, key)
-            yield from self._known(inner, given.get(key), _dotted(where, key))
+            yield dotted(where, key)
+            yield from self._known(inner, values.get(key), dotted(where, key))
 
 
-def unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
+def _unknown_key(where: str, key: str, allowed: Sequence[str], known: Iterable[str], value: Any) -> str:
     """Return the message for the unknown ``key`` in the section ``where``, which has the keys ``allowed``.
 
-    ``known``: dotted names of all keys. ``value``: the value that was given.
+    ``known``: dotted names of all keys.
     """
-    known = sorted({*known} - {_dotted(where, key)})
+    known = sorted({*known} - {dotted(where, key)})
     last = {name: name.rpartition(".")[2] for name in known}
     same_name = [name for name in known if last[name] == key.rpartition(".")[2] and (not where or key not in EVERYWHERE)]
     below = [name for name in known if last[name] == key and where and name.startswith(f"{where}.")]
-    longer = [_dotted(where, name) for name in sorted(allowed) if len(key) > 2 and name.startswith(key)]
-    here = [_dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
+    longer = [dotted(where, name) for name in sorted(allowed) if len(key) > 2 and name.startswith(key)]
+    here = [dotted(where, name) for name in difflib.get_close_matches(key, allowed, 1, NEAR)]
     elsewhere = [
         name for end in difflib.get_close_matches(key, last.values(), 1, NEARER) for name in known if last[name] == end
     ]
-    newer = RENAMED.get(".".join(_dotted(where, key).split(".")[-2:]))
-    renamed = [_dotted(where, newer)] if newer in allowed else []
-    meant = next(filter(None, [renamed, below, longer[:1], here, same_name, elsewhere[:1]]), [])
+    meant = next(filter(None, [below, longer[:1], here, same_name, elsewhere[:1]]), [])
     hint = f"; did you mean {' or '.join(map(repr, meant[:SHOWN_HINTS]))}?" if meant else ";"
-    names = [*(name for name, _ in leaves(value, _dotted(where, key))), *([] if where or same_name else [key])]
-    foreign = None if renamed else foreign_hint(names, by_end=not (same_name or below) and not isinstance(value, Mapping))
+    names = [*(name for name, _ in leaves(value, dotted(where, key))), *([] if where or same_name else [key])]
+    foreign = foreign_hint(names, by_end=not (same_name or below) and not isinstance(value, Mapping))
     if foreign:
         return f"unknown key {foreign}"
-    return f"unknown key '{_dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
+    return f"unknown key '{dotted(where, key)}'{hint} allowed here: {_listed(sorted(allowed))}"
 
 
 def _scalars(option: Any) -> Iterator[type]:
@@ -331,8 +330,8 @@ def _kind_of(value: Plain, scalars: Sequence[type]) -> type:
     """Return which of several types a plain value has."""
     if bool in scalars and value.lower() in SWITCH:
         return bool
-    made = type(resolve(value))
-    return made if made in scalars else str if str in scalars else scalars[0]
+    kind = type(resolve(value))
+    return kind if kind in scalars else str if str in scalars else scalars[0]
 
 
 def _read(scalar: type, value: Any) -> Any:
@@ -341,11 +340,11 @@ def _read(scalar: type, value: Any) -> Any:
         return SWITCH[str(value).lower()]
     if scalar is str:
         return str(value).lower() if isinstance(value, bool) else str(value)
-    made = resolve(value)  # .inf is a number, too
-    return made if type(made) is scalar else scalar(value)
+    resolved = resolve(value)  # .inf is a number, too
+    return resolved if type(resolved) is scalar else scalar(value)
 
 
-def _dotted(where: str, key: object) -> str:
+def dotted(where: str, key: object) -> str:
     return f"{where}.{key}" if where else str(key)
 
 
@@ -355,7 +354,7 @@ def leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield where, value
     else:
         for key, child in value.items():
-            yield from leaves(child, _dotted(where, key))
+            yield from leaves(child, dotted(where, key))
 
 
 def _dataclass(annotation: Any) -> Any:

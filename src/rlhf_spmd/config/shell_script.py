@@ -56,29 +56,29 @@ def last_command(path: Path, program: str) -> ScriptCommand:
     text = re.sub(r"\$\{BASH_SOURCE(\[0\])?\}|\$BASH_SOURCE\b", "$0", text)
     text = re.sub(r"\b(PATH|SHELL|ENV|BASH_ENV)=", r"\1_=", text)  # which a restricted bash does not let be set
     text = re.sub(r"(^|[;&|({]\s*|\s)(?:[\w.~-]*/)+(python[\d.]*|torchrun)(?=\s)", r"\1\2", text, flags=re.MULTILINE)
-    text = OUTPUT.sub(lambda found: found["kept"] or "", text)  # nor an output be sent elsewhere
+    text = OUTPUT.sub(lambda match: match["kept"] or "", text)  # nor an output be sent elsewhere
     unset: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         for name in ANSWERING:
-            if (found := shutil.which(name)) is not None:
-                (Path(directory) / name).symlink_to(found)
+            if (program_file := shutil.which(name)) is not None:
+                (Path(directory) / name).symlink_to(program_file)
         demanded = {name: rf"(?<=: ){name}(?=: )" for name in DEMANDED.findall(text)}  # which tells why in the script's words
         while True:
-            commands, said = _run(PRELUDE + text, path, directory, unset)
-            found_unset = [*UNSET.findall(said), *(name for name, where in demanded.items() if re.search(where, said))]
-            missing = [name for name in dict.fromkeys(found_unset) if name not in unset]
+            commands, errors = _run(PRELUDE + text, path, directory, unset)
+            names = [*UNSET.findall(errors), *(name for name, where in demanded.items() if re.search(where, errors))]
+            missing = [name for name in dict.fromkeys(names) if name not in unset]
             if not missing:
                 break
             unset += missing
-    starts = [at for at, command in enumerate(commands) if any(re.fullmatch(program, word) for word in command)]
+    starts = [number for number, command in enumerate(commands) if any(re.fullmatch(program, word) for word in command)]
     if not starts:
-        lines = [line for line in said.splitlines() if line and not line.startswith("+")]  # as set -x traces
+        lines = [line for line in errors.splitlines() if line and not line.startswith("+")]  # as set -x traces
         why = (lines or ["it starts other programs"])[-1].split(": ", 1)[-1]
         also = f" ({', '.join(map(_named, unset))} not set)" if unset else ""
         raise ValueError(f"{path}: does not come to the command that was looked for: {why[:200]}{also}")
     words = commands[starts[-1]]
-    first = next(at for at, word in enumerate(words) if re.fullmatch(program, word))
-    others = [command[0] for at, command in enumerate(commands) if at != starts[-1] and command[0] != "tee"]
+    first = next(number for number, word in enumerate(words) if re.fullmatch(program, word))
+    others = [command[0] for number, command in enumerate(commands) if number != starts[-1] and command[0] != "tee"]
     return ScriptCommand(words[first + 1 :], list(dict.fromkeys(others)), [_named(name) for name in unset])
 
 
@@ -88,9 +88,10 @@ def _named(variable: str) -> str:
 
 def _run(program: str, path: Path, directory: str, unset: list[str]) -> tuple[list[list[str]], str]:
     """Return the commands that the script would start, and its standard error."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("BASH")}
-    kept = {name: f"${{oc.env:{name}}}" if SECRET.search(name) else value for name, value in own.items()}  # never written out
-    kept |= {"PATH": directory, "LC_ALL": "C"} | {name: f"${{oc.env:{name}}}" for name in unset if not name.isdigit()}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("BASH")}
+    for name in filter(SECRET.search, variables):
+        variables[name] = f"${{oc.env:{name}}}"  # the value is never written out
+    variables |= {"PATH": directory, "LC_ALL": "C"} | {name: f"${{oc.env:{name}}}" for name in unset if not name.isdigit()}
     arguments = [f"${{oc.env:ARGUMENT_{n}}}" for n in range(1, 1 + max([int(n) for n in unset if n.isdigit()], default=0))]
     bash = shutil.which("bash") or "/bin/bash"
     with tempfile.TemporaryFile() as notes:
@@ -102,11 +103,11 @@ def _run(program: str, path: Path, directory: str, unset: list[str]) -> tuple[li
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         try:
             done = subprocess.run(  # type: ignore[call-overload]
-                command, env=kept, pass_fds=(8,), preexec_fn=as_eight, errors="replace", timeout=TIMEOUT_S, **options
+                command, env=variables, pass_fds=(8,), preexec_fn=as_eight, errors="replace", timeout=TIMEOUT_S, **options
             )
-            said = done.stderr
+            errors = done.stderr
         except subprocess.TimeoutExpired:
-            said = f"bash: does not end within {TIMEOUT_S} s"
+            errors = f"bash: does not end within {TIMEOUT_S} s"
         notes.seek(0)
         words = notes.read().decode(errors="replace").split("\0")
     commands: list[list[str]] = [[]]
@@ -115,4 +116,4 @@ def _run(program: str, path: Path, directory: str, unset: list[str]) -> tuple[li
             commands.append([])
         else:
             commands[-1].append(word)
-    return [command for command in commands if command], said
+    return [command for command in commands if command], errors

@@ -9,82 +9,53 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_spmd.config.foreign import ForeignSettings, checkpoint_limit
+from rlhf_spmd.config.foreign import Conversion, ForeignSettings, foreign_names
 from rlhf_spmd.config.schema import ConfigError
 
-TRAINERS = {"grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "kto": "kto", "sft": "sft", "reward": "reward_model"}  # ours
-MARKS = {  # fields that one of the trainers has; of two that share them the first
-    "rloo": ("normalize_advantages", "reward_clip_range"),
-    "grpo": ("num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "scale_rewards"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "dpo": ("label_smoothing", "f_divergence_type", "loss_weights", "ld_alpha", "use_weighting", "discopop_tau"),
-    "sft": ("dataset_text_field", "packing", "completion_only_loss", "assistant_only_loss", "eval_packing", "packing_strategy"),
-    "reward": ("center_rewards_coefficient",),
-}
-RATES = {"sft": 2e-5, "reward": 1e-4}  # where TRL's is not 1e-6
-GRPO_LOSSES = {  # loss_agg_mode and loss_mode
-    "grpo": ("seq-mean-token-mean", "vanilla"),
-    "bnpo": ("token-mean", "vanilla"),
-    "dapo": ("token-mean", "vanilla"),
-    "dr_grpo": ("seq-mean-token-sum-norm", "vanilla"),
-    "cispo": ("token-mean", "cispo"),
-    "sapo": ("seq-mean-token-mean", "sapo"),
-}
-DPO_LOSSES = {  # loss_type, and whether log-ratios are means per token
-    "sigmoid": ("sigmoid", False),
-    "sigmoid_norm": ("sigmoid", True),
-    "ipo": ("ipo", True),
-    "hinge": ("hinge", False),
-    "robust": ("robust", False),
-}
-REWARDS: dict[str, dict[str, Any]] = {  # those that trl grpo knows by name
-    "accuracy_reward": {"function": "math"},
-    "reasoning_accuracy_reward": {"function": "math", "strip_reasoning": True},
-    "think_format_reward": {"function": "format", "kwargs": {"pattern": r"<think>(?!.*<think>).*?</think>.*"}},
-    "get_soft_overlong_punishment": {"function": "length:overlong", "kwargs": {"max_length": 1280, "buffer": 256}},
-}
-OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "muon": "muon"}
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 NO_LIMIT = 1_000_000  # tokens: more than a model reads
 NO_BOUND = 1e6  # of a ratio
-Parts = tuple[dict[str, Any], dict[str, str]]  # our settings, and a reason for each of theirs that is not carried over as it is
+
+
+def _table(name: str) -> dict[str, Any]:
+    table: dict[str, Any] = foreign_names()["TRL"][name]
+    return table
 
 
 def trainer_of(trl: ForeignSettings) -> tuple[str, str]:
     """Return TRL's trainer by its command's name, and the field that tells it. Raises ConfigError, one line."""
-    asked, names = trl.get("trainer"), ", ".join(TRAINERS)
-    if asked is not None and asked not in TRAINERS:
-        raise ConfigError(f"trainer={asked}: of TRL's trainers {names} can be converted")
-    settings = [(name, mark) for name, marks in MARKS.items() for mark in marks if mark in trl.given]
-    if not settings and asked is None:
-        raise ConfigError(f"no key tells which of TRL's trainers this is for: say trainer=dpo, or another of {names}")
-    return (asked, "") if asked is not None else settings[0]
+    asked, trainers = trl.get("trainer"), _table("trainers")
+    if asked is not None and asked not in trainers:
+        raise ConfigError(f"trainer={asked}: of TRL's trainers {', '.join(trainers)} can be converted")
+    if asked is not None:
+        return asked, ""
+    for name, marks in _table("marks").items():
+        for mark in marks.split():
+            if mark in trl.written:
+                return name, mark
+    raise ConfigError(f"no key tells which of TRL's trainers this is for: say trainer=dpo, or another of {', '.join(trainers)}")
 
 
-def trl_settings(trl: ForeignSettings, trainer: str) -> Parts:
-    """Return our settings for those of TRL that are not copied. Raises ConfigError, one line, for a loss or sizes that are not here."""
-    settings: dict[str, Any] = {"algorithm.name": TRAINERS[trainer]}
-    left: dict[str, str] = {}
+def set_trl(conversion: Conversion, trainer: str) -> None:
+    """Set what is not copied from TRL. Raises ConfigError, one line, for a loss or sizes that are not here."""
+    conversion.settings["algorithm.name"] = _table("trainers")[trainer]
     samples = trainer in ("grpo", "rloo")
-    parts = [_sizes(trl, samples, 8 if trainer == "grpo" else 2), _data(trl, trainer), _model(trl, trainer)]
-    parts.append(
-        {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "kto": _kto, "sft": _sft, "reward": lambda _: ({}, {})}[trainer](trl)
-    )
-    parts += [_rewards(trl)] if samples else []
-    for more, without in parts:
-        settings, left = {**settings, **more}, {**left, **without}
-    return settings, left
+    _set_sizes(conversion, samples, 8 if trainer == "grpo" else 2)
+    _set_data(conversion, trainer)
+    _set_model(conversion, trainer)
+    set_loss = {"grpo": _set_grpo, "rloo": _set_rloo, "dpo": _set_dpo, "kto": _set_kto, "sft": _set_sft}.get(trainer)
+    if set_loss is not None:
+        set_loss(conversion)
+    if samples:
+        _set_rewards(conversion)
 
 
-def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
-    """Return batch sizes, the run's length, and how often it saves and validates. TRL's steps are optimizer steps, ours batches."""
-    left: dict[str, str] = {}
-    if "num_processes" not in trl.given:
+def _set_sizes(conversion: Conversion, samples: bool, usual_n: int) -> None:
+    """Set batch sizes, the run's length, and how often it saves and validates. TRL's steps are optimizer steps, ours batches."""
+    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    if "num_processes" not in trl.written:
         left["num_processes"] = "so 1 is taken: TRL's batch sizes are of one process; add num_processes=8 for 8"
     rows = trl["per_device_train_batch_size"] * trl.get("num_processes", 1)
     batch = step = rows * trl["gradient_accumulation_steps"]
-    settings: dict[str, Any] = {}
     updates = 1
     if samples:
         n = trl.get("num_generations", usual_n)
@@ -104,11 +75,11 @@ def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
         }
         batch //= n
     settings["data.train_batch_size"] = batch
-    if (most := trl["max_steps"]) > 0:
-        settings["run.steps"] = math.ceil(most / updates)
+    if trl["max_steps"] > 0:
+        settings["run.steps"] = math.ceil(trl["max_steps"] / updates)
     else:
         settings |= {"data.epochs": trl["num_train_epochs"], "run.steps": None}
-    for kind, ours, usual in (("save", "run.save_freq", 500), ("eval", "run.test_freq", trl.given.get("logging_steps", 10))):
+    for kind, ours, usual in (("save", "run.save_freq", 500), ("eval", "run.test_freq", trl.written.get("logging_steps", 10))):
         strategy = (
             trl.get("evaluation_strategy") if kind == "eval" and "evaluation_strategy" in trl else trl[f"{kind}_strategy"]
         )
@@ -121,13 +92,11 @@ def _sizes(trl: ForeignSettings, samples: bool, usual_n: int) -> Parts:
                 settings[ours] = math.ceil(every / updates)
         elif strategy not in ("no", False):
             left[f"{kind}_strategy"] = f"{strategy}; here {ours} is a number of steps"
-    settings["run.keep_checkpoints"] = checkpoint_limit("save_total_limit", trl["save_total_limit"], left)
-    return settings, left
+    conversion.keep_checkpoints("save_total_limit")
 
 
-def _data(trl: ForeignSettings, trainer: str) -> Parts:
-    settings: dict[str, Any] = {}
-    left: dict[str, str] = {}
+def _set_data(conversion: Conversion, trainer: str) -> None:
+    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
     if mixed := trl.get("datasets"):
         trl.get("dataset_name")  # which TRL does not read either
         if not isinstance(mixed, list) or not all(isinstance(dataset, dict) and "path" in dataset for dataset in mixed):
@@ -145,15 +114,15 @@ def _data(trl: ForeignSettings, trainer: str) -> Parts:
         for key in sorted({key for dataset in mixed for key in dataset} - {"path", "name", "split"}):
             left[f"datasets.{key}"] = "write such rows into a file; data.path takes weights, as a mapping"
     if trl.get("evaluation_strategy", trl["eval_strategy"]) not in ("no", False):
-        settings["data.val_path"] = settings.get("data.path", trl.given.get("dataset_name"))
+        settings["data.val_path"] = settings.get("data.path", trl.written.get("dataset_name"))
         settings["data.val_split"] = trl.get("dataset_test_split", "test")
     if trainer in ("grpo", "rloo"):
         longest = trl.get("vllm_max_model_length")
         if longest is not None:
-            settings["data.max_prompt_length"] = longest - trl.given.get("max_completion_length", 512)
+            settings["data.max_prompt_length"] = longest - trl.written.get("max_completion_length", 512)
         elif "max_prompt_length" not in trl:
             left["max_prompt_length"] = "so longer prompts than data.max_prompt_length=512 are dropped, and counted"
-        return settings, left
+        return
     limit = trl.get("max_length")
     settings["data.max_length"] = NO_LIMIT if limit is None else limit
     if trainer == "sft":
@@ -164,39 +133,39 @@ def _data(trl: ForeignSettings, trainer: str) -> Parts:
         settings |= {"data.filter_overlong": False, "data.truncation": side}
     elif trainer != "reward":
         left["truncation_mode"] = "longer rows than data.max_length are dropped, and counted"
-    return settings, left
 
 
-def _model(trl: ForeignSettings, trainer: str) -> Parts:
-    """Return dtype, memory, optimizer and adapters of the trained role."""
-    settings: dict[str, Any] = {}
-    left: dict[str, str] = {}
+def _set_model(conversion: Conversion, trainer: str) -> None:
+    """Set dtype, memory, optimizer and adapters of the trained role."""
+    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
     actor = "models.actor."
     wanted = trl.get("dtype", trl.get("torch_dtype", "auto"))
     if trl.get("bf16") or trl.get("fp16") or wanted == "bfloat16":
         settings[f"{actor}dtype"] = "bfloat16"
-    elif "bf16" in trl.given or wanted == "float32":
+    elif "bf16" in trl.written or wanted == "float32":
         settings[f"{actor}dtype"] = "float32"
     if trl.get("fp16") or wanted == "float16":
         left["fp16"] = "bfloat16 is taken; there is no loss scaling"
-    if "gradient_checkpointing" in trl.given:
+    if "gradient_checkpointing" in trl.written:
         settings[f"{actor}activation_checkpointing"] = "full" if trl["gradient_checkpointing"] else "none"
-    settings[f"{actor}optim.lr"] = trl.get("learning_rate", RATES.get(trainer, 1e-6))
-    optimizer, schedule = str(trl.get("optim", ADAMW[0])), str(trl["lr_scheduler_type"])
-    if optimizer in OPTIMIZERS:
-        settings[f"{actor}optim.name"] = OPTIMIZERS[optimizer]
-    elif optimizer not in ADAMW:
+    settings[f"{actor}optim.lr"] = trl.get("learning_rate", _table("rates").get(trainer, 1e-6))
+    optimizer, schedule = str(trl.get("optim", "adamw_torch")), str(trl["lr_scheduler_type"])
+    name = _table("optimizers").get(optimizer)
+    if name is None:
         left["optim"] = f"there is no {optimizer}; adamw takes its place"
-    settings[f"{actor}optim.lr_scheduler_type"] = SCHEDULES.get(schedule, "cosine" if "cosine" in schedule else "linear")
+    elif name != "adamw":
+        settings[f"{actor}optim.name"] = name
+    schedules = _table("schedules")
+    settings[f"{actor}optim.lr_scheduler_type"] = schedules.get(schedule, "cosine" if "cosine" in schedule else "linear")
     rest = trl.get("lr_scheduler_kwargs.min_lr_rate")
     if rest is not None:
         settings[f"{actor}optim.min_lr_ratio"] = rest
-    if schedule not in SCHEDULES and not (schedule == "cosine_with_min_lr" and rest is not None):
+    if schedule not in schedules and not (schedule == "cosine_with_min_lr" and rest is not None):
         schedule_here = settings[f"{actor}optim.lr_scheduler_type"]
         left["lr_scheduler_type"] = f"there is no {schedule}; {schedule_here} takes its place"
     if (warmup := trl.get("warmup_steps", 0)) > 0:
         settings[f"{actor}optim.lr_warmup_steps{'_ratio' if warmup < 1 else ''}"] = warmup
-    if {"adam_beta1", "adam_beta2"} & trl.given.keys():
+    if {"adam_beta1", "adam_beta2"} & trl.written.keys():
         settings[f"{actor}optim.betas"] = [trl.get("adam_beta1", 0.9), trl.get("adam_beta2", 0.999)]
     if trl.get("use_peft"):
         settings |= {
@@ -208,19 +177,23 @@ def _model(trl: ForeignSettings, trainer: str) -> Parts:
             settings[f"{actor}lora.target_modules"] = targets[0] if targets == ["all-linear"] else targets
         if bits := 4 if trl.get("load_in_4bit") else 8 if trl.get("load_in_8bit") else None:
             settings[f"{actor}lora.bits"] = bits
-    return settings, left
 
 
-def _grpo(trl: ForeignSettings) -> Parts:
-    kind, level = str(trl.get("loss_type", "dapo")), trl.get("importance_sampling_level", "token")
-    if kind not in GRPO_LOSSES:
-        raise ConfigError(f"loss_type={kind}: of GRPO's losses here are {', '.join(GRPO_LOSSES)}")
-    (agg, mode), left = GRPO_LOSSES[kind], dict[str, str]()
+def _set_grpo(conversion: Conversion) -> None:
+    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    kind, level, losses = (
+        str(trl.get("loss_type", "dapo")),
+        trl.get("importance_sampling_level", "token"),
+        _table("grpo_losses"),
+    )
+    if kind not in losses:
+        raise ConfigError(f"loss_type={kind}: of GRPO's losses here are {', '.join(losses)}")
+    agg, mode = losses[kind]
     if level == "sequence" and mode == "vanilla":
         if kind != "grpo":
             left["loss_type"] = f"{kind}; with ratios of whole responses the loss is their mean"
         agg, mode = "seq-mean-token-mean", "gspo"
-    settings: dict[str, Any] = {"algorithm.loss_agg_mode": agg, "algorithm.loss_mode": mode}
+    settings |= {"algorithm.loss_agg_mode": agg, "algorithm.loss_mode": mode}
     low = trl.get("epsilon", 0.2)
     high = trl.get("epsilon_high", low) if trl.get("epsilon_high") is not None else low
     if mode == "cispo":
@@ -239,53 +212,55 @@ def _grpo(trl: ForeignSettings) -> Parts:
     if scale == "batch":
         left["scale_rewards"] = "batch; advantages are divided by the standard deviation of their group"
     settings["algorithm.norm_adv_by_std_in_grpo"] = scale not in (False, "none")
-    return settings, left
 
 
-def _rloo(trl: ForeignSettings) -> Parts:
+def _set_rloo(conversion: Conversion) -> None:
+    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
     low, beta = trl.get("epsilon", 0.2), trl.get("beta", 0.05)
-    settings: dict[str, Any] = {"algorithm.loss_agg_mode": "seq-mean-token-sum", "algorithm.clip_ratio_low": low}
+    settings |= {"algorithm.loss_agg_mode": "seq-mean-token-sum", "algorithm.clip_ratio_low": low}
     settings |= {"algorithm.clip_ratio_high": trl.get("epsilon_high") or low, "algorithm.clip_ratio_c": NO_BOUND}
     settings |= {"algorithm.use_kl_in_reward": bool(beta)} | ({"algorithm.kl_ctrl.kl_coef": beta} if beta else {})
-    late = trl.given.get("num_iterations", 1) > 1 or "steps_per_generation" in trl.given or "generation_batch_size" in trl.given
-    return settings, {"epsilon": "bounds the ratio of each token here, of the whole response there"} if late else {}
+    is_reused = trl.written.get("num_iterations", 1) > 1
+    if is_reused or {"steps_per_generation", "generation_batch_size"} & trl.written.keys():
+        left["epsilon"] = "bounds the ratio of each token here, of the whole response there"
 
 
-def _dpo(trl: ForeignSettings) -> Parts:
+def _set_dpo(conversion: Conversion) -> None:
+    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    losses = _table("dpo_losses")
     kinds = trl.get("loss_type", "sigmoid")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
-    if not isinstance(kind, str) or kind not in DPO_LOSSES:
-        raise ConfigError(f"loss_type={kinds}: of DPO's losses here are {', '.join(DPO_LOSSES)}, one at a time")
+    if not isinstance(kind, str) or kind not in losses:
+        raise ConfigError(f"loss_type={kinds}: of DPO's losses here are {', '.join(losses)}, one at a time")
     if (divergence := trl.get("f_divergence_type", "reverse_kl")) != "reverse_kl":
         raise ConfigError(f"f_divergence_type={divergence}: here it is reverse_kl")
-    ours, per_token = DPO_LOSSES[kind]
-    settings: dict[str, Any] = {"algorithm.loss_type": ours, "algorithm.beta": trl.get("beta", 0.1)}
-    settings["algorithm.length_normalized"] = per_token
+    settings["algorithm.loss_type"], settings["algorithm.length_normalized"] = losses[kind]
+    settings["algorithm.beta"] = trl.get("beta", 0.1)
     if kind == "robust":
         settings["algorithm.label_smoothing"] = trl.get("label_smoothing", 0.0)
-        return settings, {}
-    unread = trl.get("label_smoothing")
-    return settings, {
-        "label_smoothing": f"TRL does not read it with loss_type={kind}; here it is conservative DPO's"
-    } if unread else {}
+    elif trl.get("label_smoothing"):
+        left["label_smoothing"] = f"TRL does not read it with loss_type={kind}; here it is conservative DPO's"
 
 
-def _kto(trl: ForeignSettings) -> Parts:
+def _set_kto(conversion: Conversion) -> None:
+    trl = conversion.theirs
     if (kind := trl.get("loss_type", "kto")) != "kto":
         raise ConfigError(f"loss_type={kind}: of KTO's losses here is kto")
-    return {"algorithm.beta": trl.get("beta", 0.1)}, {}
+    conversion.settings["algorithm.beta"] = trl.get("beta", 0.1)
 
 
-def _sft(trl: ForeignSettings) -> Parts:
+def _set_sft(conversion: Conversion) -> None:
+    trl = conversion.theirs
     if (kind := trl.get("loss_type")) not in (None, "nll", "chunked_nll"):
         raise ConfigError(f"loss_type={kind}: of SFT's losses here is nll")
-    if trl.get("assistant_only_loss"):
-        return {}, {}
-    return {}, {"assistant_only_loss": "so TRL learns all turns of a conversation; here the assistant's alone are learnt"}
+    if not trl.get("assistant_only_loss"):
+        why = "so TRL learns all turns of a conversation; here the assistant's alone are learnt"
+        conversion.left["assistant_only_loss"] = why
 
 
-def _rewards(trl: ForeignSettings) -> Parts:
-    """Return the reward model and ``rewards.<name>`` for TRL's list of functions, each with its weight."""
+def _set_rewards(conversion: Conversion) -> None:
+    """Set the reward model and ``rewards.<name>`` for TRL's list of functions, each with its weight."""
+    trl, settings = conversion.theirs, conversion.settings
     names, weights = trl.get("reward_funcs", []), trl.get("reward_weights", [])
     if not isinstance(names, list) or not isinstance(weights, list):
         raise ConfigError(f"reward_funcs={names} and reward_weights={weights} must be lists")
@@ -294,20 +269,22 @@ def _rewards(trl: ForeignSettings) -> Parts:
     model, weights = trl.get("reward_model_name_or_path"), list(weights)
     count = len(names) + (model is not None)
     if not count:
-        return {}, {"reward_funcs": "so there is no reward: give rewards.<name>.function for each that the script passes"}
+        why = "so there is no reward: give rewards.<name>.function for each that the script passes"
+        conversion.left["reward_funcs"] = why
+        return
     if weights and len(weights) != count:
         raise ConfigError(f"reward_weights={weights}: there are {count} rewards, the reward model first")
-    settings: dict[str, Any] = {}
     if model is not None:
         settings["reward.model"] = model
         settings |= {"reward.model_weight": weights.pop(0)} if weights else {}
+    rewards = _table("rewards")
     for number, name in enumerate(names):
         module, _, function = name.rpartition(".")
-        known: Mapping[str, Any] = REWARDS.get(name, {"function": f"{module}:{function}"})
+        known: Mapping[str, Any] = rewards.get(name, {"function": f"{module}:{function}"})
         is_dotted = bool(module) and all(part.isidentifier() for part in name.split("."))
-        if name not in REWARDS and not is_dotted:
+        if name not in rewards and not is_dotted:
             raise ConfigError(
-                f"reward_funcs: {name!r} is none of {', '.join(REWARDS)}, and no dotted name of a function; a model goes under "
+                f"reward_funcs: {name!r} is none of {', '.join(rewards)}, and no dotted name of a function; a model goes under "
                 "reward_model_name_or_path"
             )
         label = function if f"rewards.{function}.function" not in settings else f"{function}_{number}"
@@ -315,4 +292,3 @@ def _rewards(trl: ForeignSettings) -> Parts:
         settings |= {f"rewards.{label}.weight": weights[number]} if weights else {}
         if known["function"] == "math":
             settings["data.answer_key"] = "solution"
-    return settings, {}

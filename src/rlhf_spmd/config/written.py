@@ -12,10 +12,6 @@ from typing import Any
 
 import yaml
 from yaml import MappingNode, Node, ScalarNode, SequenceNode, YAMLError
-from yaml.composer import Composer
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.scanner import Scanner
 
 MOST_DEPTH, MOST_VALUES = 64, 100_000  # of a file, its aliases followed: no configuration has as many
 MOST_DIGITS = 4000  # of an integer
@@ -80,18 +76,8 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     return [to_plain(child, depth + 1) for child in value] if isinstance(value, list | tuple) else value
 
 
-class _Loader(Reader, Scanner, Parser, Composer):
+class _Loader(yaml.BaseLoader):
     """Reads YAML's nodes. A scalar's tag is ``plain`` if it has neither quotes nor a tag of its own."""
-
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
-
-    def descend_resolver(self, *_: Any) -> None: ...
-
-    def ascend_resolver(self) -> None: ...
 
     def resolve(self, kind: type[Node], value: str | None, implicit: Any) -> str:
         if kind is ScalarNode:
@@ -123,7 +109,7 @@ class _Builder:
         raise yaml.MarkedYAMLError(problem=f"there is no {node.tag} here", problem_mark=node.start_mark)
 
     def _mapping(self, node: MappingNode, depth: int) -> dict[str, Any]:
-        own: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for key, child in node.value:
             if not isinstance(key, ScalarNode):
@@ -132,17 +118,17 @@ class _Builder:
                 for part in self._merged(child, depth):
                     merged = {**part, **merged}  # the first of them counts
                 continue
-            if key.value in own:
+            if key.value in values:
                 raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
-            own[Plain(key.value) if key.tag == "plain" else str(key.value)] = self.value(child, depth + 1)
-        return {**merged, **own}
+            values[Plain(key.value) if key.tag == "plain" else str(key.value)] = self.value(child, depth + 1)
+        return {**merged, **values}
 
     def _merged(self, node: Node, depth: int) -> Iterator[dict[str, Any]]:
         """Yield what ``<<`` puts into a mapping."""
-        for one in node.value if isinstance(node, SequenceNode) else [node]:
-            if not isinstance(one, MappingNode):
-                raise yaml.MarkedYAMLError(problem="<< takes a mapping, or a list of them", problem_mark=one.start_mark)
-            yield self.value(one, depth + 1)
+        for part in node.value if isinstance(node, SequenceNode) else [node]:
+            if not isinstance(part, MappingNode):
+                raise yaml.MarkedYAMLError(problem="<< takes a mapping, or a list of them", problem_mark=part.start_mark)
+            yield self.value(part, depth + 1)
 
 
 def _too_deep() -> str:

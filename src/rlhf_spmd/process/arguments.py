@@ -1,6 +1,6 @@
-"""The options of all programs, their help, and their keys from an earlier import; without torch.
+"""The options of all programs and their help; without torch.
 
-A program's keys are dataclasses beside its code, and importing those takes seconds. So the command caches them in
+A program's keys are dataclasses beside its code, which imports torch: that takes two seconds by itself. So ``--help`` caches them in
 ``~/.cache/rlhf_spmd/keys`` with a fingerprint of this package's files; any change makes the cache unknown.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_spmd.config.keys import Key
+from rlhf_spmd.config.keys import Key, SectionRefusal, help_lines
 from rlhf_spmd.telemetry.run_dir import UNWRITTEN, atomic_write_json, read_json
 
 RANKS = ("--nproc-per-node", "--nproc_per_node")  # torchrun accepts both
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def shared_parser(name: str, description: str | None) -> Parser:
-    """Returns the parser of a program with a configuration."""
+    """Return the parser of a program with a configuration."""
     parser = Parser(name, description, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="print this and end; with a WORD: the keys that contain it")
     parser.add_argument("--config", metavar="FILE", action="append", help="YAML file")
@@ -48,84 +49,81 @@ def shared_parser(name: str, description: str | None) -> Parser:
 
 
 def read_arguments(parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options and the overrides. Unknown words count as overrides, which are refused once for all ranks.
+    """Return the options and the overrides. Unknown words count as overrides, which are refused once for all ranks.
 
     Raises ValueError.
     """
-    given, unknown = parser.parse_known_intermixed_args(argv)
-    return given, unknown + given.overrides
+    options, unknown = parser.parse_known_intermixed_args(argv)
+    return options, unknown + options.overrides
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Returns the configuration file and the overrides of a command line. Raises ValueError."""
-    given, overrides = read_arguments(shared_parser("", None), arguments)
-    return (given.config or [None])[0], overrides
+    """Return the configuration file and the overrides of a command line. Raises ValueError."""
+    options, overrides = read_arguments(shared_parser("", None), arguments)
+    return (options.config or [None])[0], overrides
 
 
 def help_text(parser: Parser, keys: Iterable[Key], arguments: Sequence[str]) -> str:
-    """Returns what ``--help`` prints: everything, or only the keys whose names contain a word of ``arguments``.
+    """Return what ``--help`` prints: everything, or only the keys whose names contain a word of ``arguments``.
 
     Raises ValueError if no key does.
     """
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
-    words = [one for one in arguments if "=" not in one]
+    words = [word for word in arguments if "=" not in word]
     if not words:
-        return "\n".join([parser.format_help(), "keys, their defaults and types:", *(key.lines(width) for key in keys)])
-    found = [key.lines(width) for key in keys if any(word in key.name for word in words)]
-    if not found:
+        return "\n".join([parser.format_help(), "keys, their defaults and types:", *help_lines(keys, width)])
+    lines = list(help_lines((key for key in keys if any(word in key.name for word in words)), width))
+    if not lines:
         raise ValueError(f"--help {' '.join(words)}: no key contains that; {parser.prog} --help lists all")
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 PACKAGE = Path(__file__).parents[1]
 
 
-@dataclass(frozen=True)
-class ProgramKeys:
-    """The keys of a program. ``about``: its description.
+def cached_help(program: str, arguments: Sequence[str]) -> str | None:
+    """Return what ``--help`` prints, from the cache; None if that is not asked for, or the cache does not know it.
 
-    ``default``: the algorithm if none is named, "" if the program has none; ``keys``: by algorithm.
+    Ranks ask the program itself, whose first rank prints for all.
     """
-
-    about: str
-    default: str
-    keys: Mapping[str, Sequence[Key]]
-
-
-def load_keys(program: str) -> ProgramKeys | None:
-    """Returns the cached keys, or None if they are unknown for the program as it is now."""
-    file = _file(program)
-    found = read_json(file) if file else None
-    if not isinstance(found, dict) or found.get("fingerprint") != fingerprint():
+    is_asked = {"-h", "--help"} & {*arguments} and not {"RANK", "WORLD_SIZE"} & {*os.environ}
+    if not is_asked or list(arguments[:1]) == ["profile"]:
         return None
-    keys = {algorithm: [Key(*row) for row in rows] for algorithm, rows in found["keys"].items()}
-    return ProgramKeys(found["about"], found["default"], keys)
+    with suppress(OSError, RuntimeError, ValueError):  # the program itself says what is wrong
+        words = [word for word in arguments if (program, word) != ("plan", "--json")]  # plan's only option of its own
+        _, overrides = read_arguments(shared_parser(program, None), words)
+        cache = read_json(_cache_file(program, overrides))
+        if isinstance(cache, dict) and cache.get("fingerprint") == fingerprint():
+            keys = [
+                Key(name, default, kind, text, tuple(SectionRefusal(*refusal) for refusal in refusals))
+                for name, default, kind, text, refusals in cache["keys"]
+            ]
+            return help_text(shared_parser(program, cache["about"]), keys, overrides)
+    return None
 
 
-def save_keys(program: str, known: ProgramKeys) -> None:
-    """Caches the keys, if the cache can be written."""
-    keys: dict[str, Any] = {algorithm: list(map(astuple, its)) for algorithm, its in known.keys.items()}
-    file = _file(program)
-    if file is None:
-        return
-    with suppress(OSError):
+def cache_keys(program: str, about: str | None, overrides: Sequence[str], keys: Sequence[Key]) -> None:
+    """Cache what ``--help`` prints, if the cache can be written."""
+    with suppress(OSError, RuntimeError):  # a user without a home, as in some containers
+        file = _cache_file(program, overrides)
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(file, {"fingerprint": fingerprint(), "about": known.about, "default": known.default, "keys": keys})
+        atomic_write_json(file, {"fingerprint": fingerprint(), "about": about, "keys": list(map(astuple, keys))})
+
+
+def _cache_file(program: str, overrides: Sequence[str]) -> Path:
+    """Return the cache of a program's keys with the algorithm that the overrides name. Raises RuntimeError if there is none."""
+    algorithms = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
+    name = (algorithms or ["usual"])[-1]
+    if not name.isidentifier():
+        raise RuntimeError("keys of the user's own modules are not cached")
+    return Path("~/.cache/rlhf_spmd/keys").expanduser() / f"{program}-{name}.json"
 
 
 def fingerprint() -> str:
-    """Returns a hash of Python's version and of the paths, sizes and times of the package's files."""
+    """Return a hash of Python's version and of the paths, sizes and times of the package's files."""
     files = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml")))
     facts = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
     return hashlib.sha256(repr((sys.version, facts)).encode()).hexdigest()
-
-
-def _file(program: str) -> Path | None:
-    """Returns the cache file, or None for a user without a home, as in some containers."""
-    try:
-        return Path("~/.cache/rlhf_spmd/keys").expanduser() / f"{program}.json"
-    except RuntimeError:
-        return None
 
 
 class _Pipe(io.FileIO):
@@ -146,9 +144,8 @@ class _Pipe(io.FileIO):
 
 
 def ignore_closed_pipes() -> None:
-    """From now on closed readers of standard output and error raise nothing: ``| head`` ends no run with a traceback.
-
-    Nor does a full disk behind standard error.
+    """From now on closed readers of standard output and error raise nothing: ``| head`` ends no run with a traceback. Nor does a full
+    disk behind standard error.
 
     May be called again; streams that somebody else installed are left alone.
     """
@@ -161,6 +158,6 @@ def ignore_closed_pipes() -> None:
             stream.flush()
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
             pipe.is_log = name == "stderr"
-            given: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
-            given |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(pipe) if is_buffered else pipe, **given))
+            options: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
+            options |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(pipe) if is_buffered else pipe, **options))

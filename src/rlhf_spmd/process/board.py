@@ -81,7 +81,8 @@ class Board:
         self.last_checkpoint: str | None = None
         self.step = 0
         self.failure: Failure | None = None
-        self._main = self._own = Messages(store, key)  # connections of the main thread, which may block, and of the board
+        # connections of the main thread, which may block, and of the thread of this board
+        self._main_messages = self._messages = Messages(store, key)
         self._log: list[_Call] = [NO_CALL] * HISTORY  # ring; the thread reads it without a lock
         self._num_calls = 0
         self._chain = 0
@@ -100,8 +101,9 @@ class Board:
     # ---- the main thread: fields only ------------------------------------------------------------------------------
 
     def enter_call(self, seq: int, name: str, site: str, rows: str = "") -> None:
-        """The script enters its ``seq``-th call, on members and other ranks alike; ``site`` is ``file.py:line``. ``rows``: which rows
-        the call takes, in words that are equal on all ranks.
+        """Note that the script enters its ``seq``-th call, on members and other ranks alike.
+
+        ``site`` is ``file.py:line``. ``rows``: which rows the call takes, in words that are equal on all ranks.
         """
         key = self._keys.get((name, site))
         if key is None:
@@ -122,7 +124,7 @@ class Board:
         RECORDER.tick()
 
     def tick(self) -> None:
-        """Reports progress inside a long call without collectives."""
+        """Report progress inside a long call without collectives."""
         RECORDER.tick()
 
     @property
@@ -138,16 +140,16 @@ class Board:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread; a single process needs none."""
+        """Start the thread; a single process needs none."""
         if self.launch.size == 1:
             return
-        self._own = _own_connection(self._own)
+        self._messages = _another_connection(self._messages)
         self._publish()
         self._thread = threading.Thread(target=self._run, name="board", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits until the script has ended on every rank, then reports that the job is done.
+        """Wait until the script has ended on every rank, then report that the job is done.
 
         The report goes to exit_status.json and to the launcher; a failure elsewhere ends the process instead.
 
@@ -156,27 +158,29 @@ class Board:
         self._inside, self._state = False, "ended"
         RECORDER.tick()
         self._end_if_failed()
-        store, size = self._main.store, self.launch.size
-        self._main.set(f"board/ended/{self.launch.rank}", "1")
+        store, size = self._main_messages.store, self.launch.size
+        self._main_messages.set(f"board/ended/{self.launch.rank}", "1")
         if store.add("board/ended", 1) >= size:
-            self._main.get_all([f"board/ended/{rank}" for rank in range(size)])  # checks the signatures, not only the count
-            self._main.set(ALL_ENDED, "1")
+            self._main_messages.get_all(
+                [f"board/ended/{rank}" for rank in range(size)]
+            )  # checks the signatures, not only the count
+            self._main_messages.set(ALL_ENDED, "1")
         if not await_key(store, ALL_ENDED, self.limits.stall_s):  # the store's own wait would hear no signal
             raise ConnectionError(f"timed out: other ranks have not ended within {self.limits.stall_s:.0f} s")
-        self._main.get(ALL_ENDED)
+        self._main_messages.get(ALL_ENDED)
         self._end_if_failed()
         self.stop()
         if self.launch.rank == 0:
             if self.run_dir is not None:
                 run_lock.check_still_held(self.run_dir)
                 write_exit_status(self.run_dir, ExitStatus("done", step=self.step, last_checkpoint=self.last_checkpoint))
-            self._main.set(DONE, "1")
+            self._main_messages.set(DONE, "1")
 
     def _end_if_failed(self) -> None:
-        """Ends this process if a failure is in the store, or after another thread of this rank has posted the one that it handles."""
+        """End this process if a failure is in the store, or after another thread of this rank has posted the one that it handles."""
         if self.failing:
             self._known.wait(self.limits.stall_s)
-        elif (posted := self._main.find(FAILURE)) is not None:
+        elif (posted := self._main_messages.find(FAILURE)) is not None:
             self.failure = Failure.decode(posted)
         else:
             return
@@ -191,19 +195,19 @@ class Board:
     # ---- failures --------------------------------------------------------------------------------------------------
 
     def post_error(self, error_class: str, message: str, details: str = "", call: str = "") -> bool:
-        """Posts this rank's failure. Returns True if it is the job's first.
+        """Post this rank's failure. Returns True if it is the job's first.
 
         The first prints ``details`` and one line, and writes exit_status.json. ``call``: name of the failed call, by
         default the last one entered. Does not end the process: see :meth:`leave`.
         """
-        return self._post(self._own_failure(error_class, message, call), details)
+        return self._post(self._failure_here(error_class, message, call), details)
 
-    def _own_failure(self, error_class: str, message: str, call: str = "") -> Failure:
+    def _failure_here(self, error_class: str, message: str, call: str = "") -> Failure:
         call = call or self.call[1]
         return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
 
     def await_verdict(self, seconds: float, waited: bool = False) -> bool:
-        """Waits for a failure of another rank that explains this one's. Returns True if one is known.
+        """Wait for a failure of another rank that explains this one's. Returns True if one is known.
 
         ``waited``: this rank waited in vain; then a rank that is behind it and still working is to blame.
         """
@@ -217,7 +221,7 @@ class Board:
             return self._known.wait(seconds)
 
     def _await_verdict(self, seconds: float, waited: bool) -> bool:
-        judges = waited and self._own.store.add("board/waited", 1) <= JUDGES
+        judges = waited and self._messages.store.add("board/waited", 1) <= JUDGES
         before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
         if self._known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it posts
             return True
@@ -231,7 +235,7 @@ class Board:
         return bool(at_work)
 
     def leave(self) -> NoReturn:
-        """Ends this process with the code of the job's failure, once every living rank knows it."""
+        """End this process with the code of the job's failure, once every living rank knows it."""
         assert self.failure is not None, "leave() needs a failure: post_error first"
         self._main_ready.set()
         self._wake.set()
@@ -241,7 +245,7 @@ class Board:
 
     def _post(self, failure: Failure, details: str = "") -> bool:
         try:
-            first = Failure.decode(self._own.put_first(FAILURE, failure.encode()))
+            first = Failure.decode(self._messages.put_first(FAILURE, failure.encode()))
             won = first == failure
         except RuntimeError:  # the store is gone with its host, or a stranger writes there: each node reports for itself
             first, won = failure, self.launch.local_rank == 0
@@ -257,8 +261,8 @@ class Board:
             record_status(self.run_dir, failure)
 
     def _read_failure(self) -> Failure | None:
-        found = self._own.find(FAILURE)
-        return None if found is None else Failure.decode(found)
+        text = self._messages.find(FAILURE)
+        return None if text is None else Failure.decode(text)
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -280,7 +284,7 @@ class Board:
                     self._post(self._blame(finding))
                 retried = False
             except ForgedMessage as error:
-                self._post(self._own_failure("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
+                self._post(self._failure_here("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
             except (RuntimeError, MemoryError) as error:  # torch's store clients raise nothing more precise in all versions
                 if self._stopping or self.failure is not None or classify(error) == "memory":
                     pass  # without memory the store is not lost; the main thread meets the same, and posts it
@@ -311,35 +315,35 @@ class Board:
             calls=tuple((entry.seq, entry.chain) for entry in recent),
         )
         if seq != self._logged:  # before the heartbeat, so that the log names every call that a heartbeat mentions
-            self._own.set(f"board/log/{rank}", json.dumps(recent))
+            self._messages.set(f"board/log/{rank}", json.dumps(recent))
             self._logged = seq
-        self._own.set(f"board/beat/{rank}", beat.encode())
+        self._messages.set(f"board/beat/{rank}", beat.encode())
         if self._suspect:
-            self._own.store.set("board/suspect", "1")
+            self._messages.store.set("board/suspect", "1")
 
     def _recent(self, number: int) -> list[_Call]:
-        """Returns the last calls, at most ``number``."""
+        """Return the last calls, at most ``number``."""
         num_calls = self._num_calls
         return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
 
     def _look(self, watch: Watch) -> Finding | None:
         beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
         calls = [(entry.seq, entry.chain) for entry in self._recent(HISTORY)]
-        suspect = self._suspect or self._own.store.check(["board/suspect"])
+        suspect = self._suspect or self._messages.store.check(["board/suspect"])
         return watch.judge(time.monotonic(), beats, calls, suspect, self._call_text)
 
     def _beats_of(self, ranks: Iterable[int]) -> list[Heartbeat]:
-        """Returns the heartbeats of the ranks that have started."""
+        """Return the heartbeats of the ranks that have started."""
         keys = [f"board/beat/{rank}" for rank in ranks]
-        if not self._own.store.check(keys):
-            keys = [key for key in keys if self._own.store.check([key])]
-        return [Heartbeat.decode(text) for text in self._own.get_all(keys)]
+        if not self._messages.store.check(keys):
+            keys = [key for key in keys if self._messages.store.check([key])]
+        return [Heartbeat.decode(text) for text in self._messages.get_all(keys)]
 
     def _call_text(self, rank: int, seq: int) -> tuple[str, str]:
-        """Returns a call of a rank and its rows, in words."""
+        """Return a call of a rank and its rows, in words."""
         entries = self._log
         if rank != self.launch.rank:
-            entries = [_Call(*entry) for entry in json.loads(self._own.get(f"board/log/{rank}"))]
+            entries = [_Call(*entry) for entry in json.loads(self._messages.get(f"board/log/{rank}"))]
         return next(((f"{it.name} ({it.site})", it.rows) for it in entries if it.seq == seq), ("another call", ""))
 
     def _blame(self, finding: Finding) -> Failure:
@@ -353,7 +357,7 @@ class Board:
 
     def _reconnect(self) -> bool:
         try:
-            self._own = _own_connection(self._own)
+            self._messages = _another_connection(self._messages)
         except RuntimeError:
             return False
         return True
@@ -363,13 +367,13 @@ class Board:
             f"rank {self.launch.rank} lost the store that all ranks share, in {self.where}: "
             f"the torchrun agent of the first node is gone ({one_line(reason)[:120]})"
         )
-        failure = self._own_failure("lost", message)
+        failure = self._failure_here("lost", message)
         if self.launch.local_rank == 0:
             self._announce(failure, "")
         self.failure = failure
 
     def _end(self, failure: Failure) -> NoReturn:
-        """Acknowledges the failure, gives the main thread and other ranks ``grace_s`` to know it too, then ends the
+        """Acknowledge the failure, give the main thread and other ranks ``grace_s`` to know it too, then end the
         process."""
         self._known.set()
         deadline = time.monotonic() + self.limits.grace_s
@@ -377,7 +381,7 @@ class Board:
             self._dump_stacks()
         self._kill_silent_neighbour(failure)
         with suppress(RuntimeError, MemoryError):  # the store ended with its host, which knew
-            await_all(self._own.store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
+            await_all(self._messages.store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
         end_process(failure.code)
 
     def _dump_stacks(self) -> None:
@@ -391,7 +395,7 @@ class Board:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _kill_silent_neighbour(self, failure: Failure) -> None:
-        """Kills a stopped process (SIGSTOP, a stuck driver), for which torchrun would wait 30 s."""
+        """Kill a stopped process (SIGSTOP, a stuck driver), for which torchrun would wait 30 s."""
         if not failure.kill_pid or failure.kill_host != socket.gethostname() or failure.kill_pid == os.getpid():
             return
         try:
@@ -402,7 +406,7 @@ class Board:
             pass  # gone already
 
     def log_path(self, kind: str) -> Path | None:
-        """Returns ``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
+        """Return ``run_dir/logs/rank_N.<kind>``, or None while the run directory is unknown or cannot be written."""
         if self.run_dir is None:
             return None
         try:
@@ -412,8 +416,8 @@ class Board:
         return self.run_dir / "logs" / f"rank_{self.launch.rank}.{kind}"
 
 
-def _own_connection(messages: Messages) -> Messages:
-    """Returns another connection to the same store: calls on one connection wait for each other."""
+def _another_connection(messages: Messages) -> Messages:
+    """Return another connection to the same store: calls on one connection wait for each other."""
     clone: dist.Store = cast(Any, messages.store).clone()  # missing in torch's stubs
     clone.set_timeout(_CLIENT_TIMEOUT)
     return replace(messages, store=clone)

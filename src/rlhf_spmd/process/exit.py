@@ -59,10 +59,10 @@ class ToldToEnd(Exception):
 
 
 def classify(error: BaseException) -> str:
-    """Returns the class of an ending (a key of EXIT_CODES): the exception's own ``exit_class``, else by built-in type."""
-    own = getattr(type(error), "exit_class", None)
-    if own in EXIT_CODES:
-        return str(own)
+    """Return the class of an ending (a key of EXIT_CODES): the exception's own ``exit_class``, else by built-in type."""
+    declared = getattr(type(error), "exit_class", None)
+    if declared in EXIT_CODES:
+        return str(declared)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "checkpoint"
     if isinstance(error, OSError | RuntimeError) and any(word in str(error).lower() for word in _MEMORY_WORDS):
@@ -71,14 +71,14 @@ def classify(error: BaseException) -> str:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """True if another rank may have caused this failure: a broken or timed-out connection."""
+    """Return True if another rank may have caused this failure: a broken or timed-out connection."""
     if isinstance(error, dist.DistError | ConnectionError):
         return True
     return type(error) is RuntimeError and any(word in str(error).lower() for word in _CONNECTION_WORDS)
 
 
 def error_text(error: BaseException) -> str:
-    """Returns the error in one line, with the notes that were added to it."""
+    """Return the error in one line, with the notes that were added to it."""
     return one_line(" ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))]))
 
 
@@ -87,7 +87,7 @@ def one_line(text: str) -> str:
 
 
 def announce(line: str, details: str = "") -> None:
-    """Writes ``details`` (a traceback) and one line to standard error, at once, so that ranks do not mix."""
+    """Write ``details`` (a traceback) and one line to standard error, at once, so that ranks do not mix."""
     shown = ["\t".join(map(printable, each.split("\t"))) for each in details.rstrip().split("\n")] if details else []
     stream = _stream()
     text = on_own_line("\n".join([*shown, one_line(line)]) + "\n", stream)
@@ -100,14 +100,14 @@ def announce(line: str, details: str = "") -> None:
 
 
 def forget_status(run_dir: Path) -> None:
-    """Removes the exit status of an earlier start, unless the directory belongs to another job."""
+    """Remove the exit status of an earlier start, unless the directory belongs to another job."""
     with suppress(OSError):  # the check of the input reports what is wrong with the directory
         if run_lock.other_owner(run_dir) is None:
             (run_dir / EXIT_STATUS_FILE).unlink(missing_ok=True)
 
 
 def record_status(run_dir: Path, status: ExitStatus) -> None:
-    """Writes exit_status.json, unless the directory belongs to another job by now."""
+    """Write exit_status.json, unless the directory belongs to another job by now."""
     try:
         if run_lock.may_write_status(run_dir):
             write_exit_status(run_dir, replace(status, message=one_line(status.message)))
@@ -116,7 +116,7 @@ def record_status(run_dir: Path, status: ExitStatus) -> None:
 
 
 def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Callable[[], bool] = lambda: True) -> None:
-    """Counts this process under ``key``; waits until all are counted and this one is ``ready``, or until ``deadline``."""
+    """Count this process under ``key``; wait until all are counted and this one is ``ready``, or until ``deadline``."""
     known = store.add(key, 1)
     while not (known >= size and ready()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -124,7 +124,7 @@ def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Ca
 
 
 def end_rank(launch: Launch, code: int) -> NoReturn:
-    """Ends this process with ``code``; a single process raises SystemExit, so another program can call this one."""
+    """End this process with ``code``; a single process raises SystemExit, so another program can call this one."""
     if launch.size == 1:
         run_lock.release()
         raise SystemExit(code) from None
@@ -132,7 +132,7 @@ def end_rank(launch: Launch, code: int) -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends the process at once, without Python's own exit.
+    """End the process at once, without Python's own exit.
 
     That exit can block on a process group whose peers are gone. It aborts if a gloo thread still frees a tensor, which
     needs the interpreter.
@@ -180,7 +180,7 @@ def ready_to_end() -> Iterator[None]:
 
 
 def free_spare_memory() -> None:
-    """Gives back what was kept for the end of this process."""
+    """Give back what was kept for the end of this process."""
     if _ending is not None and not _ending.spare.closed:
         _ending.spare.close()
 
@@ -190,7 +190,7 @@ def _stream() -> TextIO:
 
 
 def _within(seconds: float, write: Callable[[], object]) -> None:
-    """Calls ``write`` and waits at most ``seconds``: a stalled pipe or disk must not block, and a closed one does not matter.
+    """Call ``write`` and wait at most ``seconds``: a stalled pipe or disk must not block, and a closed one does not matter.
 
     Outside :func:`ready_to_end`, and in a fork, it waits as long as it takes.
     """

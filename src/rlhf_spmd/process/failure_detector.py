@@ -57,7 +57,7 @@ class Heartbeat:
 
 
 def place(name: str, seq: int, site: str, step: int | None) -> str:
-    """Returns ``actor.update_actor (call 17, ppo.py:31, step 3)``."""
+    """Return ``actor.update_actor (call 17, ppo.py:31, step 3)``."""
     if not name:
         return "the start of the program" if not step else f"the script (step {step})"
     parts = [f"call {seq}", site, f"step {step}" if step is not None else ""]
@@ -98,7 +98,7 @@ class Watch:
         suspect: bool,
         call_text: Callable[[int, int], tuple[str, str]],
     ) -> Finding | None:
-        """Looks at all heartbeats once; ``now`` is in seconds of a monotonic clock. Returns a finding, or None.
+        """Look at all heartbeats once, and return a finding, or None. ``now``: seconds of a monotonic clock.
 
         ``own_calls``: this rank's last calls, as in a heartbeat. ``call_text(rank, seq)`` names a call of a rank, and its rows.
         """
@@ -113,9 +113,9 @@ class Watch:
         )
 
     def _diverged(
-        self, beats: dict[int, Heartbeat], own: dict[int, int], call_text: Callable[[int, int], tuple[str, str]]
+        self, beats: dict[int, Heartbeat], own_calls: dict[int, int], call_text: Callable[[int, int], tuple[str, str]]
     ) -> Finding | None:
-        newest = max(own, default=0)
+        newest = max(own_calls, default=0)
         first: tuple[int, int] | None = None
         for rank in self.ranks:
             if rank == self.self_rank or rank not in beats:
@@ -128,7 +128,7 @@ class Watch:
                 if seq > newest:
                     break
                 chain = ahead.pop(seq)
-                if own.get(seq, chain) != chain:
+                if own_calls.get(seq, chain) != chain:
                     first = min(first or (seq, rank), (seq, rank))
                     break
                 self._compared[rank] = seq
@@ -201,7 +201,7 @@ class Watch:
 
 
 def group_places(beats: Sequence[Heartbeat]) -> str:
-    """Returns ``ranks 0, 1, 2 in actor.update_actor (call 17, ppo.py:31, step 3); rank 3 after critic.compute_values
+    """Return ``ranks 0, 1, 2 in actor.update_actor (call 17, ppo.py:31, step 3); rank 3 after critic.compute_values
     (...)``."""
     places: dict[str, list[int]] = {}
     for beat in sorted(beats, key=lambda b: b.rank):

@@ -29,37 +29,37 @@ TEXT_FILES = (
 HOST_PATHS = ("path", "val_path", "cache_dir", "dir")  # keys whose values may differ between hosts, but not the contents
 
 
-def run_digests(ready: Any) -> dict[str, str]:
-    """Returns what must be equal on all ranks of a checked run, by name: settings, and digests of data, weights and files.
+def run_digests(run: Any) -> dict[str, str]:
+    """Return what must be equal on all ranks of a checked run, by name: settings, and digests of data, weights and files.
 
     Weights are sampled, not read whole.
     """
-    settings = flatten(to_dict(ready.config, compared))
-    found = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in HOST_PATHS}
-    found |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in ready.training.items()}
-    found |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in ready.validation.items()}
-    models = ready.config.models.items()
+    settings = flatten(to_dict(run.config, compared))
+    values = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in HOST_PATHS}
+    values |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in run.training.items()}
+    values |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in run.validation.items()}
+    models = run.config.models.items()
     paths = {f"models.{role}.path": Path(model.path) for role, model in models if model.path is not None}
     paths |= {f"models.{role}.lora.path": Path(model.lora.path) for role, model in models if model.lora.path is not None}
     digests = {path: (weights_digest(path), text_digest(path)) for path in {*paths.values()}}
     for key, path in paths.items():
         weights, texts = digests[path]
-        found |= {f"{key} (its weights)": weights, f"{key} (its tokenizer and configuration)": texts}
-    return found | file_digests(ready.config)
+        values |= {f"{key} (its weights)": weights, f"{key} (its tokenizer and configuration)": texts}
+    return values | file_digests(run.config)
 
 
 def file_digests(config: Any) -> dict[str, str]:
-    """Returns digests, by key, of the files that settings name: the user's functions and templates."""
-    found = {}
+    """Return digests, by key, of the files that settings name: the user's functions and templates."""
+    digests = {}
     for key, text in flatten(to_dict(config)).items():
         if not set(HOST_PATHS) & set(key.split(".")):
             for file in _named_files(text):
-                found[f"{key} (its file)"] = f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
-    return found
+                digests[f"{key} (its file)"] = f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+    return digests
 
 
 def _named_files(text: str) -> Iterator[Path]:
-    """Yields the file of ``file.py:function``, of ``package.module:function`` (outside this package), or of a path."""
+    """Yield the file of ``file.py:function``, of ``package.module:function`` (outside this package), or of a path."""
     name, function = split_name(text)
     if not (function or re.search(r"/|\.[a-zA-Z]", name)):
         return  # most settings are no path: a thousand ranks need not ask the file system
@@ -73,7 +73,7 @@ def _named_files(text: str) -> Iterator[Path]:
 
 
 def text_digest(directory: Path) -> str:
-    """Returns a digest of a model's tokenizer and configuration files."""
+    """Return a digest of a model's tokenizer and configuration files."""
     digest = hashlib.sha256()
     for file in sorted({file for name in TEXT_FILES for file in directory.glob(name)}):
         digest.update(f"{file.name}\0".encode() + file.read_bytes())
@@ -81,13 +81,13 @@ def text_digest(directory: Path) -> str:
 
 
 def weights_digest(directory: Path) -> str:
-    """Returns names and sizes of a model's weight files, and a digest of samples of the first."""
+    """Return names and sizes of a model's weight files, and a digest of samples of the first."""
     files = sorted(directory.glob("*.safetensors"))
     return json.dumps([*([file.name, file.stat().st_size] for file in files), *map(sample_of, files[:1])])
 
 
 def sample_of(path: Path) -> str:
-    """Returns a hash of 64 parts of a file, spread over it."""
+    """Return a hash of 64 parts of a file, spread over it."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
         for part in range(64):

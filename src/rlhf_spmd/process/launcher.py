@@ -30,7 +30,7 @@ from rlhf_spmd.parallel.launch import JOB_KEY, LAUNCHER, ranks_store
 from rlhf_spmd.process.board import Failure
 from rlhf_spmd.process.exit import announce, forget_status, ready_to_end, record_status
 from rlhf_spmd.process.failure_detector import Heartbeat, group_places
-from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, VERDICT, ForgedMessage, Messages, given_key
+from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, VERDICT, ForgedMessage, Messages, key_of_start
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, newest_checkpoint, read_exit_status
 
@@ -43,7 +43,7 @@ PASSED_ON[signal.SIGHUP] = signal.SIGTERM  # a closed terminal, which does not r
 
 
 def default_num_ranks() -> int:
-    """Returns one rank per GPU, or 1 without GPUs.
+    """Return one rank per GPU, or 1 without GPUs.
 
     On CPUs every rank takes a core and another copy of the models in memory, so the user has to ask for more.
     """
@@ -52,7 +52,7 @@ def default_num_ranks() -> int:
 
 @ready_to_end()
 def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) -> int:
-    """Runs ``command`` as ``size`` ranks and waits for them. Returns the exit code of the first that failed, or 0.
+    """Run ``command`` as ``size`` ranks and waits for them. Returns the exit code of the first that failed, or 0.
 
     Signals are passed on. After a failure the other ranks get SIGTERM, as from torchrun, and SIGKILL ``PATIENCE_S``
     later. A rank that ends without a word, whatever its exit code, is named in one line and in
@@ -63,7 +63,7 @@ def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) 
     store, port = _serve_store()
     if run_dir is not None:
         forget_status(run_dir)
-    job = _Job(Messages(ranks_store(store), given_key(key)), run_dir)
+    job = _Job(Messages(ranks_store(store), key_of_start(key)), run_dir)
     previous = {number: signal.signal(number, lambda got, _: job.pass_on(got)) for number in PASSED_ON}
     try:
         while len(job.ranks) < size and not job.stopped_at:
@@ -105,7 +105,7 @@ class _Job:
             rank.send_signal(number)  # does nothing if the rank has ended
 
     def look(self) -> bool:
-        """Handles ranks that have ended. Returns True while any rank is running."""
+        """Handle ranks that have ended. Returns True while any rank is running."""
         for number, rank in enumerate(self.ranks):
             if number not in self.ended and rank.poll() is not None:
                 self.ended.add(number)
@@ -123,7 +123,7 @@ class _Job:
         return len(self.ended) < len(self.ranks)
 
     def _is_explained(self, number: int, code: int) -> bool:
-        """True if the job's messages say why this rank has ended."""
+        """Return True if the job's messages say why this rank has ended."""
         try:
             if code == 0:
                 return self.messages.find(DONE if number == 0 else ALL_ENDED) is not None
@@ -135,7 +135,7 @@ class _Job:
             return code > 0
 
     def _name(self, number: int, code: int) -> None:
-        """Reports a rank that has ended before the job, to the job and to people."""
+        """Report a rank that has ended before the job, to the job and to people."""
         time.sleep(BEAT_S)  # until the others have published where they are
         beats = self._beats()
         places = group_places(list(beats.values())) or "in the start of the program"
@@ -153,16 +153,16 @@ class _Job:
         self._post(Failure(error_class, f"{line}: {places}", number, call, step, place))
 
     def _beats(self) -> dict[int, Heartbeat]:
-        """Returns the latest signed heartbeat of each rank that has sent one."""
-        found: dict[int, Heartbeat] = {}
+        """Return the latest signed heartbeat of each rank that has sent one."""
+        beats: dict[int, Heartbeat] = {}
         for number in range(len(self.ranks)):
             with suppress(ForgedMessage):
                 text = self.messages.find(f"board/beat/{number}")
-                found |= {} if text is None else {number: Heartbeat.decode(text)}
-        return found
+                beats |= {} if text is None else {number: Heartbeat.decode(text)}
+        return beats
 
     def _post(self, failure: Failure) -> None:
-        """Posts a failure if it is the first: it becomes the job's, and the ranks' boards end them with its code."""
+        """Post a failure if it is the first: it becomes the job's, and the ranks' boards end them with its code."""
         refusal = json.dumps([failure.class_, failure.message, failure.rank])
         with suppress(ForgedMessage):
             if self.messages.put_first(VERDICT, refusal) not in ("ok", refusal):
@@ -182,19 +182,19 @@ class _Job:
                 record_status(self.run_dir, status)
 
     def close(self) -> int:
-        """Returns the job's exit code, and writes exit_status.json if rank 0 could not."""
+        """Return the job's exit code, and writes exit_status.json if rank 0 could not."""
         with suppress(ForgedMessage):
             verdict = self.messages.find(VERDICT) or "ok"
             if verdict != "ok" and self.run_dir is not None and read_exit_status(self.run_dir) is None:
                 error_class, message, culprit = json.loads(verdict)
                 self._record(ExitStatus(error_class, message, culprit))
         # for a killed rank the launcher's own finding counts
-        found = [self.failure.code] if self.failure else []
-        return next((code for code in found + self.failed if code > 0), 128 - self.failed[0] if self.failed else 0)
+        codes = [*([self.failure.code] if self.failure else []), *self.failed]
+        return next((code for code in codes if code > 0), 128 - self.failed[0] if self.failed else 0)
 
 
 def _serve_store() -> tuple[dist.Store, int]:
-    """Returns a store on a free port of this machine's loopback: torch itself would listen on all networks."""
+    """Return a store on a free port of this machine's loopback: torch itself would listen on all networks."""
     with socket.create_server((HOST, 0), backlog=512) as listening:
         port: int = listening.getsockname()[1]
         descriptor = os.dup(listening.fileno())
@@ -203,7 +203,7 @@ def _serve_store() -> tuple[dist.Store, int]:
 
 
 def rank_environment(rank: int, size: int, port: int, key: str) -> Mapping[str, str]:
-    """Returns what torchrun gives a rank of one node, and the key of the job."""
+    """Return what torchrun gives a rank of one node, and the key of the job."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, LAUNCHER: os.getpid()}
     texts = {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", JOB_KEY: key}

@@ -53,7 +53,7 @@ class Messages:
         self.store.set(name, self._sign(name, text) + text)
 
     def get(self, name: str) -> str:
-        """Waits until the message is there."""
+        """Wait until the message is there."""
         return self._opened(name, self.store.get(name))
 
     def get_all(self, names: Sequence[str]) -> list[str]:
@@ -62,15 +62,15 @@ class Messages:
         return [self._opened(name, value) for name, value in zip(names, values, strict=True)]
 
     def find(self, name: str) -> str | None:
-        """Returns None if there is no such message yet."""
+        """Return None if there is no such message yet."""
         return self.get(name) if self.store.check([name]) else None
 
     def put_first(self, name: str, text: str) -> str:
-        """Writes the text unless the name is taken. Returns what is stored then."""
+        """Write the text unless the name is taken. Returns what is stored then."""
         return self._opened(name, self.store.compare_set(name, "", self._sign(name, text) + text))
 
     def forget_key_file(self) -> None:
-        """Removes the key file, once all ranks have read it or the job ends."""
+        """Remove the key file, once all ranks have read it or the job ends."""
         if self.key_file is not None:
             with suppress(OSError):
                 self.key_file.unlink(missing_ok=True)
@@ -85,14 +85,13 @@ class Messages:
         return text
 
 
-def given_key(text: str, restart: int = 0) -> bytes:
-    """Returns the key from the environment's text. Each restart of the ranks has its own key, so it reads no older
-    messages."""
+def key_of_start(text: str, restart: int = 0) -> bytes:
+    """Return the key from the environment's text. Each restart of the ranks has another key, so it reads no older messages."""
     return f"{restart} {text}".encode()
 
 
 def await_key(store: dist.Store, key: str, limit_s: float, on_wait: Callable[[], object] = lambda: None) -> bool:
-    """Returns True when the store has ``key``, False if it has not within ``limit_s``. ``on_wait`` is called between two looks and may
+    """Return True when the store has ``key``, False if it has not within ``limit_s``. ``on_wait`` is called between two looks and may
     raise; the store's own wait would hear no signal."""
     deadline, pause_s = time.monotonic() + limit_s, 0.005
     while not store.check([key]):
@@ -107,7 +106,7 @@ def await_key(store: dist.Store, key: str, limit_s: float, on_wait: Callable[[],
 def agree_on_key(
     launch: Launch, store: dist.Store, place: Path | None, on_wait: Callable[[str], object] = lambda whom: None
 ) -> Messages:
-    """Returns ``store`` with the job's key, from the environment or from a file that only this user can read.
+    """Return ``store`` with the job's key, from the environment or from a file that only this user can read.
 
     The store holds the file's name. The file is in the machine's temporary directory if all ranks are on one machine,
     otherwise in ``place``, which all ranks see. Without such a place the key is empty and no secret. Raises ValueError
@@ -115,10 +114,10 @@ def agree_on_key(
 
     Collective over the world: every rank of it must call, in program order.
     """
-    if given := os.environ.get(JOB_KEY):
+    if text := os.environ.get(JOB_KEY):
         if launch.rank == 0:
             store.set("key/file", "")  # for a rank whose environment lacks the key
-        return Messages(store, given_key(given, launch.restart_count))
+        return Messages(store, key_of_start(text, launch.restart_count))
     if launch.size == 1:
         return Messages(store, secrets.token_bytes(32))
     if launch.local_size == launch.size:
@@ -139,7 +138,7 @@ def agree_on_key(
 
 
 def _write_key(place: Path) -> str:
-    """Returns the name of a new file with a key, or "" if none can be written; the check of the input reports that."""
+    """Return the name of a new file with a key, or "" if none can be written; the check of the input reports that."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         descriptor, path = tempfile.mkstemp(prefix=KEY_FILE, dir=place)  # readable by this user only
@@ -151,7 +150,7 @@ def _write_key(place: Path) -> str:
 
 
 def _read_key(place: Path, name: str) -> bytes:
-    """Returns the key. The file must be this user's own, because a stranger may have written the name."""
+    """Return the key. The file must be this user's own, because a stranger may have written the name."""
     what = f"{place}/{name}, through which ranks share the key of the job,"
     if not (name.startswith(KEY_FILE) and name.replace("_", "").isalnum()):
         raise ValueError(
@@ -159,11 +158,11 @@ def _read_key(place: Path, name: str) -> bytes:
         )
     try:
         descriptor = os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb") as file, tempfile.TemporaryFile(dir=place) as own:
-            found, usual = os.fstat(file.fileno()), os.fstat(own.fileno())
+        with os.fdopen(descriptor, "rb") as file, tempfile.TemporaryFile(dir=place) as new_file:
+            status, user = os.fstat(file.fileno()), os.fstat(new_file.fileno()).st_uid
             key = file.read()
     except OSError as error:
         raise ValueError(f"{what} cannot be read ({error.strerror}); all nodes must see the same directory") from error
-    if found.st_uid != usual.st_uid or found.st_mode & 0o077 or not key:
+    if status.st_uid != user or status.st_mode & 0o077 or not key:
         raise ValueError(f"{what} is not this user's own; another process writes into the store of this job")
     return key

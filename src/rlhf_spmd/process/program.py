@@ -45,7 +45,7 @@ from rlhf_spmd.process.startup_checks import EarlySignals, agree_on_input, check
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, UNWRITTEN, create_run_dir, writing
 
-T = TypeVar("T")
+Prepared = TypeVar("Prepared")
 
 LEAVE_S = 10.0  # in which process groups are destroyed
 SAME_PRESS_S = 1.0  # terminal and torchrun both pass a Ctrl-C on: within this time they are one
@@ -58,31 +58,31 @@ class ProgramSettings:
     run_dir: Path | None = None
     timeout_s: float = 600.0  # longest time that a rank may keep others waiting in a call
     threads: int = 1  # threads of a rank, on CPUs
-    calls_apart: int = 1  # factor on timeout_s in collectives: a rank may wait for another that is steps behind
+    collective_timeout_factor: int = 1  # on timeout_s: a rank may wait in a collective for another that is steps behind
     limits: WatchLimits = field(default_factory=WatchLimits)
     must_match: Mapping[str, str] = field(default_factory=dict)  # values and digests that must be equal on all ranks, by name
     when_told: str = "the run saves after the steps under way and ends"  # printed at the first Ctrl-C if the body polls
 
 
 @dataclass(frozen=True)
-class ProgramContext(Generic[T]):
+class ProgramContext(Generic[Prepared]):
     """What ``body`` gets: the ranks, the board, and what ``prepare`` returned."""
 
     world: World
     board: Board
-    prepared: T
+    prepared: Prepared
 
 
 @ready_to_end()
 def run_program(
-    prepare: Callable[[], T],
-    body: Callable[[ProgramContext[T]], None],
-    settings: Callable[[T], ProgramSettings] = lambda prepared: ProgramSettings(),
+    prepare: Callable[[], Prepared],
+    body: Callable[[ProgramContext[Prepared]], None],
+    settings: Callable[[Prepared], ProgramSettings] = lambda prepared: ProgramSettings(),
     run_dir_hint: Path | None = None,
     saves_on_signal: bool = False,
-    dry_run: Callable[[T], str] | None = None,
+    dry_run: Callable[[Prepared], str] | None = None,
 ) -> None:
-    """Runs a program on this rank. Returns only if it succeeded on all ranks; otherwise it ends the process.
+    """Run a program on this rank. Returns only if it succeeded on all ranks; otherwise it ends the process.
 
     ``prepare`` must be local (no collective). The run directory belongs to this job until its end. If ``prepare``
     fails, exit_status.json goes to ``run_dir_hint``, unless that belongs to another job. ``saves_on_signal``: the body
@@ -102,7 +102,7 @@ def run_program(
     if launch.rank == 0 and run_dir_hint is not None:
         forget_status(run_dir_hint)
 
-    def checked() -> tuple[T, ProgramSettings]:
+    def checked() -> tuple[Prepared, ProgramSettings]:
         prepared = prepare()
         chosen = settings(prepared)
         if chosen.run_dir is not None:
@@ -123,7 +123,9 @@ def run_program(
                 signal.raise_signal(early.number)
             _open_run_dir(board)
             board.start()
-            world = init_world(launch, messages.store, chosen.timeout_s * chosen.calls_apart, threads=chosen.threads)
+            world = init_world(
+                launch, messages.store, chosen.timeout_s * chosen.collective_timeout_factor, threads=chosen.threads
+            )
             body(ProgramContext(world, board, prepared))
             board.finish()
         except BaseException as error:  # the process boundary: every ending gets a class and a code
@@ -144,7 +146,7 @@ def _destroy_groups() -> None:
 
 
 def die_with_torchrun() -> None:
-    """Has the kernel kill this process when torchrun dies, even by SIGKILL; otherwise ranks would live on as orphans."""
+    """Have the kernel kill this process when torchrun dies, even by SIGKILL; otherwise ranks would live on as orphans."""
     if sys.platform != "linux" or not dist.is_torchelastic_launched():
         return
     pr_set_pdeathsig = 1
@@ -154,7 +156,7 @@ def die_with_torchrun() -> None:
 
 
 def _is_container_init() -> bool:
-    """True if torchrun itself is process 1, as the command of a container."""
+    """Return True if torchrun itself is process 1, as the command of a container."""
     try:
         return b"torch" in Path("/proc/1/cmdline").read_bytes()
     except OSError:
@@ -165,7 +167,7 @@ def _is_container_init() -> bool:
 
 
 def _open_run_dir(board: Board) -> None:
-    """Removes the old exit status and sends stacks of crashes in C code to the rank's log."""
+    """Remove the old exit status and send stacks of crashes in C code to the rank's log."""
     if board.run_dir is None:
         return
     if board.launch.rank == 0:
@@ -215,16 +217,16 @@ def _signals(board: Board, when_told: str | None) -> Iterator[None]:
 
 @contextmanager
 def _os_exit_caught(fail: Callable[[SystemExit], object]) -> Iterator[None]:
-    """The user's code cannot end this process unseen.
+    """Inside, the user's code cannot end this process unseen: one rank alone has no launcher, and its shell would read success.
 
     In the main thread ``os._exit`` raises SystemExit, which ends the job with a class and a line. In another thread
     ``fail`` is called first. Forked processes end as usual.
     """
-    really, process = os._exit, os.getpid()
+    exit_process, process = os._exit, os.getpid()
 
     def leave(status: int) -> NoReturn:
         if os.getpid() != process:
-            really(status)
+            exit_process(status)
         left = SystemExit(status)
         if threading.current_thread() is not threading.main_thread():
             fail(left)
@@ -235,11 +237,11 @@ def _os_exit_caught(fail: Callable[[SystemExit], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        module._exit = really
+        module._exit = exit_process
 
 
 def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) -> NoReturn:
-    """Ends the job from a thread beside the main thread, which may wait for what will never come.
+    """End the job from a thread beside the main thread, which may wait for what will never come.
 
     ``call``: the call that the thread works for, as :attr:`Board.call`.
     """
@@ -250,7 +252,7 @@ def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) 
 
 
 def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
-    """Classifies the exception, posts it, and ends this process with the code of the job's first failure."""
+    """Classify the exception, post it, and end this process with the code of the job's first failure."""
     board.failing = True
     free_spare_memory()
     text = _traceback_of(error)
@@ -281,7 +283,7 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Returns the traceback of ``error``, or this thread's stack and ``error`` if it was never raised."""
+    """Return the traceback of ``error``, or this thread's stack and ``error`` if it was never raised."""
     if error.__traceback__ is not None:
         return "".join(traceback.format_exception(error))
     return "".join(["Stack (most recent call last):\n", *traceback.format_stack(), *traceback.format_exception_only(error)])
@@ -290,17 +292,17 @@ def _traceback_of(error: BaseException) -> str:
 def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:
     seq, name, site = call
     where = place(name, seq, site, board.step)
-    said = error_text(error)
+    message = error_text(error)
     if error_class == "preempted":
-        line = f"preempted at step {board.step}: {said or 'saved and ended'}"
+        line = f"preempted at step {board.step}: {message or 'saved and ended'}"
     elif isinstance(error, KeyboardInterrupt):
         line = f"interrupted in {where}"
     elif error_class == "config":
-        line = f"config error: {said}"
+        line = f"config error: {message}"
     elif isinstance(error, SystemExit):
-        line = f"rank {board.launch.rank} left in {where}, before the end of the program: SystemExit: {said}"
+        line = f"rank {board.launch.rank} left in {where}, before the end of the program: SystemExit: {message}"
     else:
-        line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {said}"
+        line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {message}"
         line += "; docs/troubleshooting.md says what needs less memory" * (error_class == "memory")
     defect = error_class in ("error", "lost") and not isinstance(error, KeyboardInterrupt)
     board.post_error(error_class, line, details=text if defect else "", call=name)

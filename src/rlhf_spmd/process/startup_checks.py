@@ -106,7 +106,7 @@ def agree_on_input(
     run_dir_hint: Path | None,
     signals: EarlySignals,
 ) -> tuple[T, Messages]:
-    """Runs ``prepare`` on every rank, and waits until all have succeeded with equal ``must_match`` values.
+    """Run ``prepare`` on every rank, and wait until all have succeeded with equal ``must_match`` values.
 
     Returns what ``prepare`` returned, and the store with the job's key. The first rank that fails prints for the job. A
     few store messages per rank; a failing rank waits up to 30 s until the others know, so each exits with the code.
@@ -127,8 +127,7 @@ def agree_on_input(
         signals.ends = False
     try:
         if prepared and refusal is None:
-            own = {"--nproc-per-node": str(launch.local_size), **must_match(prepared[0])}
-            refusal = _differing(launch, messages, own)
+            refusal = _differing(launch, messages, {"--nproc-per-node": str(launch.local_size), **must_match(prepared[0])})
             if refusal is None and launch.local_rank == 0:
                 refusal = _differing(launch, messages, versions())
         _post_verdict(launch, messages, refusal)
@@ -148,22 +147,20 @@ def agree_on_input(
 
 
 def _connect(launch: Launch, run_dir_hint: Path | None, signals: EarlySignals) -> tuple[Messages, InputRefusal | None]:
-    """Returns the store, and why this rank lacks the job's key (or None). Ends the process if there is no store, and if a signal comes
+    """Return the store, and why this rank lacks the job's key (or None). Ends the process if there is no store, and if a signal comes
     while it waits."""
     on_wait = partial(signals.waits, launch)
     try:
         store = connect_store(launch, on_wait=on_wait)
-    except ToldToEnd as error:
-        _end_alone(launch, error, run_dir_hint)
-    except (RuntimeError, OSError, ValueError) as error:
+    except (ToldToEnd, ValueError) as error:
+        _end(launch, _refusal(launch, error), run_dir_hint)
+    except (RuntimeError, OSError) as error:
         line = f"rank {launch.rank} cannot reach the store that all ranks share: {one_line(str(error))[:300]}"
-        error_class, line, details = _refusal(launch, error) if isinstance(error, ValueError) else ("hang", line, "")
-        announce(line, details)
-        end_rank(launch, input_exit_code(error_class))
+        _end(launch, ("hang", line, ""), run_dir_hint)
     try:
         return agree_on_key(launch, store, run_dir_hint, on_wait), None
     except ToldToEnd as error:
-        _end_alone(launch, error, run_dir_hint)
+        _end(launch, _refusal(launch, error), run_dir_hint)
     except ValueError as error:
         refusal = _refusal(launch, error)
         store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # unsigned: this rank has no key to sign with
@@ -175,16 +172,17 @@ def _connect(launch: Launch, run_dir_hint: Path | None, signals: EarlySignals) -
         return Messages(store, b""), ("hang", line, "")
 
 
-def _end_alone(launch: Launch, error: ToldToEnd, run_dir_hint: Path | None) -> NoReturn:
-    """Ends this rank, which others do not know yet."""
-    error_class, line, _ = _refusal(launch, error)
-    announce(line)
-    _record(launch, run_dir_hint, ExitStatus(error_class, line))
+def _end(launch: Launch, refusal: InputRefusal, run_dir_hint: Path | None, prints: bool = True) -> NoReturn:
+    """End this rank for a reason that the others do not know from it."""
+    error_class, line, details = refusal
+    if prints:
+        announce(line, details)
+    _record(launch, run_dir_hint, ExitStatus(error_class, one_line(line)))
     end_rank(launch, input_exit_code(error_class))
 
 
 def _explain_forged(launch: Launch, messages: Messages, error: ForgedMessage) -> InputRefusal:
-    """Explains a message without the signature: a rank that lacks the key may have said why."""
+    """Explain a message without the signature: a rank that lacks the key may have said why."""
     try:
         error_class, line, _ = json.loads(messages.store.get(NO_KEY)) if messages.store.check([NO_KEY]) else ("", "", 0)
     except (ValueError, TypeError):
@@ -195,19 +193,16 @@ def _explain_forged(launch: Launch, messages: Messages, error: ForgedMessage) ->
 
 
 def _end_without_key(launch: Launch, messages: Messages, refusal: InputRefusal, run_dir_hint: Path | None) -> NoReturn:
-    """Ends this rank. Posts an unreadable verdict, which also ends the ranks that still wait for one."""
+    """End this rank. Post an unreadable verdict, which also ends the ranks that still wait for one."""
     with suppress(RuntimeError):
         messages.put_first(VERDICT, "")
-    if launch.local_rank == 0:
-        announce(*refusal[1:])
     messages.forget_key_file()
-    _record(launch, run_dir_hint, ExitStatus(refusal[0], one_line(refusal[1])))
-    end_rank(launch, input_exit_code(refusal[0]))
+    _end(launch, refusal, run_dir_hint, prints=launch.local_rank == 0)
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Returns what must be equal on all ranks whatever they run: software versions and the kind of device, by name."""
+    """Return what must be equal on all ranks whatever they run: software versions and the kind of device, by name."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -219,14 +214,14 @@ def versions() -> dict[str, str]:
     }
 
 
-def _differing(launch: Launch, messages: Messages, own: Mapping[str, str]) -> InputRefusal | None:
-    """Returns a refusal if a value differs from that of the first rank that came here."""
+def _differing(launch: Launch, messages: Messages, values: Mapping[str, str]) -> InputRefusal | None:
+    """Return a refusal if a value differs from that of the first rank that came here."""
     here = f"rank {launch.rank} on {socket.gethostname()}"
-    there, first = json.loads(messages.put_first(f"prepare/must_match/{next(iter(own))}", json.dumps([here, own])))
-    for name in {**first, **own}:
-        if first.get(name) != own.get(name):
-            values = f"{one_line(str(own.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
-            return "config", f"{here} has another {name} than {there} ({values}): give all ranks the same", ""
+    there, first = json.loads(messages.put_first(f"prepare/must_match/{next(iter(values))}", json.dumps([here, values])))
+    for name in {**first, **values}:
+        if first.get(name) != values.get(name):
+            both = f"{one_line(str(values.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
+            return "config", f"{here} has another {name} than {there} ({both}): give all ranks the same", ""
     return None
 
 
@@ -246,7 +241,7 @@ def _post_verdict(launch: Launch, messages: Messages, refusal: InputRefusal | No
 def _await_verdict(
     launch: Launch, messages: Messages, timeout_s: float, run_dir_hint: Path | None, signals: EarlySignals
 ) -> None:
-    """Returns if all ranks have succeeded; otherwise ends the process. A signal meanwhile is the refusal of this rank."""
+    """Return if all ranks have succeeded; otherwise ends the process. A signal meanwhile is the refusal of this rank."""
     store = messages.store
     on_wait = partial(signals.waits, launch, "the other ranks to check their input", tells=False)
     for seconds, is_last in ((TELL_LATE_S, False), (max(timeout_s - TELL_LATE_S, 0.0), True)):
@@ -286,12 +281,12 @@ def _record(launch: Launch, run_dir_hint: Path | None, status: ExitStatus) -> No
 
 
 def input_exit_code(error_class: str) -> int:
-    """Returns 2 for bad configuration and bad data alike; exit_status.json tells them apart."""
+    """Return 2 for bad configuration and bad data alike; exit_status.json tells them apart."""
     return EXIT_CODES["config"] if error_class in ("config", "data") else EXIT_CODES[error_class]
 
 
 def _refusal(launch: Launch, error: BaseException) -> InputRefusal:
-    """Returns class, message and traceback of an exception from ``prepare``."""
+    """Return class, message and traceback of an exception from ``prepare``."""
     error_class = classify(error)
     if error_class == "error" and isinstance(error, OSError):
         error_class = "data"  # an unreadable file that the configuration names
